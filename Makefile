@@ -1,0 +1,39 @@
+# Everything happens in a virtual environment inside the clone; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test format clean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+demo: $(VENV)/titan  ## set up and train TorchTitan's Llama with 1F1B, ZBVZeroBubble and zbpipe's ZBV
+	$(BIN)/zbpipe demo
+
+test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: $(VENV)/dev  ## put the code into its standard form
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The marks are made again when pyproject.toml changes, so that new dependencies arrive.
+$(VENV)/titan: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --editable '.[titan]'
+	@touch $@
+
+$(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
+	$(BIN)/pip install --quiet --editable '.[titan,dev]'
+	@touch $@

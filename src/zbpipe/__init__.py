@@ -1,0 +1,43 @@
+"""zbpipe: zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.
+
+Importing this package does not import torch; the names that need it are loaded when they are first used.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import generate, register, stage_indices
+from zbpipe.validate import Finding, validate
+
+if TYPE_CHECKING:
+    from zbpipe.runtime.schedules import ScheduleZBV, build_pipeline_schedule
+
+__version__ = version("zbpipe")
+
+__all__ = [
+    "Finding",
+    "Op",
+    "OpKind",
+    "Placement",
+    "Schedule",
+    "ScheduleZBV",
+    "build_pipeline_schedule",
+    "generate",
+    "register",
+    "stage_indices",
+    "validate",
+]
+
+_NEED_TORCH = {"ScheduleZBV", "build_pipeline_schedule"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        return getattr(import_module("zbpipe.runtime.schedules"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

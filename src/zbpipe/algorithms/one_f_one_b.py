@@ -1,0 +1,25 @@
+"""1F1B, one forward one backward (PipeDream-Flush, 2006.09503, section 3; Megatron-LM, 2104.04473, section 2.2)."""
+
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import register
+
+
+@register("1F1B", source="torch", summary="one forward, one backward; at most p activations")
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Rank r runs p - r forwards to warm up, then one full backward after each further forward, then the rest."""
+    return Schedule(
+        "1F1B",
+        Placement.loop(ranks),
+        microbatches,
+        tuple(_rank(rank, ranks, microbatches) for rank in range(ranks)),
+    )
+
+
+def _rank(rank: int, ranks: int, microbatches: int) -> tuple[Op, ...]:
+    warmup = min(ranks - rank, microbatches)
+    ops = [Op(rank, OpKind.F, microbatch) for microbatch in range(warmup)]
+    for microbatch in range(microbatches):
+        ops.append(Op(rank, OpKind.B, microbatch))
+        if microbatch + warmup < microbatches:
+            ops.append(Op(rank, OpKind.F, microbatch + warmup))
+    return tuple(ops)

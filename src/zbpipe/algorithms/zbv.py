@@ -1,0 +1,69 @@
+"""ZB-V (Zero Bubble Pipeline Parallelism, 2401.10241, section 6): two stages a rank, no bubble if T_F = T_I = T_W.
+
+Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first stage and the last one: the
+backward of a microbatch starts where its forward began, and each rank can fill its idle time with the W of either
+stage. At no time does a rank hold more activations than 1F1B's first rank: p microbatches.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import register
+
+F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
+
+
+@register("ZBV", placement="v", stages_per_rank=2, summary="no bubble if F, I and W take equal time; memory of 1F1B")
+def zbv(ranks: int, microbatches: int) -> Schedule:
+    """The schedule drawn in the paper's figure 6, for any number of ranks and microbatches.
+
+    The drawing needs 2p - 1 microbatches to fill the V. With fewer, the drawing for 2p - 1 is taken and the
+    microbatches that the job does not have are left out.
+    """
+    drawn = max(microbatches, 2 * ranks - 1)
+    return Schedule(
+        "ZBV",
+        Placement.v(ranks),
+        microbatches,
+        tuple(
+            tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)
+        ),
+    )
+
+
+def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+    down, up = rank, 2 * ranks - 1 - rank
+    next_microbatch = {(stage, kind): count() for stage in (down, up) for kind in (F, I, W)}
+
+    def run(stage: int, *kinds: OpKind) -> Iterator[Op]:
+        return (Op(stage, kind, next(next_microbatch[stage, kind])) for kind in kinds)
+
+    # Warm-up: fill the V, 2p - 1 forwards on every rank...
+    fill = 2 * (ranks - rank) - 1
+    for _ in range(fill):
+        yield from run(down, F)
+    for _ in range(rank):
+        yield from run(up, F)
+        yield from run(down, F)
+    # ...and the first backwards, which come up the V as fast as the forwards go.
+    for _ in range(ranks - rank):
+        yield from run(up, F, I, W)
+    # Steady: one F-I-W of each stage in turn, until the forwards are used up.
+    forwards_down = fill + rank
+    for _ in range(microbatches - forwards_down):
+        yield from run(down, F, I, W)
+        yield from run(up, F, I, W)
+    for _ in range(forwards_down - ranks):
+        yield from run(down, I, W)
+        yield from run(up, F, I, W)
+    # Cool-down: only I is on the critical path; the W that it leaves behind fill the end.
+    for _ in range(rank):
+        yield from run(down, I)
+        yield from run(up, I)
+    for _ in range(ranks - rank):
+        yield from run(down, I, W)
+    for _ in range(rank):
+        yield from run(up, W)
+    for _ in range(rank):
+        yield from run(down, W)

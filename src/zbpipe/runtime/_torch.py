@@ -1,0 +1,70 @@
+"""The private names of torch that zbpipe stands on, all in this one file.
+
+Written for torch 2.15.0 and 2.13.0. What differs between versions is asked of the installed torch, not of its version
+number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.pipelining.schedules import (
+    ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zbpipe.ir import Op, Schedule
+
+PipelineSchedule = _PipelineSchedule
+"""What all of torch's schedules are."""
+
+ScheduleRuntime = _PipelineScheduleRuntime
+"""The `PipelineScheduleMulti` that lowers a list of compute actions to sends, receives and unshards, and runs it."""
+
+Stage = _PipelineStageBase
+"""What all of torch's stages are, `PipelineStage` among them."""
+
+SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - {
+    "self",
+    "stages",
+    "n_microbatches",
+}
+"""The keyword arguments that the installed torch's multi-stage schedules take."""
+
+
+def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
+    """Hand `schedule` to torch: it checks the order once more, adds the communication and keeps both lists."""
+    runtime.pipeline_order = {rank: [_action(op) for op in ops] for rank, ops in enumerate(schedule)}
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+
+
+def _action(op: Op) -> _Action | None:
+    return _Action(op.stage, _ComputationType(op.kind.value), op.microbatch)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was called on it."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether hooks want to see the gradient of `weight`: `register_hook`, `register_post_accumulate_grad_hook`."""
+    return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
+
+
+def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
+    """The dtype in which autograd would keep `gradient` of `weight`.
+
+    FSDP2 asks for wider gradients through `grad_dtype`, None meaning "as they come"; torch before 2.13 has no such
+    attribute and wants the weight's own dtype.
+    """
+    return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)

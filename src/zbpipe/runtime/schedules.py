@@ -1,0 +1,179 @@
+"""zbpipe's schedules as classes that torch's pipelining runs, and the function that builds one by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from zbpipe import registry
+from zbpipe.ir import OpKind, Placement, Schedule
+from zbpipe.runtime import _torch
+from zbpipe.runtime.stages import SplitBackward, split_backward
+from zbpipe.validate import require_valid
+
+
+class RegisteredSchedule(_torch.ScheduleRuntime):
+    """A schedule from zbpipe's registry on torch's schedule runtime. Subclasses say which one.
+
+    Torch lowers the schedule's list of compute actions to sends and receives and executes it.
+
+    Args:
+        stages: all stages of this rank, those that `zbpipe.stage_indices` names.
+        n_microbatches: any number from 1 on.
+        loss_fn: `(output, target) -> loss`; without it `step` runs forwards only.
+        split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
+            `zbpipe.runtime.deferred`); "autograd" is torch's own split, for comparison.
+        options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
+            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
+
+    Raises:
+        ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
+            backward cannot be split.
+    """
+
+    schedule_name: ClassVar[str]
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *args: Any,
+        split_backward: SplitBackward = "deferred",
+        **options: Any,
+    ) -> None:
+        traits = registry.lookup(self.schedule_name)
+        _require_options(traits.name, options, _torch.SCHEDULE_OPTIONS)
+        _require_microbatches(traits.name, n_microbatches)
+        stages = _in_order(stages, traits.name)
+        placement = traits.place(stages[0].group_size)
+        _require_placement(stages, traits.name, placement)
+        self.schedule = _runnable(registry.generate(traits.name, placement.num_ranks, n_microbatches), placement)
+        super().__init__(stages, n_microbatches, loss_fn, *args, **options)
+        _torch.lower(self, self.schedule)
+        if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
+            _split_backward(self._stages, split_backward)
+
+
+_split_backward = split_backward
+
+
+class ScheduleZBV(RegisteredSchedule):
+    """ZB-V (2401.10241, section 6): two stages a rank in a V; see `zbpipe.algorithms.zbv`."""
+
+    schedule_name = "ZBV"
+
+
+def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
+    """The class that runs the schedule called `name`: torch's own under torch's names, else one of zbpipe's.
+
+    Raises:
+        ValueError: no such schedule; the message lists the names and the nearest one.
+    """
+    traits = registry.lookup(name)
+    if traits.source == "torch":
+        return get_schedule_class(traits.name)
+    return _registered_class(traits.name)
+
+
+@cache
+def _registered_class(name: str) -> type[RegisteredSchedule]:
+    for known in RegisteredSchedule.__subclasses__():
+        if known.schedule_name == name:
+            return known
+    return type(f"Schedule{name}", (RegisteredSchedule,), {"schedule_name": name})
+
+
+def build_pipeline_schedule(
+    schedule: str,
+    stages: PipelineStage | Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None = None,
+    **options: Any,
+) -> _torch.PipelineSchedule:
+    """The schedule called `schedule` on the given stages, ready for `step`.
+
+    Args:
+        schedule: a name in any case, zbpipe's or torch's; torch's names give torch's own classes.
+        stages: this rank's stages, those that `zbpipe.stage_indices` names; one stage may stand alone.
+        n_microbatches: into how many microbatches a batch is split.
+        loss_fn: `(output, target) -> loss`.
+        options: what the class takes besides, such as `scale_grads`, or `split_backward` for zbpipe's schedules.
+
+    Raises:
+        ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
+    """
+    traits = registry.lookup(schedule)
+    runtime = schedule_class(traits.name)
+    if issubclass(runtime, RegisteredSchedule):
+        return runtime(_as_list(stages), n_microbatches, loss_fn, **options)
+    _require_options(traits.name, options, inspect.signature(runtime.__init__).parameters.keys())
+    _require_microbatches(traits.name, n_microbatches)
+    ordered = _in_order(_as_list(stages), traits.name)
+    chosen = len(ordered) if traits.any_stages_per_rank else None
+    _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, chosen))
+    on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
+    return runtime(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
+
+
+def _as_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
+    return [stages] if isinstance(stages, _torch.Stage) else list(stages)
+
+
+def _require_options(name: str, options: dict[str, Any], known: Any) -> None:
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(sorted(set(known) - {"self", "stage", "stages", "n_microbatches"}))
+            raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
+
+
+def _require_microbatches(name: str, n_microbatches: int) -> None:
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise ValueError(f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}")
+
+
+def _in_order(stages: Sequence[PipelineStage], name: str) -> list[PipelineStage]:
+    """Ascending, as torch's first step needs them, which passes shapes from stage to stage in the order of the list."""
+    if not stages:
+        raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
+    return sorted(stages, key=lambda stage: stage.stage_index)
+
+
+def _require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:
+    rank, group_size = stages[0].group_rank, stages[0].group_size
+    if any((stage.group_rank, stage.group_size) != (rank, group_size) for stage in stages):
+        groups = [(stage.group_rank, stage.group_size) for stage in stages]
+        raise ValueError(f"{name}: all stages of a rank belong to one process group, got (rank, size) {groups}")
+    expected = placement.stages_on(rank)
+    found = tuple(stage.stage_index for stage in stages)
+    totals = {stage.num_stages for stage in stages}
+    if found != expected or totals != {placement.num_stages}:
+        raise ValueError(
+            f"{name} on {group_size} pipeline ranks has {placement.num_stages} stages in all, and rank {rank} holds"
+            f" the stages {list(expected)}; got the stages {list(found)} built with num_stages={sorted(totals)}."
+            f" Build those that zbpipe.stage_indices({name!r}, rank={rank}, num_ranks={group_size}) names"
+        )
+
+
+def _runnable(schedule: Schedule, placement: Placement) -> Schedule:
+    """Refuse what torch could not run, before anything is launched."""
+    if schedule.placement != placement:
+        raise ValueError(
+            f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but it is registered"
+            f" with a placement that puts them on {placement.rank_of}"
+        )
+    require_valid(schedule)
+    last = placement.num_stages - 1
+    forwards = [op.microbatch for op in schedule.ops[placement.rank_of[last]] if op[:2] == (last, OpKind.F)]
+    if forwards != sorted(forwards):
+        raise ValueError(
+            f"schedule {schedule.name} runs the last stage's forwards in the order {forwards}; torch numbers the losses"
+            " in that order, so it has to be ascending"
+        )
+    return schedule

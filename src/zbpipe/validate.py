@@ -1,0 +1,181 @@
+"""Is a schedule complete, in an order that each rank can run, with every stage on one rank, and free of deadlock?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from zbpipe.ir import Op, OpKind, Schedule
+
+Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock"]
+_Places = dict[Op, list[tuple[int, int]]]
+"""Where each op stands: rank and position, more than once if it is doubled."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong with a schedule, and where."""
+
+    rule: Rule
+    rank: int
+    position: int | None
+    """Index into the rank's list; None for an op that is in no list."""
+    op: Op
+    message: str
+
+    def __str__(self) -> str:
+        at = "" if self.position is None else f", position {self.position}"
+        return f"{self.rule}: rank {self.rank}{at}, {self.op}: {self.message}"
+
+
+def validate(schedule: Schedule) -> list[Finding]:
+    """Everything that is wrong with `schedule`; an empty list if nothing is.
+
+    Checked are: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
+    an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
+    or W too early, a stage before the one that feeds it on the same rank); and ranks that wait for each other in a
+    circle.
+    """
+    places: _Places = defaultdict(list)
+    for rank, ops in enumerate(schedule):
+        for position, op in enumerate(ops):
+            places[op].append((rank, position))
+    return [
+        *_strangers(schedule, places),
+        *_incomplete(schedule, places),
+        *_disordered(schedule, places),
+        *_deadlocked(schedule, places),
+    ]
+
+
+def require_valid(schedule: Schedule) -> None:
+    """Refuse a schedule that `validate` objects to.
+
+    Raises:
+        ValueError: with all findings, one a line.
+    """
+    findings = validate(schedule)
+    if findings:
+        lines = [f"schedule {schedule.name} cannot run, {len(findings)} finding(s):", *map(str, findings)]
+        raise ValueError("\n  ".join(lines))
+
+
+def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """Ops that do not belong where they stand: unknown, on another stage's rank, or there for the second time."""
+    placement, microbatches = schedule.placement, schedule.num_microbatches
+    for op, standing in places.items():
+        for again, (rank, position) in enumerate(standing):
+            if op.stage >= placement.num_stages:
+                message = f"there are only the stages 0 to {placement.num_stages - 1}"
+                yield Finding("foreign", rank, position, op, message)
+            elif op.microbatch >= microbatches:
+                message = f"there are only the microbatches 0 to {microbatches - 1}"
+                yield Finding("foreign", rank, position, op, message)
+            elif placement.rank_of[op.stage] != rank:
+                message = f"stage {op.stage} is on rank {placement.rank_of[op.stage]}, and a stage stays on its rank"
+                yield Finding("placement", rank, position, op, message)
+            if again:
+                first_rank, first_position = standing[0]
+                message = f"it stands on rank {first_rank}, position {first_position} already"
+                yield Finding("doubled", rank, position, op, message)
+
+
+def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """One F and either one B or one I and one W, for every stage and microbatch."""
+    for stage, rank in enumerate(schedule.placement.rank_of):
+        for microbatch in range(schedule.num_microbatches):
+            f, i, w, b = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.I, OpKind.W, OpKind.B))
+            if f not in places:
+                yield Finding("missing", rank, None, f, "no rank runs this forward")
+            halves = [half for half in (i, w) if half in places]
+            if b in places:
+                for half in halves:
+                    yield Finding("foreign", *places[half][0], half, f"{b} does the whole backward")
+            elif not halves:
+                yield Finding("missing", rank, None, b, f"no rank runs this backward, as {b} or as {i} and {w}")
+            elif len(halves) == 1:
+                lost = w if halves == [i] else i
+                yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
+
+
+def feeders(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
+    """What has to be over before `op`: one op of each inner tuple (a gradient comes out of an I or out of a B)."""
+    stage, kind, microbatch = op
+    if kind is OpKind.F:
+        return ((Op(stage - 1, OpKind.F, microbatch),),) if stage > 0 else ()
+    if kind is OpKind.W:
+        return ((Op(stage, OpKind.I, microbatch),),)
+    forward = (Op(stage, OpKind.F, microbatch),)
+    if stage == num_stages - 1:
+        return (forward,)
+    return (forward, (Op(stage + 1, OpKind.I, microbatch), Op(stage + 1, OpKind.B, microbatch)))
+
+
+def _disordered(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """Ops that come before what feeds them in one rank's list."""
+    for rank, ops in enumerate(schedule):
+        for position, op in enumerate(ops):
+            for choices in feeders(op, schedule.placement.num_stages):
+                here = [there for choice in choices for on, there in places.get(choice, ()) if on == rank]
+                if here and min(here) > position:
+                    message = f"it needs {ops[min(here)]}, which comes later, at position {min(here)}"
+                    yield Finding("order", rank, position, op, message)
+
+
+def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """Circles of ranks that wait for each other, found by running the lists without a clock.
+
+    Only waiting between ranks counts: an op that is missing, or late on its own rank, has a finding of its own.
+    """
+    done = [0] * schedule.num_ranks
+    sleepers: dict[Op, list[int]] = defaultdict(list)
+
+    def blocker(rank: int) -> Op | None:
+        """The op on another rank that keeps `rank` from running its next one."""
+        for choices in feeders(schedule.ops[rank][done[rank]], schedule.placement.num_stages):
+            elsewhere = [
+                (choice, *places[choice][0])
+                for choice in choices
+                if choice in places and all(on != rank for on, _ in places[choice])
+            ]
+            if elsewhere and all(position >= done[on] for _, on, position in elsewhere):
+                return elsewhere[0][0]
+        return None
+
+    awake = list(range(schedule.num_ranks))
+    while awake:
+        rank = awake.pop()
+        while done[rank] < len(schedule.ops[rank]):
+            if (waits_for := blocker(rank)) is not None:
+                sleepers[waits_for].append(rank)
+                break
+            awake += sleepers.pop(schedule.ops[rank][done[rank]], ())
+            done[rank] += 1
+
+    waiting_for = {rank: op for op, ranks in sleepers.items() for rank in ranks}
+    for circle in _circles({rank: places[op][0][0] for rank, op in waiting_for.items()}):
+        steps = [
+            f"rank {rank} (position {done[rank]}, {schedule.ops[rank][done[rank]]}) waits for {waiting_for[rank]}"
+            f" on rank {places[waiting_for[rank]][0][0]} (position {places[waiting_for[rank]][0][1]})"
+            for rank in circle
+        ]
+        rank = circle[0]
+        yield Finding("deadlock", rank, done[rank], schedule.ops[rank][done[rank]], ", ".join(steps))
+
+
+def _circles(successor: dict[int, int]) -> Iterator[list[int]]:
+    """The circles in "rank waits for rank", each once, starting at its lowest rank."""
+    seen: set[int] = set()
+    for start in sorted(successor):
+        path: list[int] = []
+        rank = start
+        while rank in successor and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = successor[rank]
+        if rank in path:
+            circle = path[path.index(rank) :]
+            turn = circle.index(min(circle))
+            yield circle[turn:] + circle[:turn]

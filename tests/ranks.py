@@ -1,0 +1,105 @@
+"""Run a function on several real ranks: one process each, a gloo group between them, a time limit on all."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """`function(*args)` on every rank of a gloo group; what each returned, by rank.
+
+    `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        # A file as the meeting point needs no port.
+        meeting_point = Path(directory) / "rendezvous"
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_main, args=(theirs, rank, num_ranks, str(meeting_point), timeout, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            return _collect(ends, timeout)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(ends: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(ends):
+        open_ends = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(open_ends, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = sorted(set(range(len(ends))) - results.keys())
+            raise RankError(f"ranks {missing} gave no answer in {timeout} seconds")
+        for end in ready:
+            rank = ends.index(end)  # type: ignore[arg-type]
+            try:
+                failed, value = pickle.loads(end.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RankError(f"rank {rank} died") from None
+            if failed:
+                raise RankError(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _main(
+    end: Connection,
+    rank: int,
+    num_ranks: int,
+    meeting_point: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting_point}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        value = function(*args)
+        dist.barrier()
+        answer = (False, value)
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    finally:
+        # Plain pickle: torch's own would share the tensors with a process that is about to end.
+        end.send_bytes(pickle.dumps(answer))
+        end.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
