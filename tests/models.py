@@ -104,7 +104,7 @@ def batch(num_microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     """Mean over one microbatch."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
 def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor]:

@@ -36,7 +36,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_main, args=(theirs, rank, num_ranks, str(meeting_point), timeout, function, args), daemon=True
+                target=_main,
+                args=(theirs, rank, num_ranks, str(meeting_point), timeout, function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()

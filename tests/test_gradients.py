@@ -19,11 +19,16 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def train(
-    schedule: str, microbatches: tuple[int, ...], checkpointing: Checkpointing, broken: bool = False, **options: object
+    schedule: str,
+    microbatches: tuple[int, ...],
+    checkpointing: Checkpointing,
+    broken: bool = False,
+    **options: object,
 ) -> list[Result]:
     """Two steps for each number of microbatches on this rank; the second step's losses and gradients."""
     if broken:
-        PendingGradient.accumulate = lambda self: self.weight.grad.add_(0)  # type: ignore[assignment]
+        accumulate = PendingGradient.accumulate
+        PendingGradient.accumulate = lambda self: accumulate(self._replace(dy=1.001 * self.dy))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in microbatches:
@@ -32,9 +37,7 @@ def train(
             index: build_stage(index, num_stages, checkpointing)
             for index in zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
         }
-        stages = [
-            PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()
-        ]
+        stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
         runtime = zbpipe.build_pipeline_schedule(
             schedule=schedule, stages=stages, n_microbatches=count, loss_fn=loss_fn, **options
         )
@@ -60,7 +63,9 @@ def assert_like_reference(per_rank: list[list[Result]], num_stages: int) -> None
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
-            torch.testing.assert_close(found[name], grad, **TOLERANCE, msg=lambda m, n=name, c=count: f"{n}, m={c}: {m}")
+            torch.testing.assert_close(
+                found[name], grad, **TOLERANCE, msg=lambda m, n=name, c=count: f"{n}, m={c}: {m}"
+            )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
@@ -70,5 +75,5 @@ def test_zbv(num_ranks: int, checkpointing: Checkpointing) -> None:
 
 
 def test_the_comparison_sees_a_broken_weight_gradient() -> None:
-    with pytest.raises(AssertionError, match="Mismatch|not close|NoneType"):
+    with pytest.raises(AssertionError, match="not close"):
         assert_like_reference(run_ranks(2, train, "ZBV", MICROBATCHES, "none", True), 4)

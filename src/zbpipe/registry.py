@@ -47,9 +47,7 @@ class Traits:
         if num_ranks < 1:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
-            raise ValueError(
-                f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}"
-            )
+            raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
         return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
 
 
@@ -97,7 +95,13 @@ def register(
         if known is not None and known.generate is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
         _registered[name.lower()] = Traits(
-            name, placement, stages_per_rank, False, generate, source, summary or (known.summary if known else "")
+            name,
+            placement,
+            stages_per_rank,
+            False,
+            generate,
+            source,
+            summary or (known.summary if known else ""),
         )
         return generate
 
@@ -122,14 +126,10 @@ def lookup(name: str) -> Traits:
         return traits
     near = get_close_matches(name.lower(), known, n=1, cutoff=0)
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
-    raise ValueError(
-        f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}"
-    )
+    raise ValueError(f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}")
 
 
-def stage_indices(
-    schedule: str, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
-) -> tuple[int, ...]:
+def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
 
     Args:

@@ -26,9 +26,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         "ZBV",
         Placement.v(ranks),
         microbatches,
-        tuple(
-            tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)
-        ),
+        tuple(tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)),
     )
 
 

@@ -7,8 +7,7 @@ number.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
+    get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -39,6 +39,11 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
     "n_microbatches",
 }
 """The keyword arguments that the installed torch's multi-stage schedules take."""
+
+
+def torch_class(name: str) -> type[_PipelineSchedule]:
+    """torch's own class under torch's name for it."""
+    return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
@@ -68,3 +73,8 @@ def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
     attribute and wants the weight's own dtype.
     """
     return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
+
+
+def set_available_device_type(device_type: str) -> None:
+    """Make `device_type` torch's answer to the question which accelerator this machine has."""
+    torch._utils._get_available_device_type = lambda: device_type

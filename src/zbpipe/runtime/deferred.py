@@ -35,14 +35,14 @@ class PendingGradient(NamedTuple):
     """The gradient of the layer's output, (..., out)."""
 
     def accumulate(self) -> None:
-        """Add dY^T x to `weight.grad`, in the dtype and with the hooks that autograd's own accumulation has."""
+        """Add dY^T x to `weight.grad`, in the dtype in which autograd would accumulate it."""
         weight, x, dy = self.weight, _rows(self.x), _rows(self.dy)
         grad = weight.grad
-        if _torch.has_hooks(weight) or (grad is not None and grad.layout is not torch.strided):
-            torch.autograd.backward(weight, dy.t().mm(x))
-        elif grad is None:
+        if grad is None:
             gradient = dy.t().mm(x)
             weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
+        elif grad.is_sparse:  # from an embedding that shares this weight
+            weight.grad = dy.t().mm(x) + grad
         elif grad.dtype == dy.dtype:
             grad.addmm_(dy.t(), x)
         else:
@@ -59,7 +59,8 @@ class WeightGradients:
     @contextmanager
     def record(self) -> Iterator[list[PendingGradient]]:
         """Within, linear layers put their weight gradients off into the list that this gives."""
-        self._recording = pending = []
+        pending: list[PendingGradient] = []
+        self._recording = pending
         try:
             yield pending
         finally:
@@ -76,13 +77,15 @@ class WeightGradients:
 def defer_linears(module: nn.Module, gradients: WeightGradients) -> None:
     """Make every `nn.Linear` in `module` put its weight gradient off while `gradients` records.
 
-    Parameters, buffers and their names stay as they are. Weights that cannot be put off get their gradient in I, from
-    autograd: frozen and parametrized ones, DTensors and other tensor subclasses, and whatever runs inside a compiled
-    region. So do the parameters of all other layers.
+    Parameters, buffers and their names stay as they are. What cannot be put off gets its gradient in I, from autograd:
+    parametrized weights, weights with hooks, DTensors and other tensor subclasses, whatever runs inside a compiled
+    region, and the parameters of all other layers. A layer that was prepared before follows the new `gradients`.
     """
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and not isinstance(layer.forward, _DeferringForward):
-            layer.forward = _DeferringForward(layer, gradients)
+        if isinstance(layer.forward, _DeferringForward):
+            layer.forward.gradients = gradients
+        elif isinstance(layer, nn.Linear):
+            layer.forward = _DeferringForward(layer, gradients)  # type: ignore[method-assign]
 
 
 class _DeferringForward:
@@ -98,10 +101,13 @@ class _DeferringForward:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if self.is_plain:
-            return _linear(self.gradients, *args, weight=self.layer.weight, bias=self.layer.bias, **kwargs)
+            return self._apply(*args, **kwargs)
         # A subclass with a forward of its own, or one that was wrapped: keep it, and catch the linear inside.
         with _CatchLinear(self.layer, self.gradients):
             return self.original(*args, **kwargs)
+
+    def _apply(self, input: Tensor) -> Tensor:
+        return _linear(self.gradients, input, self.layer.weight, self.layer.bias)
 
 
 class _CatchLinear(TorchFunctionMode):
@@ -113,7 +119,11 @@ class _CatchLinear(TorchFunctionMode):
         self.gradients = gradients
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -130,7 +140,7 @@ def _linear(gradients: WeightGradients, input: Tensor, weight: Tensor, bias: Ten
     if torch.is_autocast_enabled(device) and input.is_floating_point():
         # The product runs in autocast's dtype, so that is the x to keep; autocast itself casts the weight.
         input = input.to(torch.get_autocast_dtype(device))
-    return _DeferredLinear.apply(input, weight, bias, gradients)  # type: ignore[no-any-return, no-untyped-call]
+    return _DeferredLinear.apply(input, weight, bias, gradients)  # type: ignore[no-any-return]
 
 
 def _can_defer(x: Tensor, weight: Tensor) -> bool:
@@ -161,14 +171,16 @@ class _DeferredLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = dy.matmul(weight.to(dy.dtype))
-        # Detached, because x would keep the whole graph that made it alive until W.
-        if not ctx.gradients.defer(PendingGradient(ctx.weight, x.detach(), dy)):
+        # Hooks on the weight wait for its gradient in the backward itself. And x is detached, because it would keep
+        # the whole graph that made it alive until W.
+        gradient = PendingGradient(ctx.weight, x.detach(), dy)
+        if _torch.has_hooks(ctx.weight) or not ctx.gradients.defer(gradient):
             dw = _rows(dy).t().mm(_rows(x)).to(ctx.weight.dtype)
         if ctx.needs_input_grad[2]:
             db = _rows(dy).sum(0, dtype=ctx.bias_dtype)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe import registry
 from zbpipe.ir import OpKind, Placement, Schedule
@@ -55,7 +55,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         placement = traits.place(stages[0].group_size)
         _require_placement(stages, traits.name, placement)
         self.schedule = _runnable(registry.generate(traits.name, placement.num_ranks, n_microbatches), placement)
-        super().__init__(stages, n_microbatches, loss_fn, *args, **options)
+        super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         _torch.lower(self, self.schedule)
         if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
             _split_backward(self._stages, split_backward)
@@ -78,7 +78,7 @@ def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
     """
     traits = registry.lookup(name)
     if traits.source == "torch":
-        return get_schedule_class(traits.name)
+        return _torch.torch_class(traits.name)
     return _registered_class(traits.name)
 
 
@@ -118,8 +118,9 @@ def build_pipeline_schedule(
     ordered = _in_order(_as_list(stages), traits.name)
     chosen = len(ordered) if traits.any_stages_per_rank else None
     _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, chosen))
+    build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
-    return runtime(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
+    return build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
 
 
 def _as_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
@@ -135,7 +136,9 @@ def _require_options(name: str, options: dict[str, Any], known: Any) -> None:
 
 def _require_microbatches(name: str, n_microbatches: int) -> None:
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise ValueError(f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}")
+        raise ValueError(
+            f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}"
+        )
 
 
 def _in_order(stages: Sequence[PipelineStage], name: str) -> list[PipelineStage]:

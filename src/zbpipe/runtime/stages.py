@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,9 @@ def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
             )
         return
     if compiled:
-        logger.warning("stages %s are compiled: their compiled regions compute weight gradients in I, not in W", compiled)
+        logger.warning(
+            "stages %s are compiled: their compiled regions compute weight gradients in I, not in W", compiled
+        )
     gradients = WeightGradients()
     for stage in stages:
         _split(stage, gradients)
@@ -58,7 +60,7 @@ def _split(stage: _torch.Stage, gradients: WeightGradients) -> None:
 
 @cache
 def _split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
-    return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {})
+    return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {"__module__": __name__})
 
 
 class _SplitBackward(_torch.Stage):
@@ -72,7 +74,11 @@ class _SplitBackward(_torch.Stage):
     """By microbatch, from its I to its W."""
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         if full_backward or not self.has_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -88,6 +94,17 @@ class _SplitBackward(_torch.Stage):
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
             pending.pop().accumulate()
+
+    # torch's executor hands gradients from stage to stage on one rank in eval, too, where there are none.
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        if not self.has_backward:
+            return ()
+        return cast(tuple[Tensor | None, ...], super().get_local_bwd_output(mb_index))  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def clear_runtime_states(self) -> None:
         self._pending.clear()

@@ -1,0 +1,1 @@
+"""zbpipe in TorchTitan: `python -m zbpipe.titan.train` in place of `python -m torchtitan.train`."""

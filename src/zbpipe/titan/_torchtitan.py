@@ -1,0 +1,129 @@
+"""The private names of TorchTitan that zbpipe stands on, all in this one file. Written for torchtitan 0.3.0.
+
+TorchTitan looks schedules up in a table inside torch, places stages by comparing classes, and knows which rank has the
+loss by the string "ZBVZeroBubble". Here these three places learn to ask zbpipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torchtitan.trainer
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.components import metrics
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.tools.logging import logger
+
+from zbpipe.registry import Traits, schedules
+from zbpipe.runtime._torch import PipelineSchedule
+from zbpipe.runtime.schedules import build_pipeline_schedule
+
+PipeliningFunction = Callable[..., tuple[PipelineSchedule, list[Any], bool, bool]]
+_LOSS_ON_RANK_0 = "ZBVZeroBubble"
+
+
+def pipeline_with(pipelining_fn: PipeliningFunction) -> PipeliningFunction:
+    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
+
+    def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
+        traits = schedules().get(parallelism.pipeline_parallel_schedule.lower())
+        if traits is None or traits.source == "torch":
+            return pipelining_fn(model, parallelism=parallelism, **kwargs)
+        with _schedule_from_registry(traits):
+            return pipelining_fn(model, parallelism=parallelism, **kwargs)
+
+    return pipeline
+
+
+@contextmanager
+def _schedule_from_registry(traits: Traits) -> Iterator[None]:
+    """While a model is cut into stages, TorchTitan's helpers take placement and schedule from the registry."""
+
+    def metadata(
+        parallel_dims: ParallelDims, parallelism: ParallelismConfig, model_config: Any
+    ) -> tuple[int, int, int, int]:
+        num_layers = len(model_config.layers)
+        first = parallelism.pipeline_parallel_first_stage_less_layers
+        last = parallelism.pipeline_parallel_last_stage_less_layers
+        num_stages = traits.place(parallel_dims.pp).num_stages
+        per_stage = parallelism.pipeline_parallel_layers_per_stage
+        if per_stage is not None:
+            # TorchTitan counts embedding and head as so many layers more.
+            cut = math.ceil((num_layers + first + last) / per_stage)
+            if cut != num_stages:
+                raise ValueError(
+                    f"pipeline_parallel_layers_per_stage={per_stage} cuts the model's {num_layers} layers into {cut}"
+                    f" stages, but {traits.name} on {parallel_dims.pp} ranks has {num_stages}: leave the field out"
+                )
+        return num_stages, num_layers, first, last
+
+    def stages_on(pp_rank: int, pp_degree: int, pp_schedule: str, num_stages: int) -> tuple[int, ...]:
+        placement = traits.place(pp_degree)
+        if num_stages != placement.num_stages:
+            raise ValueError(
+                f"{traits.name} on {pp_degree} ranks has {placement.num_stages} stages, but"
+                f" module_fqns_per_model_part lists {num_stages}"
+            )
+        return placement.stages_on(pp_rank)
+
+    def build(
+        *,
+        parallelism: ParallelismConfig,
+        local_batch_size: int,
+        stages: list[PipelineStage],
+        loss_fn: Callable[..., tuple[Tensor, Any]],
+        backward_requires_autograd: bool = True,
+    ) -> PipelineSchedule:
+        n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        logger.info(f"Using zbpipe's pipeline schedule {traits.name} with {n_microbatches} microbatches")
+        return build_pipeline_schedule(
+            traits.name,
+            stages,
+            n_microbatches,
+            lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
+            scale_grads=False,
+            backward_requires_autograd=backward_requires_autograd,
+        )
+
+    helpers: dict[str, Callable[..., Any]] = {
+        "_get_pipeline_metadata": metadata,
+        "_get_pp_rank_to_stage_indices_mapping": stages_on,
+        "_build_pipeline_schedule": build,
+    }
+    originals = {name: getattr(pipeline_parallel, name) for name in helpers}
+    try:
+        for name, helper in helpers.items():
+            setattr(pipeline_parallel, name, helper)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(pipeline_parallel, name, original)
+
+
+def report_loss_where_it_is() -> None:
+    """Make TorchTitan report loss and metrics from the rank with the last stage, for every V schedule."""
+
+    def as_titan_knows_it(pp_schedule: str) -> str:
+        traits = schedules().get(pp_schedule.lower())
+        return _LOSS_ON_RANK_0 if traits is not None and traits.placement == "v" else pp_schedule
+
+    get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
+
+    def get_metrics_rank(*, parallel_dims: ParallelDims, pp_schedule: str) -> int:
+        return int(get_rank(parallel_dims=parallel_dims, pp_schedule=as_titan_knows_it(pp_schedule)))
+
+    def ensure_pp_loss_visible(*, parallel_dims: ParallelDims, pp_schedule: str, color: Any) -> None:
+        ensure_visible(parallel_dims=parallel_dims, pp_schedule=as_titan_knows_it(pp_schedule), color=color)
+
+    metrics._get_metrics_rank = get_metrics_rank
+    torchtitan.trainer.ensure_pp_loss_visible = ensure_pp_loss_visible
+
+
+def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
+    """The rank that reports loss and metrics."""
+    return int(metrics._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))

@@ -1,0 +1,82 @@
+"""TorchTitan on a machine without an accelerator: torchtitan 0.3.0 asks for one everywhere, this makes the CPU do.
+
+Meant for trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because
+FlexAttention has no backward on the CPU (documents packed into one sequence see each other).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zbpipe.runtime._torch import set_available_device_type
+
+NOTICE = (
+    "zbpipe: no accelerator found, so this trains on the CPU"
+    " (gloo, causal attention in place of FlexAttention, no CUDA graphs)"
+)
+
+
+def is_needed() -> bool:
+    """Whether torch sees no accelerator."""
+    return not torch.accelerator.is_available()
+
+
+def stand_in() -> None:
+    """Make the CPU answer where TorchTitan asks for its device. Call it before torchtitan is imported."""
+    set_available_device_type("cpu")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    answers = {
+        "get_device_name": lambda device=None: platform.processor() or platform.machine(),
+        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=memory),
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+    }
+    for name, answer in answers.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, answer)
+    # torch's own answer is the string "cpu", but TorchTitan passes it on as an index.
+    torch.cpu.current_device = lambda: 0  # type: ignore[assignment, return-value]
+
+
+def adapt(config: Any) -> None:
+    """Change a TorchTitan `Trainer.Config` to what the CPU can run, in place."""
+    config.training.disable_cuda_graphs = True
+    if config.model_spec is not None:
+        _use_causal_attention(config.model_spec)
+        config.model_spec = replace(config.model_spec, parallelize_fn=_summing(config.model_spec.parallelize_fn))
+
+
+def _use_causal_attention(model_spec: Any) -> None:
+    from torch.nn.attention import SDPBackend
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    for masked in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, owner, attribute in list(model_spec.traverse(masked)):
+            if isinstance(owner, list):
+                owner[attribute] = ScaledDotProductAttention.Config()
+            else:
+                setattr(owner, attribute, ScaledDotProductAttention.Config())
+
+
+def _summing(parallelize_fn: Any) -> Any:
+    """gloo has no reduction that scales, so FSDP2 is asked to sum and to scale by itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def parallelize(*args: Any, **kwargs: Any) -> Any:
+        model = parallelize_fn(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return parallelize

@@ -1,0 +1,65 @@
+"""The config that `zbpipe demo` trains: TorchTitan's Llama 3 debug model on the text of the standard library.
+
+A module for TorchTitan's `--module`; everything but data, tokenizer and size of the batch is TorchTitan's own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+from zbpipe.titan import _torchtitan, python_text
+
+
+class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
+    """TorchTitan's metrics, which the rank that has the loss also writes to a file, one JSON object a step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        json_lines: str = ""
+        """File to append to; empty writes none."""
+
+    def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
+        self.logger: BaseLogger
+        super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
+        has_loss = dist.get_rank() == _torchtitan.rank_with_loss(parallel_dims, pp_schedule)
+        if config.json_lines and has_loss:
+            self.logger = _Tee(self.logger, Path(config.json_lines))
+
+
+class _Tee(BaseLogger):  # type: ignore[misc]
+    def __init__(self, logger: BaseLogger, file: Path) -> None:
+        self.logger = logger
+        self.file = file
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.logger.log(metrics, step)
+        with self.file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self.logger.close()
+
+
+def llama3_python_stdlib() -> Trainer.Config:
+    """The debug model in float32, so that losses of two schedules differ by rounding only."""
+    python_text.register()
+    config = llama3_debugmodel()
+    config.tokenizer = python_text.ByteTokenizer.Config()
+    config.hf_assets_path = str(Path(__file__).parent)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    config.metrics = JsonLinesMetrics.Config(
+        **{field.name: getattr(config.metrics, field.name) for field in fields(config.metrics)}
+    )
+    config.training.seq_len = 256
+    config.training.mixed_precision_param = "float32"
+    config.debug.seed = 0
+    return config

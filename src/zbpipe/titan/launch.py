@@ -1,0 +1,117 @@
+"""Start a TorchTitan job on this machine's CPU, by torchrun, and watch it. Imports neither torch nor torchtitan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CONFIG = ("--module", "zbpipe.titan.demo_config", "--config", "llama3_python_stdlib")
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    steps: tuple[dict[str, Any], ...]
+    """TorchTitan's metrics, one dict a step."""
+    error: str | None
+    """One line from the rank that failed first; None if all ranks finished."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss_metrics/global_avg_loss"] for step in self.steps]
+
+
+def train_on_cpu(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    folder: Path,
+    timeout: float,
+    on_step: Callable[[dict[str, Any]], None] = lambda step: None,
+) -> Outcome:
+    """Train the model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
+
+    Args:
+        arguments: those of `torchtitan.train`, without `--module` and `--config`, which are the demo's.
+        num_ranks: processes; they share the cores evenly.
+        folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
+        timeout: seconds after which the job is ended.
+        on_step: called with the metrics of each step as soon as they are there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train", *_CONFIG),
+        *(
+            "--dump_folder",
+            str(folder),
+            "--metrics.json_lines",
+            str(metrics),
+            "--metrics.disable_color_printing",
+        ),
+        *arguments,
+    ]
+    with (folder / "output.log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | no_accelerator | {"OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,
+        )
+        steps: list[dict[str, Any]] = []
+
+        def read_steps() -> None:
+            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            for line in lines[len(steps) :]:
+                steps.append(json.loads(line))
+                on_step(steps[-1])
+
+        try:
+            deadline = time.monotonic() + timeout
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                read_steps()
+            timed_out = process.poll() is None
+        finally:
+            _end(process)
+        read_steps()
+    if timed_out:
+        return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
+    return Outcome(tuple(steps), None if process.returncode == 0 else _error(folder))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its ranks, whatever they are doing."""
+    if process.poll() is None:
+        process.terminate()  # torchrun passes it on to its ranks
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _error(folder: Path) -> str:
+    """The error that came first: torchrun has every rank leave its exception and the time in a file."""
+    messages = [json.loads(file.read_text())["message"] for file in (folder / "errors").rglob("error.json")]
+    if messages:
+        first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))
+        return " ".join(first["message"].split())
+    lines = (folder / "output.log").read_text().splitlines()
+    errors = [line for line in lines if "Error: " in line]
+    return errors[0].strip() if errors else f"the job ended without an error of its own; see {folder / 'output.log'}"

@@ -1,0 +1,83 @@
+"""`python -m zbpipe.titan.train`: TorchTitan's trainer, whose schedule field also takes zbpipe's names.
+
+It takes exactly the arguments of `torchtitan.train`:
+
+    torchrun ... -m zbpipe.titan.train --module llama3 --config llama3_debugmodel \\
+        --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBV ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from zbpipe.registry import lookup
+from zbpipe.titan import cpu
+
+
+@record
+def main() -> None:
+    """Train as `torchtitan.train.main` does, with zbpipe's schedules."""
+    on_cpu = cpu.is_needed()
+    if on_cpu:
+        if os.environ.get("RANK", "0") == "0":
+            print(cpu.NOTICE, file=sys.stderr, flush=True)
+        cpu.stand_in()
+    plug_in(on_cpu)
+    importlib.import_module("torchtitan.train").main()
+
+
+def plug_in(on_cpu: bool) -> None:
+    """Teach `torchtitan.train` in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+    # Only now: torchtitan fixes its device when it is imported.
+    import torchtitan.train
+    from torchtitan.config import ConfigManager
+
+    from zbpipe.titan import _torchtitan
+
+    class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
+        def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
+            config, rest = super()._load_config(args)
+            if on_cpu:
+                cpu.adapt(config)
+            return config, rest
+
+        def parse_args(self, args: list[str] | None = None) -> Any:
+            config = super().parse_args(args)
+            check(config)
+            spec = config.model_spec
+            if spec is not None and spec.pipelining_fn is not None:
+                config.model_spec = replace(spec, pipelining_fn=_torchtitan.pipeline_with(spec.pipelining_fn))
+            return config
+
+    _torchtitan.report_loss_where_it_is()
+    torchtitan.train.ConfigManager = PluggedConfigManager
+
+
+def check(config: Any) -> None:
+    """Refuse pipeline settings that cannot run, before any process group exists.
+
+    Raises:
+        ValueError: the schedule is unknown, or a CSV is given beside one of zbpipe's names.
+    """
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree <= 1:
+        return
+    name = parallelism.pipeline_parallel_schedule
+    if name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
+        return  # what TorchTitan wants beside its own CSV field
+    traits = lookup(name)
+    if traits.source == "zbpipe" and parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"pipeline_parallel_schedule_csv={parallelism.pipeline_parallel_schedule_csv!r} and the schedule"
+            f" {traits.name} exclude each other: leave one of them out"
+        )
+
+
+if __name__ == "__main__":
+    main()

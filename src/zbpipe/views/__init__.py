@@ -1,0 +1,1 @@
+"""What people see in the terminal and on paper."""

@@ -1,0 +1,82 @@
+"""Ops, placements and schedules as text and as torch's CSV."""
+
+import csv
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action
+
+from zbpipe import Op, OpKind, Placement, Schedule, generate
+
+ops = st.builds(Op, st.integers(0, 200), st.sampled_from(OpKind), st.integers(0, 999))
+
+
+@given(ops)
+def test_an_op_is_written_as_torch_writes_it(op: Op) -> None:
+    assert Op.parse(str(op)) == op
+    assert repr(_Action.from_str(str(op))) == str(op)
+
+
+@pytest.mark.parametrize("text", ["", "F0", "3F", "3X0", "3F0 1", "-1F0", "3SEND_F0"])
+def test_what_is_no_op_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not an op.*for example 3F0") as error:
+        Op.parse(text)
+    assert repr(text) in str(error.value)
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_a_loop_goes_round_and_a_v_comes_back(ranks: int, stages_per_rank: int) -> None:
+    loop = Placement.loop(ranks, stages_per_rank)
+    assert [loop.rank_of[stage] for stage in range(loop.num_stages)] == [
+        stage % ranks for stage in range(ranks * stages_per_rank)
+    ]
+    v = Placement.v(ranks, stages_per_rank)
+    assert v.num_ranks == loop.num_ranks == ranks
+    assert all(abs(a - b) <= 1 for a, b in zip(v.rank_of, v.rank_of[1:], strict=False))
+    for placement in (loop, v):
+        assert all(len(placement.stages_on(rank)) == stages_per_rank for rank in range(ranks))
+
+
+def test_a_v_of_three_ranks() -> None:
+    assert [Placement.v(3).stages_on(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+@pytest.mark.parametrize("rank_of", [(), (0, 2), (1,), (-1, 0)])
+def test_a_placement_without_a_stage_on_some_rank_is_refused(rank_of: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a placement needs a stage on every rank"):
+        Placement(rank_of)
+
+
+@given(st.sampled_from(["ZBV", "1F1B"]), st.integers(1, 6), st.integers(1, 12))
+def test_csv_round_trip(name: str, ranks: int, microbatches: int) -> None:
+    schedule = generate(name, ranks, microbatches)
+    assert Schedule.from_csv(schedule.to_csv(), name) == schedule
+
+
+def test_torch_reads_our_csv() -> None:
+    schedule = generate("ZBV", 3, 4)
+    rows = list(csv.reader(io.StringIO(schedule.to_csv())))
+    assert [[str(_Action.from_str(cell)) for cell in row] for row in rows] == [
+        [str(op) for op in row] for row in schedule
+    ]
+
+
+def test_bubbles_in_torchs_csv_are_dropped() -> None:
+    schedule = Schedule.from_csv("0F0,,0B0\n,1F0,1B0\n")
+    assert str(schedule) == "rank 0: 0F0 0B0\nrank 1: 1F0 1B0"
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("0F0,0Q0\n", r"row 1 \(rank 0\): '0Q0' is not an op"),
+        ("", "no rank runs stage 0"),
+        ("0F0,0B0\n,\n", "rank 1 has no ops"),
+        ("0F0,2F0\n", "no rank runs stage 1"),
+    ],
+)
+def test_a_csv_that_is_no_schedule_is_refused(table: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_csv(table)

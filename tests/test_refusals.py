@@ -1,0 +1,167 @@
+"""Bad input is refused at construction, by an error that names the value and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import build_stage, loss_fn
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import zbpipe
+from zbpipe import registry
+from zbpipe.runtime.schedules import RegisteredSchedule, schedule_class
+
+
+def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:
+    cpu = torch.device("cpu")
+    return [PipelineStage(module or build_stage(index, num_stages), index, num_stages, cpu) for index in indices]
+
+
+def build(name: str = "ZBV", on: list[PipelineStage] | None = None, m: Any = 2, **options: Any) -> Any:
+    return zbpipe.build_pipeline_schedule(
+        schedule=name, stages=stages(0, 1) if on is None else on, n_microbatches=m, loss_fn=loss_fn, **options
+    )
+
+
+def test_names_give_classes(one_rank: None) -> None:
+    assert isinstance(build("zbv"), zbpipe.ScheduleZBV)
+    assert isinstance(build("ZBV"), PipelineScheduleMulti)
+    assert type(build("zbvzerobubble")) is ScheduleZBVZeroBubble
+    assert type(build("INTERLEAVED1f1b")) is ScheduleInterleaved1F1B
+    assert type(build("Interleaved1F1B", stages(0, 1, 2, num_stages=3))) is ScheduleInterleaved1F1B
+    single = stages(0, num_stages=1)
+    assert type(build("1f1b", single)) is Schedule1F1B
+    one: Any = zbpipe.build_pipeline_schedule("1F1B", single[0], 2, loss_fn)
+    assert type(one) is Schedule1F1B
+
+
+def test_torchs_constructor_arguments(one_rank: None) -> None:
+    schedule = zbpipe.ScheduleZBV(
+        stages(0, 1),
+        4,
+        loss_fn,
+        None,
+        None,
+        None,
+        scale_grads=False,
+        backward_requires_autograd=True,
+        defer_pp_recv=True,
+    )
+    assert schedule.scale_grads is False
+    assert schedule._defer_pp_recv is True
+
+
+def test_stages_may_come_in_any_order(one_rank: None) -> None:
+    assert [stage.stage_index for stage in build(on=stages(1, 0))._stages] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "indices", "num_stages", "message"),
+    [
+        ("ZBV", (0,), 2, r"rank 0 holds the stages \[0, 1\]; got the stages \[0\]"),
+        ("ZBV", (0, 1, 2), 3, r"has 2 stages in all.*got the stages \[0, 1, 2\] built with num_stages=\[3\]"),
+        ("ZBV", (0, 2), 4, r"num_stages=\[4\]"),
+        ("ZBV", (), 2, "ZBV got no stages; zbpipe.stage_indices"),
+        ("1F1B", (0, 1), 2, r"rank 0 holds the stages \[0\]; got the stages \[0, 1\]"),
+        ("ZBVZeroBubble", (0,), 1, r"rank 0 holds the stages \[0, 1\]"),
+    ],
+)
+def test_wrong_stages(one_rank: None, name: str, indices: tuple[int, ...], num_stages: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, stages(*indices, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, None])
+def test_wrong_number_of_microbatches(one_rank: None, microbatches: Any) -> None:
+    with pytest.raises(ValueError, match=f"from 1 on, got n_microbatches={microbatches!r}"):
+        build(m=microbatches)
+
+
+def test_unknown_names_and_options(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="did you mean 'ZBV'"):
+        build("ZBVV")
+    with pytest.raises(ValueError, match=r"ZBV on this torch has no option 'frobnicate'; it takes: .*scale_grads"):
+        build(frobnicate=1)
+    with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
+        build("ZBVZeroBubble", split_backward="deferred")
+    with pytest.raises(ValueError, match="split_backward='half' is unknown: use 'deferred'"):
+        build(split_backward="half")
+
+
+def test_distributed_data_parallel_is_refused(one_rank: None) -> None:
+    module = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"stage 0 is wrapped by DistributedDataParallel.*use fully_shard"):
+        build(on=stages(0, 1, module=module))
+
+
+def test_torchs_own_split_refuses_compiled_modules(one_rank: None) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].compile()
+    with pytest.raises(ValueError, match=r"cannot split the compiled modules of stages \[0, 1\]"):
+        build(on=stages(0, 1, module=module), split_backward="autograd")
+
+
+def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+
+    @zbpipe.register("NoWeights", placement="v", stages_per_rank=2)
+    def no_weights(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        whole = zbpipe.generate("ZBV", ranks, microbatches)
+        rows = tuple(tuple(op for op in ops if op.kind is not zbpipe.OpKind.W) for ops in whole)
+        return zbpipe.Schedule("NoWeights", whole.placement, microbatches, rows)
+
+    @zbpipe.register("Backwards", placement="v", stages_per_rank=2)
+    def backwards(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        whole = zbpipe.generate("ZBV", ranks, microbatches)
+        rows = tuple(tuple(op._replace(microbatch=microbatches - 1 - op.microbatch) for op in ops) for ops in whole)
+        return zbpipe.Schedule("Backwards", whole.placement, microbatches, rows)
+
+    @zbpipe.register("Elsewhere", placement="loop", stages_per_rank=2)
+    def elsewhere(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        rows = ((zbpipe.Op(0, zbpipe.OpKind.F, 0),), (zbpipe.Op(1, zbpipe.OpKind.F, 0),))
+        return zbpipe.Schedule("Elsewhere", zbpipe.Placement.loop(2), microbatches, rows)
+
+    with pytest.raises(ValueError, match=r"NoWeights cannot run, 4 finding\(s\):\n  missing: rank 0, 0W0"):
+        build("NoWeights")
+    with pytest.raises(ValueError, match=r"last stage's forwards in the order \[1, 0\]; torch numbers the losses"):
+        build("Backwards")
+    with pytest.raises(ValueError, match="registered with a placement"):
+        build("Elsewhere")
+
+
+def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    zbpipe.register("Twin", placement="v", stages_per_rank=2)(registry.lookup("ZBV").generate)
+    assert schedule_class("twin") is schedule_class("Twin")
+    schedule = build("twin")
+    assert isinstance(schedule, RegisteredSchedule)
+    assert type(schedule).__name__ == "ScheduleTwin"
+
+
+def wrong_placement() -> str:
+    """On two ranks: stages placed round and round, as for Interleaved1F1B, given to ZBV."""
+    rank = dist.get_rank()
+    try:
+        build(on=stages(rank, rank + 2, num_stages=4))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_stages_placed_for_another_schedule() -> None:
+    first, second = run_ranks(2, wrong_placement)
+    assert "ZBV on 2 pipeline ranks has 4 stages in all, and rank 0 holds the stages [0, 3]; got" in first
+    assert "rank 1 holds the stages [1, 2]; got the stages [1, 3]" in second
+    assert "zbpipe.stage_indices('ZBV', rank=1, num_ranks=2)" in second

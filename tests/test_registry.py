@@ -1,0 +1,75 @@
+"""Names, placements, and errors that help."""
+
+import subprocess
+import sys
+
+import pytest
+
+import zbpipe
+from zbpipe import registry
+
+
+def test_names_have_no_case() -> None:
+    assert registry.lookup("zbv") is registry.lookup("ZBV")
+
+
+def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown schedule 'ZBW'; did you mean 'ZBV'\?") as error:
+        registry.lookup("ZBW")
+    for name in ("ZBV", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "stages"),
+    [("ZBV", 0, (0, 7)), ("ZBV", 3, (3, 4)), ("zbvzerobubble", 1, (1, 6)), ("1F1B", 2, (2,)), ("LoopedBFS", 1, (1, 5))],
+)
+def test_stages_to_build(name: str, rank: int, stages: tuple[int, ...]) -> None:
+    assert zbpipe.stage_indices(name, rank=rank, num_ranks=4) == stages
+
+
+def test_looped_schedules_take_any_number_of_stages() -> None:
+    assert zbpipe.stage_indices("Interleaved1F1B", rank=1, num_ranks=2, stages_per_rank=3) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 4, "num_ranks": 4}, "rank 4 is outside a pipeline of 4 ranks: use 0 to 3"),
+        ({"rank": -1, "num_ranks": 4}, "rank -1 is outside"),
+        ({"rank": 0, "num_ranks": 0}, "needs at least 1 pipeline rank, got 0"),
+        ({"rank": 0, "num_ranks": 2, "stages_per_rank": 3}, r"ZBV runs 2 stage\(s\) per rank, got stages_per_rank=3"),
+    ],
+)
+def test_impossible_stages_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zbpipe.stage_indices("ZBV", **arguments)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank and 1 microbatch, got 2 ranks and 0 microbatches"):
+        zbpipe.generate("ZBV", 2, 0)
+    with pytest.raises(ValueError, match="GPipe is torch's own schedule"):
+        zbpipe.generate("GPipe", 2, 2)
+
+
+def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+
+    @zbpipe.register("Mine", placement="v", stages_per_rank=2, summary="a test")
+    def mine(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        return zbpipe.generate("ZBV", ranks, microbatches)
+
+    assert zbpipe.generate("MINE", 2, 3).num_microbatches == 3
+    assert zbpipe.stage_indices("mine", rank=0, num_ranks=2) == (0, 3)
+    with pytest.raises(ValueError, match="'Mine' is registered already"):
+        zbpipe.register("mine")(registry.lookup("1F1B").generate)
+
+
+def test_schedules_need_no_torch() -> None:
+    """Neither the package nor anything on the way to a validated schedule imports it."""
+    program = (
+        "import sys, zbpipe; assert not zbpipe.validate(zbpipe.generate('ZBV', 4, 8));"
+        "from zbpipe import cli; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
