@@ -68,6 +68,7 @@ def assert_equal_gradients(module: nn.Module, plain: nn.Module) -> None:
     for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert (found.grad is None) == (expected.grad is None), name
         if expected.grad is not None:
+            assert not found.grad.requires_grad
             torch.testing.assert_close(found.grad, expected.grad, **TOLERANCE)
 
 
