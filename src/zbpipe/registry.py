@@ -4,21 +4,28 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
 
     @zbpipe.register("MySchedule", placement="v", stages_per_rank=2, summary="what it is good for")
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
+
+A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
+measured times. Installed packages offer their functions through the entry-point group "zbpipe.algorithms".
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
 
-Generate = Callable[[int, int], Schedule]
+Generate = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
@@ -26,47 +33,46 @@ class Traits:
     """What a name stands for."""
 
     name: str
-    placement: Literal["loop", "v"]
+    placement: Literal["loop", "v", "table"]
+    """How stages lie on ranks; "table" for a CSV file, which says it itself."""
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
-    any_stages_per_rank: bool = False
-    """Whether the caller may choose another number of stages per rank."""
-    generate: Generate | None = None
-    """`(ranks, microbatches) -> Schedule`; None where only torch has the schedule."""
+    generate: Generate
+    """`(ranks, microbatches) -> Schedule`, perhaps with the keywords `stages_per_rank` and `costs`."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
+    fixed_placement: Placement | None = None
+    """The placement of a table."""
+    keywords: frozenset[str] = field(default_factory=frozenset)
+    """Which of `stages_per_rank` and `costs` the function takes."""
+
+    @property
+    def any_stages_per_rank(self) -> bool:
+        """Whether the caller may choose another number of stages per rank."""
+        return "stages_per_rank" in self.keywords
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
         """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
 
         Raises:
-            ValueError: fewer than one rank, or a number of stages that this schedule does not run.
+            ValueError: fewer than one rank, or a number of ranks or stages that this schedule does not run on.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         if num_ranks < 1:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
             raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
+        if self.fixed_placement is not None:
+            if num_ranks != self.fixed_placement.num_ranks:
+                raise ValueError(
+                    f"{self.name} is a table for {self.fixed_placement.num_ranks} ranks, but the job has {num_ranks}"
+                )
+            return self.fixed_placement
         return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
 
 
-def _torch(name: str, stages_per_rank: int, summary: str, placement: Literal["loop", "v"] = "loop") -> Traits:
-    looped = placement == "loop" and stages_per_rank > 1
-    return Traits(name, placement, stages_per_rank, looped, None, "torch", summary)
-
-
-_TORCH_SCHEDULES = (
-    _torch("GPipe", 1, "all forwards, then all backwards"),
-    _torch("1F1B", 1, "one forward, one backward"),
-    _torch("Interleaved1F1B", 2, "1F1B over several stages per rank"),
-    _torch("LoopedBFS", 2, "breadth first over several stages per rank"),
-    _torch("InterleavedZeroBubble", 2, "Interleaved1F1B with dW split off"),
-    _torch("ZBVZeroBubble", 2, "torch's ZB-V", "v"),
-    _torch("DualPipeV", 2, "DeepSeek's cut-in-half schedule", "v"),
-)
-
-_registered: dict[str, Traits] = {traits.name.lower(): traits for traits in _TORCH_SCHEDULES}
+_registered: dict[str, Traits] = {}
 
 
 def register(
@@ -82,7 +88,7 @@ def register(
     Args:
         name: what users write.
         placement: "loop" (stage s on rank s modulo ranks) or "v" (down the ranks and up again).
-        stages_per_rank: stages that each rank holds.
+        stages_per_rank: stages that each rank holds, unless the caller chooses and the function takes the keyword.
         source: "torch" keeps torch's own class as the one that runs the schedule.
         summary: one line for listings.
 
@@ -92,16 +98,11 @@ def register(
 
     def add(generate: Generate) -> Generate:
         known = _registered.get(name.lower())
-        if known is not None and known.generate is not None and known.generate is not generate:
+        if known is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
+        keywords = frozenset({"stages_per_rank", "costs"} & inspect.signature(generate).parameters.keys())
         _registered[name.lower()] = Traits(
-            name,
-            placement,
-            stages_per_rank,
-            False,
-            generate,
-            source,
-            summary or (known.summary if known else ""),
+            name, placement, stages_per_rank, generate, source, summary, keywords=keywords
         )
         return generate
 
@@ -115,25 +116,30 @@ def schedules() -> Mapping[str, Traits]:
 
 
 def lookup(name: str) -> Traits:
-    """The schedule called `name`, in any case.
+    """The schedule called `name`, in any case, or the one in the CSV file of that name.
 
     Raises:
-        ValueError: there is none; the message lists the names and the nearest one.
+        ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
+    if name.lower().endswith(".csv"):
+        return _read_table(name)
     known = schedules()
     traits = known.get(name.lower())
     if traits is not None:
         return traits
     near = get_close_matches(name.lower(), known, n=1, cutoff=0)
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
-    raise ValueError(f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}")
+    raise ValueError(
+        f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}."
+        " The path of a .csv file works, too"
+    )
 
 
 def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
 
     Args:
-        schedule: a name, in any case.
+        schedule: a name, in any case, or the path of a CSV file.
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
         stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.
@@ -147,22 +153,55 @@ def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: 
     return placement.stages_on(rank)
 
 
-def generate(schedule: str, ranks: int, microbatches: int) -> Schedule:
+def generate(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int | None = None,
+    costs: CostModel | None = None,
+) -> Schedule:
     """The schedule of that name for so many ranks and microbatches.
 
+    Args:
+        schedule: a name, in any case, or the path of a CSV file.
+        ranks: pipeline ranks, from 1 on.
+        microbatches: from 1 on.
+        stages_per_rank: for the looped schedules; default: the schedule's usual one.
+        costs: for the schedules that fit themselves to them (ZB1P, ZB2P); the others do not look at them.
+
     Raises:
-        ValueError: unknown name, a schedule that only torch can make, or a number below 1.
+        ValueError: unknown name, or numbers that the schedule cannot have.
     """
     traits = lookup(schedule)
-    if traits.generate is None:
-        raise ValueError(f"{traits.name} is torch's own schedule; zbpipe has no generator for it")
-    if ranks < 1 or microbatches < 1:
-        raise ValueError(
-            f"{traits.name} needs at least 1 rank and 1 microbatch, got {ranks} ranks and {microbatches} microbatches"
-        )
-    return traits.generate(ranks, microbatches)
+    if microbatches < 1:
+        raise ValueError(f"{traits.name} needs at least 1 microbatch, got {microbatches}")
+    placement = traits.place(ranks, stages_per_rank)
+    keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
+    return traits.generate(ranks, microbatches, **{name: keywords[name] for name in traits.keywords})
+
+
+def _read_table(path: str) -> Traits:
+    try:
+        schedule = Schedule.from_csv(Path(path).read_text(), name=path)
+    except OSError as error:
+        raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
+
+    def as_it_is(ranks: int, microbatches: int) -> Schedule:
+        if microbatches != schedule.num_microbatches:
+            raise ValueError(
+                f"{path} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}"
+            )
+        return schedule
+
+    stages_per_rank = len(schedule.placement.stages_on(0))
+    return Traits(path, "table", stages_per_rank, as_it_is, fixed_placement=schedule.placement)
 
 
 @cache
 def _load() -> None:
     importlib.import_module("zbpipe.algorithms")
+    for entry_point in entry_points(group="zbpipe.algorithms"):
+        entry_point.load()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.planner.search import best_within
 from zbpipe.registry import register
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
@@ -18,19 +19,17 @@ F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """The schedule drawn in the paper's figure 6, for any number of ranks and microbatches.
 
-    The drawing needs 2p - 1 microbatches to fill the V. With fewer, the drawing for 2p - 1 is taken and the
-    microbatches that the job does not have are left out.
+    The drawing needs 2p - 1 microbatches to fill the V. With fewer, each rank takes what is ready, I first and W last.
     """
-    drawn = max(microbatches, 2 * ranks - 1)
-    return Schedule(
-        "ZBV",
-        Placement.v(ranks),
-        microbatches,
-        tuple(tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)),
-    )
+    placement = Placement.v(ranks)
+    if microbatches < 2 * ranks - 1:
+        return best_within("ZBV", placement, microbatches, ranks)
+    rows = tuple(tuple(drawing(rank, ranks, microbatches)) for rank in range(ranks))
+    return Schedule("ZBV", placement, microbatches, rows)
 
 
-def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+def drawing(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+    """One row of the paper's figure, for at least 2p - 1 microbatches."""
     down, up = rank, 2 * ranks - 1 - rank
     next_microbatch = {(stage, kind): count() for stage in (down, up) for kind in (F, I, W)}
 

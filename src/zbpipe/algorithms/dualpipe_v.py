@@ -1,0 +1,72 @@
+"""DualPipeV (deepseek-ai/DualPipe, the "cut-in-half" of DualPipe, DeepSeek-V3, 2412.19437, section 3.2.1).
+
+The eight steps of its drawing, one loop each. Where the drawing overlaps a forward with a backward they stand one after
+the other here; B is a full backward, I and W its halves where the drawing splits it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import register
+
+
+@register(
+    "DualPipeV",
+    placement="v",
+    stages_per_rank=2,
+    source="torch",
+    summary="DeepSeek's cut-in-half schedule; p + 1/2 activations",
+)
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """The drawing needs 2p microbatches; with fewer, those that the job lacks are left out of the one for 2p."""
+    drawn = max(microbatches, 2 * ranks)
+    rows = tuple(tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks))
+    return Schedule("DualPipeV", Placement.v(ranks), microbatches, rows)
+
+
+def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+    down, up = rank, 2 * ranks - 1 - rank
+    forwards = {stage: count() for stage in (down, up)}
+    backwards = {stage: count() for stage in (down, up)}
+    owed: deque[Op] = deque()
+
+    def f(stage: int) -> Op:
+        return Op(stage, OpKind.F, next(forwards[stage]))
+
+    def b(stage: int) -> Op:
+        return Op(stage, OpKind.B, next(backwards[stage]))
+
+    def i(stage: int) -> Op:
+        op = Op(stage, OpKind.I, next(backwards[stage]))
+        owed.append(op._replace(kind=OpKind.W))
+        return op
+
+    left = ranks - 1 - rank
+    for _ in range(2 * left):  # 1: nF0
+        yield f(down)
+    for _ in range(rank + 1):  # 2: nF0F1
+        yield f(down)
+        yield f(up)
+    for _ in range(left):  # 3: nI1W1F1
+        yield i(up)
+        yield owed.popleft()
+        yield f(up)
+    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: nF0B1F1B0, the main step
+        yield f(down)
+        yield b(up)
+        yield f(up)
+        yield b(down)
+    for _ in range(left):  # 5: nB1F1B0
+        yield b(up)
+        yield f(up)
+        yield b(down)
+    half = (rank + 1) // 2
+    for n in range(rank + 1):  # 6: nB1B0, from the middle on without W
+        yield i(up) if n > half or (n == half and rank % 2 == 1) else b(up)
+        yield i(down) if n >= half else b(down)
+    for _ in range(left):  # 7: nWI0
+        yield owed.popleft()
+        yield i(down)
+    yield from owed  # 8: nW

@@ -1,0 +1,37 @@
+"""Interleaved 1F1B with dW split off: torch's ScheduleInterleavedZeroBubble, for any number of microbatches.
+
+The handcrafted ZB-H1 (2401.10241, section 2.3) carried over to several stages per rank.
+"""
+
+from itertools import chain
+
+from zbpipe.algorithms.interleaved_1f1b import in_groups
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import register
+
+
+@register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with dW split off")
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Rank r warms up with (v - 1) p + p - r forwards; then I, W and F in turn, W being r microbatches behind I.
+
+    If p does not divide m, the order for the next multiple is taken, without the microbatches that the job lacks.
+    """
+    placement = Placement.loop(ranks, stages_per_rank)
+    drawn = -(-microbatches // ranks) * ranks
+    rows = []
+    for rank in range(ranks):
+        stages = placement.stages_on(rank)
+        forwards = list(in_groups(stages, OpKind.F, drawn, ranks))
+        inputs = list(in_groups(stages[::-1], OpKind.I, drawn, ranks))
+        warmup = (stages_per_rank - 1) * ranks + ranks - rank
+        row = chain(forwards[:warmup], _steady(forwards[warmup:], inputs, rank))
+        rows.append(tuple(op for op in row if op.microbatch < microbatches))
+    return Schedule("InterleavedZeroBubble", placement, microbatches, tuple(rows))
+
+
+def _steady(forwards: list[Op], inputs: list[Op], lag: int) -> list[Op]:
+    weights = [op._replace(kind=OpKind.W) for op in inputs]
+    ops: list[Op] = []
+    for n, op in enumerate(inputs):
+        ops += [op, *weights[max(n - lag, 0) : max(n - lag + 1, 0)], *forwards[n : n + 1]]
+    return ops + weights[max(len(weights) - lag, 0) :]

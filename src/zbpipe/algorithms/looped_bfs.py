@@ -1,0 +1,22 @@
+"""Breadth-first pipeline parallelism (2211.05953, section 4): every stage of a rank takes all microbatches in turn."""
+
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.registry import register
+
+
+@register(
+    "LoopedBFS",
+    stages_per_rank=2,
+    source="torch",
+    summary="breadth first over v stages per rank; holds all m activations",
+)
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """All forwards stage by stage, then all full backwards stage by stage, the last stage first."""
+    placement = Placement.loop(ranks, stages_per_rank)
+
+    def row(stages: tuple[int, ...]) -> tuple[Op, ...]:
+        order = [(OpKind.F, stage) for stage in stages] + [(OpKind.B, stage) for stage in reversed(stages)]
+        return tuple(Op(stage, kind, microbatch) for kind, stage in order for microbatch in range(microbatches))
+
+    rows = tuple(row(placement.stages_on(rank)) for rank in range(ranks))
+    return Schedule("LoopedBFS", placement, microbatches, rows)

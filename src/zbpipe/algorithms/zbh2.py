@@ -1,0 +1,18 @@
+"""ZB-H2 (2401.10241, section 2.3): no bubble if T_F = T_I = T_W, for the memory of 2p - 1 microbatches."""
+
+from zbpipe.algorithms._one_stage import f_i_w
+from zbpipe.ir import Placement, Schedule
+from zbpipe.planner.search import best_within
+from zbpipe.registry import register
+
+
+@register("ZBH2", summary="no bubble if F, I and W take equal time, twice 1F1B's memory; one stage a rank")
+def zbh2(ranks: int, microbatches: int) -> Schedule:
+    """Rank r warms up with 2 (p - r) - 1 forwards, so that no rank waits for its first I, and starts its W 2r late.
+
+    With fewer than 2p - 1 microbatches no rank can warm up like that; then each takes what is ready, I first, W last.
+    """
+    if microbatches < 2 * ranks - 1:
+        return best_within("ZBH2", Placement.loop(ranks), microbatches, 2 * ranks - 1)
+    rows = tuple(f_i_w(rank, microbatches, warmup=2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks))
+    return Schedule("ZBH2", Placement.loop(ranks), microbatches, rows)

@@ -1,0 +1,104 @@
+"""What a schedule's ops cost: seconds per stage for F, I and W, seconds per message, bytes of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from zbpipe.ir import OpKind, Placement
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds."""
+
+    latency: float = 0.0
+    """Seconds."""
+    bandwidth: float = float("inf")
+    """Bytes per second."""
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs per stage. Times are seconds of one microbatch, memory is what one microbatch's forward keeps.
+
+    Raises:
+        ValueError: tuples of different lengths, or a number below zero.
+    """
+
+    f: tuple[float, ...]
+    """Seconds of the forward, one number a stage."""
+    i: tuple[float, ...]
+    """Seconds of the backward for the input (dI), with any recomputation."""
+    w: tuple[float, ...]
+    """Seconds of the backward for the weights (dW)."""
+    activations: tuple[float, ...]
+    """What a stage keeps of one microbatch from F to W: bytes, or shares of a rank's microbatch."""
+    freed_by_i: float = 0.0
+    """The share of the activations, 0 to 1, that I frees already."""
+    link: Link = field(default_factory=Link)
+    """The way between any two ranks."""
+    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    """Links that differ, by (from rank, to rank)."""
+    message_bytes: float = 0.0
+    """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.f), len(self.i), len(self.w), len(self.activations)}
+        if len(lengths) != 1:
+            raise ValueError(f"f, i, w and activations need one number a stage each, got {sorted(lengths)} numbers")
+        numbers = (*self.f, *self.i, *self.w, *self.activations, self.message_bytes)
+        if any(not number >= 0 for number in numbers) or not 0 <= self.freed_by_i <= 1:
+            raise ValueError(f"costs are zero or more, and freed_by_i lies between 0 and 1; got {self}")
+
+    @classmethod
+    def uniform(
+        cls,
+        placement: Placement,
+        f: float = 1.0,
+        i: float = 1.0,
+        w: float = 1.0,
+        *,
+        comm: float = 0.0,
+        freed_by_i: float = 0.0,
+    ) -> CostModel:
+        """The same costs on every rank.
+
+        Args:
+            placement: of the schedule; a rank's time is shared equally by its stages.
+            f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
+            comm: seconds from one rank to another.
+            freed_by_i: share of the activations that I frees.
+        """
+        shares = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
+
+        def shared(time: float) -> tuple[float, ...]:
+            return tuple(time * share for share in shares)
+
+        return cls(shared(f), shared(i), shared(w), tuple(shares), freed_by_i, Link(comm))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.f)
+
+    def seconds(self, stage: int, kind: OpKind) -> float:
+        """How long one op runs."""
+        match kind:
+            case OpKind.F:
+                return self.f[stage]
+            case OpKind.I:
+                return self.i[stage]
+            case OpKind.W:
+                return self.w[stage]
+            case OpKind.B:
+                return self.i[stage] + self.w[stage]
+
+    def transfer(self, sender: int, receiver: int) -> float:
+        """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
+        if sender == receiver:
+            return 0.0
+        return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)

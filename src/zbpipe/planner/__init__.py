@@ -1,0 +1,1 @@
+"""CostModel x memory limit -> the best schedule found."""
