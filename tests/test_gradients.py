@@ -1,5 +1,7 @@
 """Every schedule gives the losses and gradients of the same model without a pipeline, in real processes over gloo."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from ranks import run_ranks
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
+from zbpipe import registry
 from zbpipe.runtime.deferred import PendingGradient
 
 # Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
@@ -32,7 +35,7 @@ def train(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in microbatches:
-        num_stages = zbpipe.registry.lookup(schedule).place(num_ranks).num_stages
+        num_stages = registry.lookup(schedule).place(num_ranks).num_stages
         modules = {
             index: build_stage(index, num_stages, checkpointing)
             for index in zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
@@ -55,8 +58,10 @@ def train(
     return results
 
 
-def assert_like_reference(per_rank: list[list[Result]], num_stages: int) -> None:
-    for position, count in enumerate(MICROBATCHES):
+def assert_like_reference(
+    per_rank: list[list[Result]], num_stages: int, microbatches: tuple[int, ...] = MICROBATCHES
+) -> None:
+    for position, count in enumerate(microbatches):
         expected_losses, expected = reference(num_stages, count)
         losses = [loss for results in per_rank for loss in results[position][0]]
         found = {name: grad for results in per_rank for name, grad in results[position][1].items()}
@@ -72,6 +77,43 @@ def assert_like_reference(per_rank: list[list[Result]], num_stages: int) -> None
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_zbv(num_ranks: int, checkpointing: Checkpointing) -> None:
     assert_like_reference(run_ranks(num_ranks, train, "ZBV", MICROBATCHES, checkpointing), 2 * num_ranks)
+
+
+NEW = ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin")
+TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str, list[Result]]:
+    return {name: train(name, microbatches, "none") for name in names}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_schedule_class(num_ranks: int) -> None:
+    per_rank = run_ranks(num_ranks, train_all, NEW, MICROBATCHES, timeout=240)
+    for name in NEW:
+        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        assert_like_reference([results[name] for results in per_rank], num_stages)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
+    per_rank = run_ranks(num_ranks, train_all, TORCHS, MICROBATCHES[-1:], timeout=240)
+    for name in TORCHS:
+        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES[-1:])
+
+
+def train_from_file(table: str, microbatches: int) -> list[Result]:
+    return train(table, (microbatches,), "none")
+
+
+def test_a_csv_file_is_a_schedule(tmp_path: Path) -> None:
+    """An order and a placement of its own: three stages on two ranks, two of them on rank 1."""
+    rows = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "2F0", "2B0", "1B0", "1F1", "2F1", "2B1", "1I1", "1W1"]]
+    table = tmp_path / "mine.csv"
+    table.write_text("\n".join(",".join(row) for row in rows))
+    per_rank = run_ranks(2, train_from_file, str(table), 2)
+    assert_like_reference(per_rank, 3, (2,))
 
 
 def test_the_comparison_sees_a_broken_weight_gradient() -> None:

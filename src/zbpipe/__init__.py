@@ -7,30 +7,60 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import generate, register, stage_indices
+from zbpipe.simulate import Timeline, simulate
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
-    from zbpipe.runtime.schedules import ScheduleZBV, build_pipeline_schedule
+    from zbpipe.runtime.schedules import (
+        ScheduleVHalf,
+        ScheduleVMin,
+        ScheduleZB1P,
+        ScheduleZB2P,
+        ScheduleZBH1,
+        ScheduleZBH2,
+        ScheduleZBV,
+        build_pipeline_schedule,
+    )
 
 __version__ = version("zbpipe")
 
 __all__ = [
+    "CostModel",
     "Finding",
+    "Link",
     "Op",
     "OpKind",
     "Placement",
     "Schedule",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB1P",
+    "ScheduleZB2P",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
     "ScheduleZBV",
+    "Timeline",
     "build_pipeline_schedule",
     "generate",
     "register",
+    "simulate",
     "stage_indices",
     "validate",
 ]
 
-_NEED_TORCH = {"ScheduleZBV", "build_pipeline_schedule"}
+_NEED_TORCH = {
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZB1P",
+    "ScheduleZB2P",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBV",
+    "build_pipeline_schedule",
+}
 
 
 def __getattr__(name: str) -> Any:

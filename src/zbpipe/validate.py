@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.ir import Op, OpKind, Schedule
 
-Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock"]
+T = TypeVar("T", bound=Hashable)
+Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
 """Where each op stands: rank and position, more than once if it is doubled."""
 
@@ -22,7 +23,8 @@ class Finding:
     rank: int
     position: int | None
     """Index into the rank's list; None for an op that is in no list."""
-    op: Op
+    op: NamedTuple
+    """The op, or in a table with communication the action; `str` gives its text form."""
     message: str
 
     def __str__(self) -> str:
@@ -30,13 +32,17 @@ class Finding:
         return f"{self.rule}: rank {self.rank}{at}, {self.op}: {self.message}"
 
 
-def validate(schedule: Schedule) -> list[Finding]:
+def validate(schedule: Schedule, memory_limit: float | None = None) -> list[Finding]:
     """Everything that is wrong with `schedule`; an empty list if nothing is.
 
     Checked are: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
-    or W too early, a stage before the one that feeds it on the same rank); and ranks that wait for each other in a
-    circle.
+    or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
+    circle; and ranks that hold too much.
+
+    Args:
+        schedule: any lists at all.
+        memory_limit: peak activations per rank, in units of the rank's share of one microbatch; None for no limit.
     """
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
@@ -47,6 +53,7 @@ def validate(schedule: Schedule) -> list[Finding]:
         *_incomplete(schedule, places),
         *_disordered(schedule, places),
         *_deadlocked(schedule, places),
+        *(_out_of_memory(schedule, memory_limit) if memory_limit is not None else ()),
     ]
 
 
@@ -124,45 +131,83 @@ def _disordered(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                     yield Finding("order", rank, position, op, message)
 
 
+def _out_of_memory(schedule: Schedule, limit: float) -> Iterator[Finding]:
+    """The first op of every rank that takes it over the limit. Activations live from F to W or B."""
+    for rank, ops in enumerate(schedule):
+        share = 1 / len(schedule.placement.stages_on(rank))
+        live: list[Op] = []
+        for position, op in enumerate(ops):
+            if op.kind is OpKind.F:
+                live.append(op)
+            elif op.kind is not OpKind.I:
+                live = [held for held in live if (held.stage, held.microbatch) != (op.stage, op.microbatch)]
+            if len(live) * share > limit + 1e-9:
+                held = " ".join(map(str, live))
+                message = f"it holds {len(live) * share:g} microbatches, the limit is {limit:g}; live are {held}"
+                yield Finding("memory", rank, position, op, message)
+                break
+
+
 def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Circles of ranks that wait for each other, found by running the lists without a clock.
+    """Circles of ranks that wait for each other.
 
     Only waiting between ranks counts: an op that is missing, or late on its own rank, has a finding of its own.
     """
-    done = [0] * schedule.num_ranks
-    sleepers: dict[Op, list[int]] = defaultdict(list)
+    num_stages = schedule.placement.num_stages
+    place = {op: standing[0] for op, standing in places.items()}
 
-    def blocker(rank: int) -> Op | None:
-        """The op on another rank that keeps `rank` from running its next one."""
-        for choices in feeders(schedule.ops[rank][done[rank]], schedule.placement.num_stages):
-            elsewhere = [
-                (choice, *places[choice][0])
-                for choice in choices
-                if choice in places and all(on != rank for on, _ in places[choice])
-            ]
-            if elsewhere and all(position >= done[on] for _, on, position in elsewhere):
-                return elsewhere[0][0]
+    def needs(rank: int, op: Op) -> Iterator[tuple[Op, ...]]:
+        for choices in feeders(op, num_stages):
+            known = tuple(choice for choice in choices if choice in places)
+            if all(on != rank for choice in known for on, _ in places[choice]):
+                yield known
+
+    for rank, position, message in waiting_circles(schedule.ops, place, needs):
+        yield Finding("deadlock", rank, position, schedule.ops[rank][position], message)
+
+
+def waiting_circles(
+    rows: Sequence[Sequence[T]],
+    place: Mapping[T, tuple[int, int]],
+    needs: Callable[[int, T], Iterable[tuple[T, ...]]],
+) -> Iterator[tuple[int, int, str]]:
+    """Run every row in order without a clock, and tell which ranks end up waiting for each other in a circle.
+
+    Args:
+        rows: what each rank does.
+        place: rank and position of every item that somebody may wait for.
+        needs: for a rank's item, groups of items of which one each has to be over; an empty group is no need.
+
+    Yields:
+        For each circle its lowest rank, the position at which that is stuck, and the whole chain in words.
+    """
+    done = [0] * len(rows)
+    sleepers: dict[T, list[int]] = defaultdict(list)
+
+    def blocker(rank: int) -> T | None:
+        for choices in needs(rank, rows[rank][done[rank]]):
+            if choices and all(done[place[choice][0]] <= place[choice][1] for choice in choices):
+                return choices[0]
         return None
 
-    awake = list(range(schedule.num_ranks))
+    awake = list(range(len(rows)))
     while awake:
         rank = awake.pop()
-        while done[rank] < len(schedule.ops[rank]):
+        while done[rank] < len(rows[rank]):
             if (waits_for := blocker(rank)) is not None:
                 sleepers[waits_for].append(rank)
                 break
-            awake += sleepers.pop(schedule.ops[rank][done[rank]], ())
+            awake += sleepers.pop(rows[rank][done[rank]], ())
             done[rank] += 1
 
-    waiting_for = {rank: op for op, ranks in sleepers.items() for rank in ranks}
-    for circle in _circles({rank: places[op][0][0] for rank, op in waiting_for.items()}):
+    waiting_for = {rank: item for item, ranks in sleepers.items() for rank in ranks}
+    for circle in _circles({rank: place[item][0] for rank, item in waiting_for.items()}):
         steps = [
-            f"rank {rank} (position {done[rank]}, {schedule.ops[rank][done[rank]]}) waits for {waiting_for[rank]}"
-            f" on rank {places[waiting_for[rank]][0][0]} (position {places[waiting_for[rank]][0][1]})"
+            f"rank {rank} (position {done[rank]}, {rows[rank][done[rank]]}) waits for {waiting_for[rank]}"
+            f" on rank {place[waiting_for[rank]][0]} (position {place[waiting_for[rank]][1]})"
             for rank in circle
         ]
-        rank = circle[0]
-        yield Finding("deadlock", rank, done[rank], schedule.ops[rank][done[rank]], ", ".join(steps))
+        yield circle[0], done[circle[0]], ", ".join(steps)
 
 
 def _circles(successor: dict[int, int]) -> Iterator[list[int]]:

@@ -52,6 +52,11 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
+def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
+    """All ranks' actions with the communication that torch added, as torch's CSV."""
+    return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
+
+
 def _action(op: Op) -> _Action | None:
     return _Action(op.stage, _ComputationType(op.kind.value), op.microbatch)
 

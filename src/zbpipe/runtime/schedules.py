@@ -12,9 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe import registry
+from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement, Schedule
+from zbpipe.lowered import mixed_up_messages, parse
 from zbpipe.runtime import _torch
-from zbpipe.runtime.stages import SplitBackward, split_backward
+from zbpipe.runtime import stages as split
+from zbpipe.runtime.stages import SplitBackward
 from zbpipe.validate import require_valid
 
 
@@ -29,6 +32,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         loss_fn: `(output, target) -> loss`; without it `step` runs forwards only.
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
             `zbpipe.runtime.deferred`); "autograd" is torch's own split, for comparison.
+        costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
 
@@ -46,28 +50,68 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
         split_backward: SplitBackward = "deferred",
+        costs: CostModel | None = None,
         **options: Any,
     ) -> None:
         traits = registry.lookup(self.schedule_name)
         _require_options(traits.name, options, _torch.SCHEDULE_OPTIONS)
         _require_microbatches(traits.name, n_microbatches)
         stages = _in_order(stages, traits.name)
-        placement = traits.place(stages[0].group_size)
+        per_rank = _stages_per_rank(traits, stages)
+        placement = traits.place(stages[0].group_size, per_rank)
         _require_placement(stages, traits.name, placement)
-        self.schedule = _runnable(registry.generate(traits.name, placement.num_ranks, n_microbatches), placement)
+        schedule = registry.generate(
+            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
+        )
+        _require_runnable(schedule, placement)
+        self.schedule = schedule
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         _torch.lower(self, self.schedule)
+        _require_matching_messages(self, traits.name, options)
         if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
-            _split_backward(self._stages, split_backward)
+            split.split_backward(self._stages, split_backward)
 
 
-_split_backward = split_backward
+class ScheduleZBH1(RegisteredSchedule):
+    """ZB-H1, one stage a rank; see `zbpipe.algorithms.zbh1`."""
+
+    schedule_name = "ZBH1"
+
+
+class ScheduleZBH2(RegisteredSchedule):
+    """ZB-H2, one stage a rank; see `zbpipe.algorithms.zbh2`."""
+
+    schedule_name = "ZBH2"
+
+
+class ScheduleZB1P(RegisteredSchedule):
+    """ZB-1p, one stage a rank; see `zbpipe.algorithms.zb1p`."""
+
+    schedule_name = "ZB1P"
+
+
+class ScheduleZB2P(RegisteredSchedule):
+    """ZB-2p, one stage a rank; see `zbpipe.algorithms.zb2p`."""
+
+    schedule_name = "ZB2P"
 
 
 class ScheduleZBV(RegisteredSchedule):
-    """ZB-V (2401.10241, section 6): two stages a rank in a V; see `zbpipe.algorithms.zbv`."""
+    """ZB-V, two stages a rank in a V; see `zbpipe.algorithms.zbv`."""
 
     schedule_name = "ZBV"
+
+
+class ScheduleVHalf(RegisteredSchedule):
+    """V-Half, two stages a rank in a V; see `zbpipe.algorithms.v_half`."""
+
+    schedule_name = "VHalf"
+
+
+class ScheduleVMin(RegisteredSchedule):
+    """V-Min, two stages a rank in a V; see `zbpipe.algorithms.v_min`."""
+
+    schedule_name = "VMin"
 
 
 def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
@@ -87,7 +131,8 @@ def _registered_class(name: str) -> type[RegisteredSchedule]:
     for known in RegisteredSchedule.__subclasses__():
         if known.schedule_name == name:
             return known
-    return type(f"Schedule{name}", (RegisteredSchedule,), {"schedule_name": name})
+    class_name = "ScheduleFromFile" if name.endswith(".csv") else f"Schedule{name}"
+    return type(class_name, (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
 
 
 def build_pipeline_schedule(
@@ -116,15 +161,21 @@ def build_pipeline_schedule(
     _require_options(traits.name, options, inspect.signature(runtime.__init__).parameters.keys())
     _require_microbatches(traits.name, n_microbatches)
     ordered = _in_order(_as_list(stages), traits.name)
-    chosen = len(ordered) if traits.any_stages_per_rank else None
-    _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, chosen))
+    _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, _stages_per_rank(traits, ordered)))
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
-    return build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
+    built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
+    _require_matching_messages(built, traits.name, options)
+    return built
 
 
 def _as_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
     return [stages] if isinstance(stages, _torch.Stage) else list(stages)
+
+
+def _stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
+    """As many as were built where the schedule leaves it open, else the schedule's own number."""
+    return len(stages) if traits.any_stages_per_rank else None
 
 
 def _require_options(name: str, options: dict[str, Any], known: Any) -> None:
@@ -164,7 +215,19 @@ def _require_placement(stages: Sequence[PipelineStage], name: str, placement: Pl
         )
 
 
-def _runnable(schedule: Schedule, placement: Placement) -> Schedule:
+def _require_matching_messages(runtime: _torch.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
+    """Late receives can change places with others from the same rank: on a V, F and I go the same way (torch 2.15)."""
+    if not options.get("defer_pp_recv") or not isinstance(runtime, _torch.ScheduleRuntime):
+        return
+    mixed_up = mixed_up_messages(parse(_torch.lowered_table(runtime)))
+    if mixed_up:
+        raise ValueError(
+            f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
+            f" gives wrong gradients ({mixed_up[0]}): leave the option out"
+        )
+
+
+def _require_runnable(schedule: Schedule, placement: Placement) -> None:
     """Refuse what torch could not run, before anything is launched."""
     if schedule.placement != placement:
         raise ValueError(
@@ -179,4 +242,3 @@ def _runnable(schedule: Schedule, placement: Placement) -> Schedule:
             f"schedule {schedule.name} runs the last stage's forwards in the order {forwards}; torch numbers the losses"
             " in that order, so it has to be ascending"
         )
-    return schedule

@@ -19,19 +19,20 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.tools.logging import logger
 
-from zbpipe.registry import Traits, schedules
+from zbpipe.registry import Traits, lookup
 from zbpipe.runtime._torch import PipelineSchedule
 from zbpipe.runtime.schedules import build_pipeline_schedule
 
 PipeliningFunction = Callable[..., tuple[PipelineSchedule, list[Any], bool, bool]]
-_LOSS_ON_RANK_0 = "ZBVZeroBubble"
+NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
+"""What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
 
 
 def pipeline_with(pipelining_fn: PipeliningFunction) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
-        traits = schedules().get(parallelism.pipeline_parallel_schedule.lower())
+        traits = _known(parallelism.pipeline_parallel_schedule)
         if traits is None or traits.source == "torch":
             return pipelining_fn(model, parallelism=parallelism, **kwargs)
         with _schedule_from_registry(traits):
@@ -106,19 +107,20 @@ def _schedule_from_registry(traits: Traits) -> Iterator[None]:
 
 
 def report_loss_where_it_is() -> None:
-    """Make TorchTitan report loss and metrics from the rank with the last stage, for every V schedule."""
-
-    def as_titan_knows_it(pp_schedule: str) -> str:
-        traits = schedules().get(pp_schedule.lower())
-        return _LOSS_ON_RANK_0 if traits is not None and traits.placement == "v" else pp_schedule
-
+    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever a schedule places it."""
     get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
 
     def get_metrics_rank(*, parallel_dims: ParallelDims, pp_schedule: str) -> int:
-        return int(get_rank(parallel_dims=parallel_dims, pp_schedule=as_titan_knows_it(pp_schedule)))
+        traits = _known(pp_schedule)
+        if traits is None or not parallel_dims.pp_enabled:
+            return int(get_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))
+        # The pipeline is the outermost dimension of TorchTitan's mesh.
+        ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
+        return int(ranks_per_stage * traits.place(parallel_dims.pp).rank_of[-1])
 
     def ensure_pp_loss_visible(*, parallel_dims: ParallelDims, pp_schedule: str, color: Any) -> None:
-        ensure_visible(parallel_dims=parallel_dims, pp_schedule=as_titan_knows_it(pp_schedule), color=color)
+        if get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule) > 0:
+            ensure_visible(parallel_dims=parallel_dims, pp_schedule=pp_schedule, color=color)
 
     metrics._get_metrics_rank = get_metrics_rank
     torchtitan.trainer.ensure_pp_loss_visible = ensure_pp_loss_visible
@@ -127,3 +129,8 @@ def report_loss_where_it_is() -> None:
 def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
     """The rank that reports loss and metrics."""
     return int(metrics._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))
+
+
+def _known(schedule: str) -> Traits | None:
+    """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.train.check` has refused the rest."""
+    return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)

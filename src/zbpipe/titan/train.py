@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
 from zbpipe.titan import cpu
+from zbpipe.validate import require_valid
 
 
 @record
@@ -63,20 +64,24 @@ def check(config: Any) -> None:
     """Refuse pipeline settings that cannot run, before any process group exists.
 
     Raises:
-        ValueError: the schedule is unknown, or a CSV is given beside one of zbpipe's names.
+        ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field.
     """
+    from zbpipe.titan._torchtitan import NAMES_FOR_TITANS_CSV
+
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree <= 1:
+    name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if degree <= 1 or name in NAMES_FOR_TITANS_CSV:
         return
-    name = parallelism.pipeline_parallel_schedule
-    if name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
-        return  # what TorchTitan wants beside its own CSV field
     traits = lookup(name)
+    traits.place(degree)
     if traits.source == "zbpipe" and parallelism.pipeline_parallel_schedule_csv:
         raise ValueError(
             f"pipeline_parallel_schedule_csv={parallelism.pipeline_parallel_schedule_csv!r} and the schedule"
             f" {traits.name} exclude each other: leave one of them out"
         )
+    if traits.placement == "table":
+        microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        require_valid(traits.generate(degree, microbatches))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""torch's compute-and-communication table: are sends and receives matched, in an order that cannot deadlock?
+
+A cell is an action as torch writes it: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
+`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not hold its rank up; a receive waits for its
+send, and a wait for a send waits for the receive. Messages carry no names on the way, so one rank has to receive them
+in the order in which the other sends them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.validate import Finding, Rule, feeders, validate, waiting_circles
+
+_MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+_SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+_ACTION = re.compile(rf"(\d+)({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])(\d*)")
+_COMPUTE = frozenset(OpKind)
+
+
+# By action what comes before it, one of each group: (kind, how many stages on).
+_NEEDS: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
+    "SEND_F": ((("F", 0),),),
+    "SEND_B": ((("I", 0), ("B", 0)),),
+    "RECV_F": ((("SEND_F", -1),),),
+    "RECV_B": ((("SEND_B", 1),),),
+    "WAIT_SEND_F": ((("SEND_F", 0),), (("RECV_F", 1),)),
+    "WAIT_SEND_B": ((("SEND_B", 0),), (("RECV_B", -1),)),
+}
+
+
+class Action(NamedTuple):
+    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none)."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
+
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+def has_communication(table: str) -> bool:
+    """Whether the table is one with communication, and not torch's compute-only one."""
+    return any(kind in table for kind in ("SEND", "RECV", "SHARD", "REDUCE"))
+
+
+def parse(table: str) -> Rows:
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
+
+    Raises:
+        ValueError: a cell is no action.
+    """
+    rows = [row for row in csv.reader(io.StringIO(table)) if row]
+    return tuple(
+        tuple(_parse_cell(rank, part) for cell in row for part in _parts(cell)) for rank, row in enumerate(rows)
+    )
+
+
+def _parts(cell: str) -> list[str]:
+    inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    return [part.strip() for part in (inner[1].split(";") if inner else [cell]) if part.strip()]
+
+
+def _parse_cell(rank: int, cell: str) -> Action:
+    match = _ACTION.fullmatch(cell)
+    if match is None or (match[3] == "") != (match[2] in _SHARDING):
+        raise ValueError(
+            f"row {rank + 1} (rank {rank}): {cell!r} is no action of torch's, such as 3F0, 3SEND_F0, 3UNSHARD"
+        )
+    return Action(int(match[1]), match[2], int(match[3] or -1))
+
+
+def validate_lowered(rows: Rows, name: str = "csv") -> list[Finding]:
+    """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
+    compute = _compute_ops(rows, name)
+    checks = _Lowered(rows, compute)
+    # Who waits for whom shows better among the messages.
+    alone = [finding for finding in validate(compute) if finding.rule != "deadlock"]
+    return [*alone, *checks.unmatched(), *checks.disordered(), *checks.crossed(), *checks.deadlocked()]
+
+
+def mixed_up_messages(rows: Rows) -> list[Finding]:
+    """Receives that take a message which was meant for another one: they give wrong numbers and no error."""
+    return list(_Lowered(rows, _compute_ops(rows, "")).crossed())
+
+
+def _compute_ops(rows: Rows, name: str) -> Schedule:
+    return Schedule.from_rows([[_op(a) for a in row if a.kind in _COMPUTE] for row in rows], name)
+
+
+def _op(action: Action) -> Op:
+    return Op(action.stage, OpKind(action.kind), action.microbatch)
+
+
+class _Lowered:
+    """A table with what the checks look up again and again."""
+
+    def __init__(self, rows: Rows, compute: Schedule) -> None:
+        self.rows = rows
+        self.rank_of = compute.placement.rank_of
+        self.num_microbatches = compute.num_microbatches
+        self.places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
+        for rank, row in enumerate(rows):
+            for position, action in enumerate(row):
+                self.places[action].append((rank, position))
+
+    def crosses(self, stage: int) -> bool:
+        """Whether the way from `stage` to the next one leads to another rank."""
+        return 0 <= stage < len(self.rank_of) - 1 and self.rank_of[stage] != self.rank_of[stage + 1]
+
+    def expected(self) -> Iterator[Action]:
+        """All messages that the placement asks for, at both ends."""
+        for stage in filter(self.crosses, range(len(self.rank_of))):
+            for microbatch in range(self.num_microbatches):
+                yield Action(stage, "SEND_F", microbatch)
+                yield Action(stage + 1, "RECV_F", microbatch)
+                yield Action(stage + 1, "SEND_B", microbatch)
+                yield Action(stage, "RECV_B", microbatch)
+
+    def finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
+        rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
+        return Finding(rule, rank, position, action, message)
+
+    def unmatched(self) -> Iterator[Finding]:
+        """Messages that are missing, doubled, not asked for, or on a rank that does not hold their stage."""
+        expected = set(self.expected())
+        for action in sorted(expected - self.places.keys()):
+            done = "received" if action.kind.startswith("RECV") else "sent"
+            yield self.finding("missing", action, f"the message is never {done}")
+        for action, standing in self.places.items():
+            if action.kind not in _MESSAGES:
+                continue
+            message = action._replace(kind=action.kind.removeprefix("WAIT_"))
+            for again, place in enumerate(standing):
+                if message not in expected:
+                    yield self.finding("foreign", action, "no other rank has the stage next to it", place)
+                elif self.rank_of[action.stage] != place[0]:
+                    where = self.rank_of[action.stage]
+                    yield self.finding("placement", action, f"stage {action.stage} is on rank {where}", place)
+                if again:
+                    yield self.finding("doubled", action, "it stands in the table before", place)
+
+    def needs(self, action: Action) -> list[tuple[Action, ...]]:
+        """What has to be over before `action`, one action of each tuple."""
+        stage, kind, microbatch = action
+        groups = _NEEDS.get(kind, ())
+        if kind in _COMPUTE:
+            if kind == "F" and self.crosses(stage - 1):
+                groups = ((("RECV_F", 0),),)
+            elif kind in "IB" and self.crosses(stage):
+                groups = ((("F", 0),), (("RECV_B", 0),))
+            else:
+                feeding = feeders(_op(action), len(self.rank_of))
+                return [tuple(Action(op.stage, op.kind.value, op.microbatch) for op in group) for group in feeding]
+        return [tuple(Action(stage + step, each, microbatch) for each, step in group) for group in groups]
+
+    def disordered(self) -> Iterator[Finding]:
+        """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
+        for rank, row in enumerate(self.rows):
+            for position, action in enumerate(row):
+                for choices in self.needs(action):
+                    if action.kind in _COMPUTE and all(choice.kind in _COMPUTE for choice in choices):
+                        continue
+                    here = [there for choice in choices for on, there in self.places.get(choice, ()) if on == rank]
+                    if here and min(here) > position:
+                        message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
+                        yield self.finding("order", action, message, (rank, position))
+
+    def crossed(self) -> Iterator[Finding]:
+        """Messages from one rank to another that are not received in the order in which they are sent."""
+        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
+        for rank, row in enumerate(self.rows):
+            for position, action in enumerate(row):
+                step = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}.get(action.kind)
+                if step is None or not 0 <= action.stage + step < len(self.rank_of):
+                    continue
+                peer = self.rank_of[action.stage + step]
+                if action.kind.startswith("SEND"):
+                    sent[rank, peer].append(action)
+                else:
+                    message = Action(action.stage + step, action.kind.replace("RECV", "SEND"), action.microbatch)
+                    received[peer, rank].append((message, action, (rank, position)))
+        for way, receives in received.items():
+            for (message, action, place), posted in zip(receives, sent[way], strict=False):
+                if message != posted:
+                    text = f"rank {way[0]} sends {posted} here, and messages arrive in the order of their sends"
+                    yield self.finding("order", action, text, place)
+                    break
+
+    def deadlocked(self) -> Iterator[Finding]:
+        """Ranks that wait for each other in a circle."""
+        place = {action: standing[0] for action, standing in self.places.items()}
+
+        def needs(rank: int, action: Action) -> Iterator[tuple[Action, ...]]:
+            for choices in self.needs(action):
+                known = tuple(choice for choice in choices if choice in place)
+                if all(on != rank for choice in known for on, _ in self.places[choice]):
+                    yield known
+
+        for rank, position, message in waiting_circles(self.rows, place, needs):
+            yield self.finding("deadlock", self.rows[rank][position], message, (rank, position))
