@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from ranks import run_ranks
 
+import zbpipe
 from zbpipe import cli
 from zbpipe.titan import demo, launch
 from zbpipe.titan.launch import Outcome, train_on_cpu
@@ -40,21 +41,42 @@ def train(schedule: str, seed: Path, folder: Path, *more: str) -> Outcome:
     return train_on_cpu(arguments, num_ranks=2, folder=folder, timeout=TIMEOUT)
 
 
-def test_zbv_trains_like_1f1b_under_selective_checkpointing(seed_checkpoint: Path, tmp_path: Path) -> None:
-    """Same weights, same data, float32: the losses of three optimizer steps differ by rounding at most."""
-    outcomes = {name: train(name, seed_checkpoint, tmp_path / name) for name in ("1F1B", "ZBV")}
-    for name, outcome in outcomes.items():
-        assert outcome.error is None, (tmp_path / name / "output.log").read_text()
-        assert [step["step"] for step in outcome.steps] == [1, 2, 3]
-    assert outcomes["ZBV"].losses == pytest.approx(outcomes["1F1B"].losses, rel=1e-5)
-    norms = [[step["grad_norm"] for step in outcome.steps] for outcome in outcomes.values()]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+@pytest.fixture(scope="module")
+def one_f_one_b(seed_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What torch's 1F1B makes of the same weights and data."""
+    folder = tmp_path_factory.mktemp("1f1b")
+    outcome = train("1F1B", seed_checkpoint, folder)
+    assert outcome.error is None, (folder / "output.log").read_text()
+    return outcome
+
+
+def assert_trains_alike(outcome: Outcome, expected: Outcome, folder: Path) -> None:
+    """float32: three optimizer steps differ by rounding at most."""
+    assert outcome.error is None, (folder / "output.log").read_text()
+    assert [step["step"] for step in outcome.steps] == [1, 2, 3]
+    assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
+    norms, expected_norms = ([step["grad_norm"] for step in each.steps] for each in (outcome, expected))
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
     # It learned something, so equal losses mean something.
-    assert outcomes["ZBV"].losses[2] < outcomes["ZBV"].losses[0] - 0.5
-    log = (tmp_path / "ZBV" / "output.log").read_text()
+    assert outcome.losses[2] < outcome.losses[0] - 0.5
+
+
+@pytest.mark.parametrize("schedule", ["ZBV", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin"])
+def test_trains_like_1f1b_under_selective_checkpointing(
+    seed_checkpoint: Path, one_f_one_b: Outcome, tmp_path: Path, schedule: str
+) -> None:
+    outcome = train(schedule, seed_checkpoint, tmp_path)
+    assert_trains_alike(outcome, one_f_one_b, tmp_path)
+    log = (tmp_path / "output.log").read_text()
     assert log.count("no accelerator found, so this trains on the CPU") == 1
-    assert "Using zbpipe's pipeline schedule ZBV with 8 microbatches" in log
+    assert f"Using zbpipe's pipeline schedule {schedule} with 8 microbatches" in log
     assert "Applied SelectiveAC activation checkpointing" in log
+
+
+def test_a_csv_file_in_the_schedule_field(seed_checkpoint: Path, one_f_one_b: Outcome, tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(zbpipe.generate("VHalf", 2, 8).to_csv())
+    assert_trains_alike(train(str(table), seed_checkpoint, tmp_path), one_f_one_b, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +101,19 @@ def test_zbv_trains_like_1f1b_under_selective_checkpointing(seed_checkpoint: Pat
             ],
             "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
         ),
+        (
+            ["--parallelism.pipeline_parallel_schedule", "four_ranks.csv"],
+            "four_ranks.csv is a table for 4 ranks, but the job has 2",
+        ),
     ],
 )
-def test_settings_that_cannot_run(tmp_path: Path, arguments: list[str], error: str) -> None:
+def test_settings_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("four_ranks.csv").write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
     degree = ["--parallelism.pipeline_parallel_degree", "2"]
-    outcome = train_on_cpu([*degree, *arguments], num_ranks=2, folder=tmp_path, timeout=TIMEOUT)
+    outcome = train_on_cpu([*degree, *arguments], num_ranks=2, folder=tmp_path / "job", timeout=TIMEOUT)
     assert outcome.error is not None
     assert error in outcome.error
     assert outcome.steps == ()
@@ -109,13 +139,14 @@ def ranks_with_loss() -> dict[str, int]:
     from zbpipe.titan import _torchtitan
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
-    names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B")
+    names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
     return {name: _torchtitan.rank_with_loss(dims, name) for name in names}
 
 
 def test_loss_and_metrics_come_from_the_rank_with_the_last_stage() -> None:
     (found,) = run_ranks(1, ranks_with_loss)
-    assert found == {"ZBV": 0, "zbvzerobubble": 0, "DualPipeV": 0, "1F1B": 6, "Interleaved1F1B": 6}
+    assert [found[name] for name in ("ZBV", "zbvzerobubble", "DualPipeV")] == [0, 0, 0]
+    assert [found[name] for name in ("1F1B", "Interleaved1F1B", "PipelineScheduleMulti")] == [6, 6, 6]
 
 
 def read_text(num_shards: int) -> list[list[list[int]]]:
