@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test format clean
+.PHONY: help demo test test-oldest gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -18,22 +18,33 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+test-oldest: $(VENV)-oldest/dev  ## all tests but TorchTitan's, with an older torch (2.13.0) in an environment of its own
+	$(VENV)-oldest/bin/pytest --ignore tests/test_titan.py
+
+gallery: $(VENV)/dev  ## make schedules/ anew
+	$(BIN)/python schedules/regenerate.py
+
 format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
+	rm -rf $(VENV) $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
 
-$(BIN)/python:
+%/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 
 # The marks are made again when pyproject.toml changes, so that new dependencies arrive.
 $(VENV)/titan: pyproject.toml | $(BIN)/python
+	@echo "Installing torch and TorchTitan into $(VENV); this takes a few minutes."
 	$(BIN)/pip install --quiet --editable '.[titan]'
 	@touch $@
 
 $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 	$(BIN)/pip install --quiet --editable '.[titan,dev]'
+	@touch $@
+
+$(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
+	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
 	@touch $@
