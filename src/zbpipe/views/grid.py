@@ -1,0 +1,142 @@
+"""A timeline in the terminal: time from left to right, a line per rank, a box per op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.text import Text
+
+from zbpipe.ir import Op, OpKind
+from zbpipe.simulate import Span, Timeline
+from zbpipe.views.style import KIND_WORDS, Paint, kinds, most_stages, number, paint, paints, shortest_to_show, ticks
+
+IDLE = "·"
+_BETWEEN_TICKS = 10
+"""Columns."""
+
+_Cell = tuple[str, str]
+"""A character and its style."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How time becomes columns, and columns bands of lines one below the other."""
+
+    per_second: float
+    columns: int
+    band: int
+    """Columns of one band."""
+
+    @property
+    def bands(self) -> int:
+        return -(-self.columns // self.band)
+
+    def column(self, time: float) -> int:
+        # Not round(): it goes to even numbers, and boxes of one length would get different widths.
+        return math.floor(time * self.per_second + 0.5)
+
+
+def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
+    """The picture, with a time axis and a legend.
+
+    Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
+    `height`; a timeline that is too long for one line goes on in a further band below.
+
+    Args:
+        timeline: what to show.
+        width: columns of the terminal.
+        height: its lines.
+    """
+    label = len(f"rank {timeline.schedule.num_ranks - 1} ")
+    last_tick = len(number(timeline.makespan))
+    scale = _fitting(timeline, max(width - label - last_tick, 20), height)
+    colours = paints(timeline)
+    rows = [_cells(spans, scale, colours) for spans in timeline.spans]
+    lines = []
+    for begin in range(0, scale.columns, scale.band):
+        end = min(begin + scale.band, scale.columns)
+        for rank, row in enumerate(rows):
+            lines.append(Text(f"rank {rank} ".ljust(label)).append_text(_line(row[begin:end])))
+        lines.append(Text(" " * label + _axis(timeline, scale, begin, end), "dim"))
+    lines += [*_packed(_legend(timeline), width), *_left_out(timeline, scale)]
+    return Text("\n").join(lines)
+
+
+def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
+    """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
+    with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
+    shortest = shortest_to_show(timeline)
+    scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
+    numbered = min(reversed(scales[with_number - 1 :]), key=lambda scale: scale.bands)
+    lines = numbered.bands * (timeline.schedule.num_ranks + 1) + 4
+    if numbered.bands == 1 or lines <= height:
+        return numbered
+    return min(reversed(scales[: with_number - 1]), key=lambda scale: scale.bands)
+
+
+def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
+    """So many columns for the shortest box; bands are about equal, and whole boxes wide if all have one length."""
+    columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
+    bands = -(-columns // (width // box * box))
+    return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
+
+
+def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], Paint]) -> list[_Cell]:
+    cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
+    for span in spans:
+        begin, end = scale.column(span.start), scale.column(span.end)
+        fill, text = colours[span.op.stage, span.op.kind]
+        cells[begin:end] = [(letter, f"{text} on {fill}") for letter in _label(span.op, end - begin)]
+    return cells
+
+
+def _label(op: Op, width: int) -> str:
+    full = f"{op.kind}{op.microbatch}"
+    return (full if len(full) <= width else str(op.kind)).ljust(width)[:width]
+
+
+def _line(cells: list[_Cell]) -> Text:
+    line = Text()
+    for style, run in groupby(cells, key=lambda cell: cell[1]):
+        line.append("".join(letter for letter, _ in run), style)
+    return line
+
+
+def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
+    """The times below the columns from `begin` to `end`; the end of the timeline has one, too."""
+    axis = ""
+    for time in ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
+        column = scale.column(time)
+        if begin <= column < end or column == end == scale.columns:
+            axis = axis.ljust(column - begin) + number(time)
+    return axis
+
+
+def _legend(timeline: Timeline) -> Iterator[Text]:
+    """Which colour and letter is what, and which shade is which stage of a rank."""
+    stages = most_stages(timeline.schedule.placement)
+    for kind in kinds(timeline):
+        shades = (paint(kind, nth, stages) for nth in range(stages))
+        yield Text.assemble(*((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {KIND_WORDS[kind]}")
+    yield Text.assemble((IDLE, "dim"), " idle")
+    if stages > 1:
+        yield Text("paler: later stages of a rank")
+
+
+def _packed(entries: Iterable[Text], width: int) -> list[Text]:
+    """As many entries on a line as fit."""
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1].append("   ").append_text(entry)
+        else:
+            lines.append(entry)
+    return lines
+
+
+def _left_out(timeline: Timeline, scale: _Scale) -> list[Text]:
+    count = sum(scale.column(span.start) == scale.column(span.end) for spans in timeline.spans for span in spans)
+    return [Text(f"{count} ops are too short for a column; --html has them all", "italic")] if count else []

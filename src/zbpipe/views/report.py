@@ -1,0 +1,124 @@
+"""Timelines in numbers: records for JSON, and tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbpipe.simulate import Timeline
+from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
+
+_ROUNDING = 1e-9
+"""What floating point may add to a sum of times or activations, as a share of it."""
+
+
+def record(timeline: Timeline) -> dict[str, Any]:
+    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch."""
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "stages_per_rank": most_stages(schedule.placement),
+        "steps": timeline.num_steps,
+        "makespan": timeline.makespan,
+        "bubble": max(timeline.bubble, 0.0),
+        "peak_activations": list(timeline.peak_activations),
+        "lower_bound": timeline.lower_bound,
+        "longest_rank_span": timeline.longest_rank_span,
+        "idle": [idle._asdict() for idle in timeline.idle],
+    }
+
+
+def report(timeline: Timeline) -> str:
+    """The record for people: the summary, what bounds the makespan, and a table of the ranks."""
+    gap = Standing(timeline, None).gap
+    rows = [
+        (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
+        for rank, (busy, idle, peak) in enumerate(
+            zip(timeline.busy, timeline.idle, timeline.peak_activations, strict=True)
+        )
+    ]
+    return "\n".join(
+        [
+            summary(timeline),
+            f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(gap)};"
+            f" longest time from a rank's first op to its last {number(timeline.longest_rank_span)}",
+            "",
+            *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak activations"), rows),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A schedule in a comparison."""
+
+    timeline: Timeline
+    memory_limit: float | None
+    """The most activations that a rank may hold, in its share of one microbatch."""
+
+    @property
+    def peak(self) -> float:
+        return max(self.timeline.peak_activations)
+
+    @property
+    def gap(self) -> float:
+        """makespan / lower bound - 1."""
+        bound = self.timeline.lower_bound
+        return max(self.timeline.makespan / bound - 1, 0.0) if bound else 0.0
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_limit is None or self.peak <= self.memory_limit * (1 + _ROUNDING)
+
+    @property
+    def rank(self) -> tuple[bool, float, float, str]:
+        """The lower the better: what fits comes first, then what is short, then what takes little memory."""
+        makespan = float(f"{self.timeline.makespan:.9g}")
+        return not self.fits, makespan, float(f"{self.peak:.9g}"), self.timeline.schedule.name.lower()
+
+    def record(self) -> dict[str, Any]:
+        return {**record(self.timeline), "gap": self.gap, "fits": self.fits}
+
+
+def compare(timelines: Sequence[Timeline], memory_limit: float | None) -> list[Standing]:
+    """The best first; those that exceed `memory_limit` (a rank's shares of one microbatch) after all others."""
+    return sorted((Standing(timeline, memory_limit) for timeline in timelines), key=lambda standing: standing.rank)
+
+
+def comparison(standings: Sequence[Standing]) -> Iterator[str]:
+    """The lines of the table, with a mark at what does not fit."""
+    rows = [
+        (
+            standing.timeline.schedule.name,
+            str(most_stages(standing.timeline.schedule.placement)),
+            number(standing.timeline.makespan),
+            percent(standing.timeline.bubble),
+            number(standing.peak),
+            percent(standing.gap),
+            *([] if standing.fits else [f"  over the limit of {number(standing.memory_limit or 0.0)}"]),
+        )
+        for standing in standings
+    ]
+    yield from table(("schedule", "stages", "makespan", "bubble", "peak", "gap"), rows)
+    yield ""
+    yield f"stages: per rank; peak: activations on the worst rank ({UNIT_OF_ACTIVATIONS}); gap: to the lower bound"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return ["  ".join(_aligned(line, widths, left)).rstrip() for line in lines]
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
+    for column, cell in enumerate(line):
+        width = widths[column] if column < len(widths) else 0
+        yield cell.ljust(width) if column < left else cell.rjust(width)
+
+
+def _without_rounding(time: float) -> str:
+    return number(round(time, 9))

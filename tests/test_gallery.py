@@ -1,0 +1,58 @@
+"""The gallery is what the schedules are now, and torch reads its files."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from zbpipe import Schedule, validate
+
+FOLDER = Path(__file__).parent.parent / "schedules"
+TABLES = sorted(FOLDER.glob("*.csv"))
+
+
+def regenerate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("regenerate", FOLDER / "regenerate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gallery_is_up_to_date() -> None:
+    """If this fails, a schedule or a picture changed: run `make gallery` and look at the difference."""
+    wanted = regenerate().files()
+    found = {file.name: file.read_text() for file in FOLDER.iterdir() if file.suffix in (".csv", ".svg", ".md")}
+    assert found.keys() == wanted.keys()
+    assert [name for name in sorted(wanted) if found[name] != wanted[name]] == []
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.stem)
+def test_torchs_loader_takes_every_table(table: Path) -> None:
+    """`_load_csv` checks the order and adds sends and receives; TorchTitan loads its CSV files with it."""
+    schedule = Schedule.from_csv(table.read_text())
+    assert validate(schedule) == []
+    runtime: Any = object.__new__(_PipelineScheduleRuntime)
+    runtime.__dict__.update(
+        pp_group_size=schedule.num_ranks,
+        _num_stages=schedule.placement.num_stages,
+        _n_microbatches=schedule.num_microbatches,
+        _stages=[],
+        pipeline_order={},
+        _defer_pp_recv=False,
+        _max_active_stages=3,
+        _unshard_lookahead="full",
+        _defer_reduce_grad_wait=False,
+        _max_outstanding_sends=None,
+    )
+    runtime._load_csv(str(table))
+    assert tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.placement.num_stages)) == (
+        schedule.placement.rank_of
+    )
+    assert len(runtime.pipeline_order_with_comms) == schedule.num_ranks

@@ -1,0 +1,339 @@
+"""Pictures show every op, where and when it runs, and nothing that is not so."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+from zbpipe import registry
+from zbpipe.costs import CostModel
+from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.simulate import Span, Timeline, simulate
+from zbpipe.views import style
+from zbpipe.views.grid import IDLE, grid
+from zbpipe.views.html import html
+from zbpipe.views.perfetto import perfetto
+from zbpipe.views.svg import svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = """<b>&"'</script>{{data}}"""
+
+
+def timeline(
+    name: str, ranks: int = 4, microbatches: int = 8, f: float = 1, i: float = 1, w: float = 1, comm: float = 0
+) -> Timeline:
+    schedule = registry.generate(name, ranks, microbatches)
+    return simulate(schedule, CostModel.uniform(schedule.placement, f, i, w, comm=comm))
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Any schedule, small, with times of any proportion, a W that takes none among them."""
+    time = st.sampled_from([1.0, 0.001, 0.7, 3.0])
+    return timeline(
+        draw(st.sampled_from(sorted(registry.schedules()))),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 6)),
+        draw(time),
+        draw(time),
+        draw(st.one_of(st.just(0.0), time)),
+        draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+def spans(shown: Timeline) -> list[tuple[int, Span]]:
+    return [(rank, span) for rank, row in enumerate(shown.spans) for span in row]
+
+
+def rows_of(picture: Text, ranks: int) -> list[str]:
+    """What the grid shows per rank, its bands put together."""
+    rows = [""] * ranks
+    for line in picture.plain.splitlines():
+        if match := re.match(r"rank (\d+) +(.*)", line):
+            label = len(f"rank {ranks - 1} ")
+            rows[int(match[1])] += line[label:]
+    return rows
+
+
+# The terminal
+
+
+def test_the_grid_of_a_small_schedule() -> None:
+    assert grid(timeline("1F1B", 2, 2), 80).plain.splitlines() == [
+        "rank 0 F0 F1 ······B0    ···B1    ",
+        "rank 1 ···F0 B0    F1 B1    ······",
+        "       0              5",
+        " F  forward    B  full backward   · idle",
+    ]
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 50), (80, 50), (60, 10)])
+@pytest.mark.parametrize("name", ["ZBV", "1F1B"])
+def test_each_column_of_the_grid_shows_what_runs_then(name: str, width: int, height: int) -> None:
+    shown = timeline(name, 3, 5)
+    rows = rows_of(grid(shown, width, height), 3)
+    columns = len(rows[0])
+    assert {len(row) for row in rows} == {columns}
+    for row, ran in zip(rows, shown.spans, strict=True):
+        expected = [IDLE] * columns
+        for span in ran:
+            begin, end = (round(time / shown.makespan * columns) for time in (span.start, span.end))
+            expected[begin:end] = [" "] * (end - begin)
+            label = f"{span.op.kind}{span.op.microbatch}"
+            label = label if len(label) <= end - begin else str(span.op.kind)
+            expected[begin : begin + len(label)] = label
+        assert row == "".join(expected)
+
+
+def test_a_grid_too_long_for_a_line_goes_on_below() -> None:
+    shown = timeline("1F1B", 2, 16)
+    assert grid(shown, 400, 24).plain.count("rank 0 ") == 1
+    narrow = grid(shown, 60, 24)
+    assert narrow.plain.count("rank 0 ") > 1
+    assert rows_of(narrow, 2)[0].startswith("F0 F1"), "with room below, boxes keep their microbatch"
+    assert rows_of(grid(shown, 60, 8), 2)[0].startswith("FF"), "without, only their letter"
+
+
+@given(timelines(), st.sampled_from([40, 80, 200]))
+def test_no_line_of_the_grid_is_wider_than_the_terminal(shown: Timeline, width: int) -> None:
+    lines = grid(shown, width).plain.splitlines()
+    assert max(map(len, lines)) <= max(width, len("ops are too short for a column; --html has them all") + 5)
+
+
+def test_the_grid_owns_up_to_boxes_that_it_cannot_show() -> None:
+    assert "too short" not in grid(timeline("ZBV", 2, 4), 80).plain
+    # 16 of them, W of 2 stages of 2 ranks for 4 microbatches
+    assert "16 ops are too short for a column" in grid(timeline("ZBV", 2, 4, w=0.0001), 80).plain
+
+
+def test_kinds_and_stages_of_a_rank_have_colours_of_their_own() -> None:
+    colours = [style.paint(kind, nth, 2).fill for kind in OpKind for nth in (0, 1)]
+    assert len(set(colours)) == len(colours)
+    assert style.paint(OpKind.F, 0, 1) == style.paint(OpKind.F, 0, 2), "the first stage looks the same everywhere"
+    shown = timeline("ZBV", 2, 2)
+    first = {grid(shown, 80).spans[n].style for n in range(2)}
+    assert str(style.paint(OpKind.F, 0, 2).fill) in str(first)
+    used = {str(span.style) for span in grid(shown, 80).spans}
+    assert {f"{text} on {fill}" for (_, kind), (fill, text) in style.paints(shown).items() if kind != OpKind.B} <= used
+
+
+# SVG
+
+
+def boxes(row: ElementTree.Element) -> list[tuple[str, float, float]]:
+    """(op, left, right) of a rank's boxes."""
+    return [
+        (
+            (rect.findtext(f"{SVG}title") or "").split(":")[0],
+            float(rect.attrib["x"]),
+            float(rect.attrib["x"]) + float(rect.attrib["width"]),
+        )
+        for rect in row.findall(f"{SVG}rect")
+    ]
+
+
+def rank_rows(picture: str) -> list[ElementTree.Element]:
+    return ElementTree.fromstring(picture).findall(f"{SVG}g[@class='ops']")
+
+
+@given(timelines())
+def test_an_svg_has_one_box_per_op_where_it_belongs(shown: Timeline) -> None:
+    rows = rank_rows(svg(shown))
+    assert len(rows) == len(shown.spans)
+    left = min(begin for row in rows for _, begin, _ in boxes(row))
+    scale = (max(end for row in rows for _, _, end in boxes(row)) - left) / shown.makespan
+    for row, ran in zip(rows, shown.spans, strict=True):
+        drawn = boxes(row)
+        assert [op for op, _, _ in drawn] == [str(span.op) for span in ran]
+        for (_, begin, end), span in zip(drawn, ran, strict=True):
+            assert begin == pytest.approx(left + span.start * scale, abs=0.02)
+            assert end == pytest.approx(left + span.end * scale, abs=0.02)
+        assert all(end <= begin + 0.02 for (_, _, end), (_, begin, _) in pairwise(drawn))
+
+
+def test_svg_boxes_show_their_microbatch_and_lie_inside_the_picture() -> None:
+    shown = timeline("ZBV", 4, 12)
+    picture = ElementTree.fromstring(svg(shown))
+    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+    for row, ran in zip(rank_rows(svg(shown)), shown.spans, strict=True):
+        assert [text.text for text in row.findall(f"{SVG}text")] == [str(span.op.microbatch) for span in ran]
+    for rect in picture.iter(f"{SVG}rect"):
+        assert float(rect.get("x", "0")) + float(rect.attrib["width"]) <= width
+        assert float(rect.get("y", "0")) + float(rect.attrib["height"]) <= height
+
+
+def test_an_svg_says_what_it_shows() -> None:
+    texts = [text.text or "" for text in ElementTree.fromstring(svg(timeline("1F1B", comm=0.5))).iter(f"{SVG}text")]
+    for words in ("1F1B", "rank 3", "peak 1", "F forward", "B full backward", "idle", "time"):
+        assert words in texts
+    assert any("bubble" in text and "peak activations 4" in text for text in texts)
+    assert any("4 ranks, 8 microbatches" in text and "F 1, I 1, W 1, transfer 0.5" in text for text in texts)
+
+
+def test_boxes_too_narrow_for_their_microbatch_go_without() -> None:
+    shown = timeline("ZBV", 2, 12, w=0.01)
+    for row, ran in zip(rank_rows(svg(shown)), shown.spans, strict=True):
+        assert len(row.findall(f"{SVG}text")) == sum(span.op.kind is not OpKind.W for span in ran)
+
+
+def test_the_same_timeline_gives_the_same_svg_in_every_process() -> None:
+    program = (
+        "from test_views import svg, timeline\nimport sys\nsys.stdout.write(svg(timeline('ZBV', 3, 4, 1, 1.1, 0.7)))"
+    )
+    pictures = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.path.dirname(__file__)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert pictures == {svg(timeline("ZBV", 3, 4, 1, 1.1, 0.7)).encode()}
+
+
+def test_names_are_text_not_markup() -> None:
+    shown = timeline("ZBV", 2, 2)
+    shown = replace(shown, schedule=replace(shown.schedule, name=HOSTILE))
+    assert ElementTree.fromstring(svg(shown)).findtext(f"{SVG}text") == HOSTILE
+    page = html(shown)
+    assert "<b>" not in page
+    assert page.count("</script>") == 2
+    assert len(page_data(page)["ranks"]) == 2
+
+
+# HTML
+
+
+def page_data(page: str) -> dict:
+    match = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
+
+
+@given(timelines())
+def test_the_page_has_every_op_and_the_memory_of_each_rank(shown: Timeline) -> None:
+    data = page_data(html(shown))
+    assert data["makespan"] == shown.makespan
+    for rank, ran in enumerate(shown.spans):
+        drawn = data["ranks"][rank]
+        assert drawn["ops"] == [[str(span.op), span.start, span.end, span.step] for span in ran]
+        assert drawn["peak"] == shown.peak_activations[rank]
+        assert max(held for _, held in drawn["memory"]) <= drawn["peak"] + 1e-9
+        assert drawn["memory"][-1][1] == pytest.approx(0)
+        for span in ran:
+            kind, nth = span.op.kind, data["nthStage"][span.op.stage]
+            assert kind in data["kinds"]
+            assert data["paints"][kind][nth] == list(style.paints(shown)[span.op.stage, kind])
+    assert data["criticalPath"] == [
+        [shown.schedule.placement.rank_of[span.op.stage], str(span.op), span.step] for span in shown.critical_path
+    ]
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = html(timeline("ZBV"))
+    assert not re.search(r"https?:|\bsrc\s*=|\bhref\s*=|@import|url\(|\bfetch\(|\bimport\(", page)
+    assert "{{" not in page
+    for needed in ('id="plot"', 'id="critical"', 'id="in"', 'id="out"', '"wheel"', 'id="tip"'):
+        assert needed in page
+
+
+def test_memory_is_in_shares_of_a_rank_whatever_the_unit_of_the_costs() -> None:
+    schedule = registry.generate("ZBV", 2, 3)
+    uniform = CostModel.uniform(schedule.placement)
+    in_bytes = replace(uniform, activations=tuple(2.0**30 * share for share in uniform.activations))
+    profiles = [style.memory_profile(simulate(schedule, costs), 0) for costs in (uniform, in_bytes)]
+    assert profiles[0] == profiles[1]
+
+
+def test_memory_has_one_level_per_moment() -> None:
+    times = [time for time, _ in style.memory_profile(timeline("ZBV"), 0)]
+    assert times == sorted(set(times))
+
+
+# Perfetto
+
+
+@given(timelines())
+def test_a_trace_has_one_complete_event_per_op_in_microseconds(shown: Timeline) -> None:
+    events = json.loads(perfetto(shown))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(spans(shown))
+    for event, (rank, span) in zip(complete, spans(shown), strict=True):
+        assert (event["pid"], event["name"]) == (rank, str(span.op))
+        assert event["ts"] == pytest.approx(span.start * 1e6)
+        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+        stage, kind, microbatch = span.op
+        assert event["args"] == {"stage": stage, "kind": str(kind), "microbatch": microbatch, "step": span.step}
+
+
+def test_a_trace_names_its_ranks_and_counts_their_activations() -> None:
+    shown = timeline("1F1B", 3, 4)
+    events = json.loads(perfetto(shown))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    peaks = [0.0] * 3
+    for event in events:
+        if event["ph"] == "C":
+            peaks[event["pid"]] = max(peaks[event["pid"]], event["args"]["held"])
+    assert peaks == list(shown.peak_activations)
+
+
+def test_arrows_of_a_trace_are_the_transfers_between_ranks() -> None:
+    events = json.loads(perfetto(timeline("ZBV", 2, 1)))["traceEvents"]
+    boxes = {(event["pid"], event["ts"]): event["name"] for event in events if event["ph"] == "X"}
+    ends = {phase: [event for event in events if event["ph"] == phase] for phase in "sf"}
+    arrows = {
+        (boxes[giver["pid"], giver["ts"]], boxes[taker["pid"], taker["ts"]])
+        for giver, taker in zip(ends["s"], ends["f"], strict=True)
+        if giver["id"] == taker["id"]
+    }
+    assert arrows == {("0F0", "1F0"), ("2F0", "3F0"), ("3I0", "2I0"), ("1I0", "0I0")}
+
+
+# Words and numbers
+
+
+@pytest.mark.parametrize(
+    ("until", "most", "expected"),
+    [(25.5, 5, (0, 10, 20)), (10, 10, tuple(range(11))), (0.3, 3, (0, 0.1, 0.2, 0.3)), (0, 3, (0,)), (7, 0, (0,))],
+)
+def test_ticks_are_round(until: float, most: int, expected: tuple[float, ...]) -> None:
+    assert style.ticks(until, most) == pytest.approx(expected)
+
+
+@given(st.floats(1e-6, 1e6), st.integers(1, 50))
+def test_ticks_are_few_and_on_the_axis(until: float, most: int) -> None:
+    times = style.ticks(until, most)
+    assert 1 <= len(times) <= most + 1
+    assert times[0] == 0
+    assert times[-1] <= until * (1 + 1e-6)
+
+
+def test_numbers_have_no_noise() -> None:
+    assert style.number(25.500000000000004) == "25.5"
+    assert style.percent(-2e-16) == "0.0%"
+    assert style.counted(1, "microbatch") == "1 microbatch"
+    assert style.counted(2, "microbatch") == "2 microbatches"
+
+
+def test_a_schedule_with_unequal_numbers_of_stages_has_pictures() -> None:
+    rows = [[Op.parse(text) for text in row.split()] for row in ("0F0 2F0 2B0 0B0", "1F0 1I0 1W0")]
+    schedule = Schedule.from_rows(rows, "odd")
+    shown = simulate(schedule, CostModel.uniform(schedule.placement))
+    assert len(rank_rows(svg(shown))) == 2
+    assert rows_of(grid(shown), 2)[1].strip(IDLE).startswith("F0")
+    data = page_data(html(shown))
+    assert data["stagesPerRank"] == 2
+    assert [data["paints"]["F"][nth] for nth in data["nthStage"]] == [
+        list(style.paint(OpKind.F, n, 2)) for n in (0, 0, 1)
+    ]
