@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpipe import generate
+from zbpipe.cli import main
 from zbpipe.lowered import Action, Rows, has_communication, mixed_up_messages, parse, validate_lowered
 from zbpipe.runtime._torch import lower
 
@@ -119,3 +122,26 @@ def test_what_is_no_action_is_refused(cell: str) -> None:
     with pytest.raises(ValueError, match="is no action of torch's") as error:
         parse(f"0F0,{cell}")
     assert repr(cell) in str(error.value)
+
+
+def test_the_command_checks_tables_with_communication_too(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text(lowered("ZBV", 2, 3))
+    result = CliRunner().invoke(main, ["validate", str(file)])
+    assert (result.exit_code, "valid; 2 ranks, 4 stages" in result.output) == (0, True), result.output
+    file.write_text(lowered("ZBV", 2, 3).replace("0SEND_F1,", ""))
+    result = CliRunner().invoke(main, ["validate", str(file)])
+    assert result.exit_code == 1
+    assert "missing: rank 0, 0SEND_F1: the message is never sent" in result.output
+
+
+def test_the_command_checks_memory(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text(generate("GPipe", 2, 4).to_csv())
+    assert CliRunner().invoke(main, ["validate", str(file), "--memory-limit", "4"]).exit_code == 0
+    result = CliRunner().invoke(main, ["validate", str(file), "--memory-limit", "2"])
+    assert result.exit_code == 1
+    assert (
+        "memory: rank 0, position 2, 0F2: it holds 3 microbatches, the limit is 2; live are 0F0 0F1 0F2"
+        in result.output
+    )

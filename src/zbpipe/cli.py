@@ -375,26 +375,30 @@ def export(name: str, ranks: int | None, microbatches: int | None, stages_per_ra
 
 @main.command(cls=_Command)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def validate(file: Path) -> None:
+@click.option(
+    "--memory-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Peak activations that a rank may hold, in shares of one microbatch.",
+)
+def validate(file: Path, memory_limit: float | None) -> None:
     """Check a schedule in a CSV file.
 
-    Is it complete, in an order that each rank can run, and free of deadlock? The format is torch's compute-only table.
-    Prints everything that is wrong with it, a line each, and ends with exit code 1 if anything is.
+    Is it complete, in an order that each rank can run, and free of deadlock? The format is torch's compute-only table,
+    or its table with communication, in which sends and receives have to match as well. Prints everything that is wrong
+    with it, a line each, and ends with exit code 1 if anything is.
 
     \b
     Example:
-      zbpipe validate mine.csv
+      zbpipe validate mine.csv --memory-limit 4
     """
-    from zbpipe.ir import Schedule
-    from zbpipe.validate import validate as check
+    from zbpipe.lowered import check_table
     from zbpipe.views.style import counted
 
     try:
-        schedule = Schedule.from_csv(file.read_text(encoding="utf-8"), name=str(file))
+        schedule, findings = check_table(file.read_text(encoding="utf-8"), str(file), memory_limit)
     except ValueError as error:
         click.echo(f"table: {_line(str(error))}")
         raise SystemExit(1) from None
-    findings = check(schedule)
     for finding in findings:
         click.echo(str(finding))
     if findings:

@@ -80,12 +80,30 @@ def _parse_cell(rank: int, cell: str) -> Action:
     return Action(int(match[1]), match[2], int(match[3] or -1))
 
 
-def validate_lowered(rows: Rows, name: str = "csv") -> list[Finding]:
+def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding]]:
+    """The compute ops of a table, with or without communication, and everything that is wrong with it.
+
+    Args:
+        table: torch's CSV.
+        name: for the schedule.
+        memory_limit: as for `validate`.
+
+    Raises:
+        ValueError: it is no such table.
+    """
+    if not has_communication(table):
+        schedule = Schedule.from_csv(table, name)
+        return schedule, validate(schedule, memory_limit)
+    rows = parse(table)
+    return _compute_ops(rows, name), validate_lowered(rows, memory_limit)
+
+
+def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Finding]:
     """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
-    compute = _compute_ops(rows, name)
+    compute = _compute_ops(rows, "table")
     checks = _Lowered(rows, compute)
     # Who waits for whom shows better among the messages.
-    alone = [finding for finding in validate(compute) if finding.rule != "deadlock"]
+    alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
     return [*alone, *checks.unmatched(), *checks.disordered(), *checks.crossed(), *checks.deadlocked()]
 
 

@@ -10,6 +10,7 @@ import inspect
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.pipelining.schedules import (
@@ -55,6 +56,11 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
     """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
+
+
+def to_other_ranks(operations: list[dist.P2POp]) -> list[dist.P2POp]:
+    """The sends and receives whose peer is not this very process."""
+    return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
 def _action(op: Op) -> _Action | None:
