@@ -1,19 +1,23 @@
 """Every way to break a schedule is found, under its own name and at its place."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import Finding, Op, OpKind, Schedule, generate, validate
+from zbpipe import CostModel, Finding, Op, OpKind, Schedule, generate, simulate, validate
+from zbpipe.testing import schedules
 from zbpipe.validate import require_valid
 
 Rows = list[list[Op]]
-sizes = {"ranks": st.integers(1, 6), "microbatches": st.integers(1, 10), "data": st.data()}
+# The searched schedules take a while to draw; a busy machine is no failure.
+patient = settings(suppress_health_check=[HealthCheck.too_slow])
+any_schedule = schedules(max_ranks=6, max_microbatches=10)
 
 
-def changed(schedule: Schedule, change: Callable[[Rows], None]) -> Schedule:
+def changed(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
     rows = [list(ops) for ops in schedule]
     change(rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(map(tuple, rows)))
@@ -24,29 +28,30 @@ def draw_op(data: st.DataObject, schedule: Schedule) -> tuple[int, int]:
     return rank, data.draw(st.integers(0, len(schedule.ops[rank]) - 1))
 
 
-@given(**sizes)
-def test_a_missing_op(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    schedule = generate("ZBV", ranks, microbatches)
+@patient
+@given(any_schedule, st.data())
+def test_a_missing_op(schedule: Schedule, data: st.DataObject) -> None:
     rank, position = draw_op(data, schedule)
     lost = schedule.ops[rank][position]
     findings = validate(changed(schedule, lambda rows: rows[rank].pop(position)))
     assert [(f.rule, f.rank, f.position, f.op) for f in findings] == [("missing", rank, None, lost)]
 
 
-@given(**sizes)
-def test_a_doubled_op(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    schedule = generate("ZBV", ranks, microbatches)
+@patient
+@given(any_schedule, st.data())
+def test_a_doubled_op(schedule: Schedule, data: st.DataObject) -> None:
     rank, position = draw_op(data, schedule)
     twice = schedule.ops[rank][position]
     findings = validate(changed(schedule, lambda rows: rows[rank].append(twice)))
     assert [(f.rule, f.rank, f.position, f.op) for f in findings] == [("doubled", rank, len(schedule.ops[rank]), twice)]
 
 
-@given(**sizes)
-def test_foreign_ops(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    schedule = generate("ZBV", ranks, microbatches)
-    rank = data.draw(st.integers(0, ranks - 1))
-    stranger = data.draw(st.sampled_from([Op(2 * ranks, OpKind.F, 0), Op(rank, OpKind.F, microbatches)]))
+@patient
+@given(any_schedule, st.data())
+def test_foreign_ops(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    strangers = [Op(schedule.placement.num_stages, OpKind.F, 0), Op(rank, OpKind.F, schedule.num_microbatches)]
+    stranger = data.draw(st.sampled_from(strangers))
     findings = validate(changed(schedule, lambda rows: rows[rank].insert(0, stranger)))
     assert ("foreign", rank, 0, stranger) in [(f.rule, f.rank, f.position, f.op) for f in findings]
 
@@ -56,12 +61,19 @@ def test_a_full_backward_beside_its_halves() -> None:
     assert sorted(str(f.op) for f in findings if f.rule == "foreign") == ["0I1", "0W1"]
 
 
-@given(**sizes)
-def test_a_stage_on_two_ranks(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    schedule = generate("ZBV", ranks + 1, microbatches)
+@pytest.mark.parametrize("half", ["1I0", "1W0"])
+def test_a_half_beside_a_full_backward_is_no_deadlock(half: str) -> None:
+    """The gradient comes out of the B, whatever else stands there."""
+    schedule = changed(generate("1F1B", 2, 3), lambda rows: rows[1].append(Op.parse(half)))
+    assert [(f.rule, str(f.op)) for f in validate(schedule)] == [("foreign", half)]
+
+
+@patient
+@given(any_schedule.filter(lambda schedule: schedule.num_ranks > 1), st.data())
+def test_a_stage_on_two_ranks(schedule: Schedule, data: st.DataObject) -> None:
     rank, position = draw_op(data, schedule)
     moved = schedule.ops[rank][position]
-    other = (rank + 1) % (ranks + 1)
+    other = (rank + 1) % schedule.num_ranks
 
     def move(rows: Rows) -> None:
         rows[rank].pop(position)
@@ -72,13 +84,14 @@ def test_a_stage_on_two_ranks(ranks: int, microbatches: int, data: st.DataObject
     assert place in [(f.rule, f.rank, f.position, f.op) for f in findings]
 
 
-@given(**sizes)
-def test_w_before_i_and_i_before_f(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    schedule = generate("ZBV", ranks, microbatches)
-    stage = data.draw(st.integers(0, 2 * ranks - 1))
-    microbatch = data.draw(st.integers(0, microbatches - 1))
-    early, late = data.draw(st.sampled_from([(OpKind.W, OpKind.I), (OpKind.I, OpKind.F)]))
-    rank = schedule.placement.rank_of[stage]
+@patient
+@given(any_schedule, st.data())
+def test_backwards_before_what_feeds_them(schedule: Schedule, data: st.DataObject) -> None:
+    """W before I, or I or B before F."""
+    rank, position = draw_op(data, schedule)
+    stage, _, microbatch = schedule.ops[rank][position]
+    kinds = [op.kind for op in schedule.ops[rank] if op[::2] == (stage, microbatch)]
+    late, early = data.draw(st.sampled_from(list(pairwise(kinds))))
     first, second = (schedule.ops[rank].index(Op(stage, kind, microbatch)) for kind in (late, early))
 
     def swap(rows: Rows) -> None:
@@ -101,6 +114,23 @@ def test_ranks_that_wait_for_each_other() -> None:
 def test_each_circle_is_told_once_and_those_who_merely_wait_are_not() -> None:
     table = "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n2F0,2B0,2F1,2B1\n"
     assert [finding.rule for finding in validate(Schedule.from_csv(table))] == ["deadlock"]
+
+
+@patient
+@given(any_schedule)
+def test_memory_is_measured_as_the_simulator_does(schedule: Schedule) -> None:
+    """At the peak nothing is wrong; below it, every rank that needs more is named, with the op that takes it over."""
+    peaks = simulate(schedule, CostModel.uniform(schedule.placement)).peak_activations
+    assert validate(schedule, max(peaks)) == []
+    limit = max(peaks) - 0.25
+    findings = validate(schedule, limit)
+    assert [(f.rule, f.rank) for f in findings] == [
+        ("memory", r) for r, peak in enumerate(peaks) if peak > limit + 1e-9
+    ]
+    for finding in findings:
+        assert isinstance(finding.op, Op)
+        assert finding.op.kind is OpKind.F
+        assert schedule.ops[finding.rank].index(finding.op) == finding.position
 
 
 def test_all_findings_come_at_once() -> None:

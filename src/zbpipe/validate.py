@@ -183,24 +183,28 @@ def waiting_circles(
     """
     done = [0] * len(rows)
     sleepers: dict[T, list[int]] = defaultdict(list)
+    waiting_for: dict[int, T] = {}
 
-    def blocker(rank: int) -> T | None:
+    def missing(rank: int) -> tuple[T, ...]:
+        """Items of which the rank needs one to go on; empty if it can."""
         for choices in needs(rank, rows[rank][done[rank]]):
-            if choices and all(done[place[choice][0]] <= place[choice][1] for choice in choices):
-                return choices[0]
-        return None
+            if all(done[place[choice][0]] <= place[choice][1] for choice in choices):
+                return choices
+        return ()
 
     awake = list(range(len(rows)))
     while awake:
         rank = awake.pop()
+        waiting_for.pop(rank, None)
         while done[rank] < len(rows[rank]):
-            if (waits_for := blocker(rank)) is not None:
-                sleepers[waits_for].append(rank)
+            if choices := missing(rank):
+                waiting_for[rank] = choices[0]
+                for choice in choices:
+                    sleepers[choice].append(rank)
                 break
             awake += sleepers.pop(rows[rank][done[rank]], ())
             done[rank] += 1
 
-    waiting_for = {rank: item for item, ranks in sleepers.items() for rank in ranks}
     for circle in _circles({rank: place[item][0] for rank, item in waiting_for.items()}):
         steps = [
             f"rank {rank} (position {done[rank]}, {rows[rank][done[rank]]}) waits for {waiting_for[rank]}"

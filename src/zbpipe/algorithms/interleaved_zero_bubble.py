@@ -3,29 +3,26 @@
 The handcrafted ZB-H1 (2401.10241, section 2.3) carried over to several stages per rank.
 """
 
-from itertools import chain
-
-from zbpipe.algorithms.interleaved_1f1b import in_groups
+from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register
 
 
 @register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with dW split off")
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Rank r warms up with (v - 1) p + p - r forwards; then I, W and F in turn, W being r microbatches behind I.
+    """Rank r warms up with (v - 1) g + p - r forwards; then I, W and F in turn, W being r ops behind I.
 
-    If p does not divide m, the order for the next multiple is taken, without the microbatches that the job lacks.
+    Microbatches go through a rank's stages in groups of g, as in Interleaved1F1B.
     """
     placement = Placement.loop(ranks, stages_per_rank)
-    drawn = -(-microbatches // ranks) * ranks
+    groups = split_into_groups(microbatches, ranks)
     rows = []
     for rank in range(ranks):
         stages = placement.stages_on(rank)
-        forwards = list(in_groups(stages, OpKind.F, drawn, ranks))
-        inputs = list(in_groups(stages[::-1], OpKind.I, drawn, ranks))
-        warmup = (stages_per_rank - 1) * ranks + ranks - rank
-        row = chain(forwards[:warmup], _steady(forwards[warmup:], inputs, rank))
-        rows.append(tuple(op for op in row if op.microbatch < microbatches))
+        forwards = list(in_groups(stages, OpKind.F, groups))
+        inputs = list(in_groups(stages[::-1], OpKind.I, groups))
+        warmup = (stages_per_rank - 1) * len(groups[0]) + ranks - rank
+        rows.append((*forwards[:warmup], *_steady(forwards[warmup:], inputs, rank)))
     return Schedule("InterleavedZeroBubble", placement, microbatches, tuple(rows))
 
 

@@ -19,16 +19,25 @@ F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """The schedule drawn in the paper's figure 6, for any number of ranks and microbatches.
 
-    The drawing needs 2p - 1 microbatches to fill the V. With fewer, each rank takes what is ready, I first and W last.
+    The drawing needs 2p - 1 microbatches to fill the V. With fewer it is cut down, and list scheduling, in which each
+    rank takes what is ready, I first and W last, is often better: then that is taken.
     """
-    placement = Placement.v(ranks)
-    if microbatches < 2 * ranks - 1:
-        return best_within("ZBV", placement, microbatches, ranks)
-    rows = tuple(tuple(drawing(rank, ranks, microbatches)) for rank in range(ranks))
-    return Schedule("ZBV", placement, microbatches, rows)
+    schedule = cut_down("ZBV", ranks, microbatches)
+    if microbatches >= 2 * ranks - 1:
+        return schedule
+    return best_within("ZBV", schedule.placement, microbatches, ranks, seeds=[schedule])
 
 
-def drawing(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+def cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
+    """The drawing for at least 2p - 1 microbatches, without those that the job lacks."""
+    drawn = max(microbatches, 2 * ranks - 1)
+    rows = tuple(
+        tuple(op for op in _drawing(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)
+    )
+    return Schedule(name, Placement.v(ranks), microbatches, rows)
+
+
+def _drawing(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
     """One row of the paper's figure, for at least 2p - 1 microbatches."""
     down, up = rank, 2 * ranks - 1 - rank
     next_microbatch = {(stage, kind): count() for stage in (down, up) for kind in (F, I, W)}

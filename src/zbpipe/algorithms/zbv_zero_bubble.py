@@ -1,7 +1,7 @@
 """ZB-V as torch lists it under the name ZBVZeroBubble: the same drawing as ZBV, cut down where microbatches are few."""
 
-from zbpipe.algorithms.zbv import drawing
-from zbpipe.ir import Placement, Schedule
+from zbpipe.algorithms.zbv import cut_down
+from zbpipe.ir import Schedule
 from zbpipe.registry import register
 
 
@@ -10,8 +10,4 @@ from zbpipe.registry import register
 )
 def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """With fewer than 2p - 1 microbatches, the drawing for 2p - 1 without those that the job lacks."""
-    drawn = max(microbatches, 2 * ranks - 1)
-    rows = tuple(
-        tuple(op for op in drawing(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)
-    )
-    return Schedule("ZBVZeroBubble", Placement.v(ranks), microbatches, rows)
+    return cut_down("ZBVZeroBubble", ranks, microbatches)

@@ -69,9 +69,10 @@ class _Run:
         self.inputs: list[deque[tuple[float, int]]] = [deque() for _ in placement.rank_of]
         self.weights: list[deque[int]] = [deque() for _ in placement.rank_of]
         self.forwards[0].extend((0.0, microbatch) for microbatch in range(num_microbatches))
-        # What has to stay free on a rank when a stage takes a microbatch, so that the stages after it on this rank can.
+        # What has to stay free on a rank when a stage takes a microbatch: room for one to go on through the rank's
+        # later stages, or all ranks could fill up with microbatches of which none can.
         self.reserve = [
-            max([costs.activations[later] for later in placement.stages_on(rank) if later > stage], default=0.0)
+            sum(costs.activations[later] for later in placement.stages_on(rank) if later > stage)
             for stage, rank in enumerate(placement.rank_of)
         ]
 

@@ -1,0 +1,392 @@
+"""For tests of your own schedules: hypothesis strategies for what zbpipe works on, and a check that lists all faults.
+
+    from hypothesis import given, strategies as st
+    from zbpipe.simulate import simulate
+    from zbpipe.testing import check_schedule, cost_models, schedules
+
+    @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 32))
+    def test_my_schedule_holds_its_promise(ranks, microbatches):
+        check_schedule(my_schedule(ranks, microbatches), memory_limit=ranks)
+
+    @given(st.data())
+    def test_my_search_beats_1f1b_whatever_the_costs(data):
+        known = data.draw(schedules("1F1B", max_ranks=8))
+        costs = data.draw(cost_models(known.placement))
+        found = my_search(known.num_ranks, known.num_microbatches, costs)
+        assert simulate(found, costs).makespan <= simulate(known, costs).makespan
+
+Everything shrinks towards one rank, one microbatch, a plain schedule and times of 1/8 second. All numbers are short
+binary fractions, so that sums of them are exact whatever the order of adding: tests can compare times with `==`.
+
+This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from zbpipe import registry
+from zbpipe.costs import CostModel, Link
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.simulate import simulate
+from zbpipe.validate import Rule, feeders, validate
+
+try:
+    from hypothesis import strategies as st
+except ImportError:
+    raise ImportError("zbpipe.testing needs hypothesis, which is not installed: pip install hypothesis") from None
+
+_MOST_STAGES_PER_RANK = 4
+_Rows = list[list[Op]]
+
+
+def check_schedule(schedule: Schedule, memory_limit: float | None = None) -> None:
+    """Assert that `schedule` can run, and in how much memory.
+
+        check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
+
+    Args:
+        schedule: any.
+        memory_limit: the most activations that a rank may hold, in units of its share of one microbatch; the stages of
+            a rank count equally, so 1F1B needs p and ZBV does, too.
+
+    Raises:
+        AssertionError: with everything that is wrong, one finding a line.
+    """
+    findings = [str(finding) for finding in validate(schedule, memory_limit)]
+    if findings:
+        # Raised by hand, because `assert` is gone under `python -O`.
+        raise AssertionError("\n  ".join([f"schedule {schedule.name}, {len(findings)} finding(s):", *findings]))
+
+
+@st.composite
+def placements(
+    draw: st.DrawFn,
+    *,
+    ranks: int | None = None,
+    stages_per_rank: int | None = None,
+    max_ranks: int = 8,
+) -> Placement:
+    """Placements: loops, Vs, and stages in any order, on some ranks more than on others.
+
+        @given(placements(ranks=4))
+        def test_every_stage_has_a_rank(placement): ...
+
+    Args:
+        ranks: the number of ranks; default: 1 to `max_ranks`.
+        stages_per_rank: stages on every rank; default: 1 to 4, and not the same for all.
+        max_ranks: the bound where `ranks` is not given.
+    """
+    num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
+    stages = draw(st.integers(1, _MOST_STAGES_PER_RANK)) if stages_per_rank is None else stages_per_rank
+    shape = draw(st.sampled_from(["loop", "v", "any"]))
+    if shape == "loop":
+        return Placement.loop(num_ranks, stages)
+    if shape == "v":
+        return Placement.v(num_ranks, stages)
+    rank_of = [*range(num_ranks)] * stages
+    if stages_per_rank is None:
+        rank_of += draw(st.lists(st.integers(0, num_ranks - 1), max_size=num_ranks))
+    return Placement(tuple(draw(st.permutations(rank_of))))
+
+
+@st.composite
+def schedules(
+    draw: st.DrawFn,
+    name: str | None = None,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    max_ranks: int = 16,
+    max_microbatches: int = 64,
+) -> Schedule:
+    """Registered schedules, yours among them, of all sizes.
+
+        @given(schedules("MySchedule", max_ranks=8))
+        def test_my_schedule_is_valid(schedule):
+            check_schedule(schedule, memory_limit=schedule.num_ranks)
+
+    Args:
+        name: of the schedule; default: any that is registered.
+        ranks: the number of ranks; default: 1 to `max_ranks`.
+        microbatches: default: 1 to `max_microbatches`.
+        stages_per_rank: default: 1 to 4 where the schedule leaves the choice; without `name` only schedules that run
+            with the given number are drawn.
+        max_ranks: the bound where `ranks` is not given.
+        max_microbatches: the bound where `microbatches` is not given.
+
+    Raises:
+        ValueError: unknown name, or numbers that the schedule cannot have.
+    """
+    traits = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
+    num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
+    num_microbatches = draw(st.integers(1, max_microbatches)) if microbatches is None else microbatches
+    if stages_per_rank is None and traits.any_stages_per_rank:
+        stages_per_rank = draw(st.integers(1, _MOST_STAGES_PER_RANK))
+    # By name where there is one: `name` may be the path of a table.
+    return registry.generate(name or traits.name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+
+
+def _candidates(stages_per_rank: int | None) -> list[registry.Traits]:
+    """The schedules that run with so many stages a rank, plain ones first, because hypothesis shrinks towards these."""
+    fitting = [
+        traits
+        for traits in registry.schedules().values()
+        if stages_per_rank in (None, traits.stages_per_rank) or traits.any_stages_per_rank
+    ]
+    if not fitting:
+        raise ValueError(f"no registered schedule runs {stages_per_rank} stages per rank")
+    return sorted(fitting, key=lambda traits: (traits.stages_per_rank, traits.placement, traits.name.lower()))
+
+
+@st.composite
+def runnable_schedules(
+    draw: st.DrawFn,
+    placement: Placement | None = None,
+    *,
+    max_microbatches: int = 6,
+) -> Schedule:
+    """Valid schedules in any order at all, some backwards in one piece and some in two: most of them no good.
+
+        @given(runnable_schedules())
+        def test_my_tool_copes_with_whatever_can_run(schedule): ...
+
+    Args:
+        placement: default: any of up to 4 ranks.
+        max_microbatches: they have 1 to so many.
+    """
+    if placement is None:
+        placement = draw(placements(max_ranks=4))
+    num_microbatches = draw(st.integers(1, max_microbatches))
+    ops: list[Op] = []
+    for stage in range(placement.num_stages):
+        for microbatch in range(num_microbatches):
+            backward = (OpKind.I, OpKind.W) if draw(st.booleans()) else (OpKind.B,)
+            ops += [Op(stage, kind, microbatch) for kind in (OpKind.F, *backward)]
+    rows: _Rows = [[] for _ in range(placement.num_ranks)]
+    for op in _any_order(draw, ops, placement.num_stages):
+        rows[placement.rank_of[op.stage]].append(op)
+    return Schedule("any order", placement, num_microbatches, tuple(map(tuple, rows)))
+
+
+def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
+    """One op after the other, each after those that feed it; lists that agree with one order cannot deadlock."""
+    there = set(ops)
+    missing = {op: [there.intersection(choices) for choices in feeders(op, num_stages)] for op in ops}
+    users: dict[Op, list[Op]] = {op: [] for op in ops}
+    for op, inputs in missing.items():
+        for (feeder,) in inputs:
+            users[feeder].append(op)
+    unmet = {op: len(inputs) for op, inputs in missing.items()}
+    ready = [op for op in ops if not unmet[op]]
+    while ready:
+        op = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        yield op
+        for user in users[op]:
+            unmet[user] -= 1
+            if not unmet[user]:
+                ready.append(user)
+
+
+_times = st.integers(1, 32).map(lambda eighths: eighths / 8)
+_times_or_none = st.integers(1, 33).map(lambda eighths: eighths % 33 / 8)  # none at all is no simpler than 1/8
+_links = st.builds(Link, latency=st.integers(0, 16).map(lambda eighths: eighths / 8), bandwidth=st.sampled_from([8, 1]))
+
+
+@st.composite
+def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
+    """Costs for the stages of `placement`: each stage, and some links between ranks, with numbers of their own.
+
+        @given(st.data())
+        def test_my_schedule_under_any_costs(data):
+            schedule = data.draw(schedules("MySchedule"))
+            timeline = simulate(schedule, data.draw(cost_models(schedule.placement)))
+            assert max(timeline.peak_activations) <= schedule.num_ranks
+
+    Forwards take 1/8 to 4 seconds. I and W may take none at all, as in a first stage or one with frozen weights.
+
+    Args:
+        placement: of the schedule.
+    """
+
+    def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(numbers) for _ in placement.rank_of)
+
+    f, i, w = by_stage(_times), by_stage(_times_or_none), by_stage(_times_or_none)
+    hops = sorted({hop for a, b in pairwise(placement.rank_of) if a != b for hop in ((a, b), (b, a))})
+    return CostModel(
+        f,
+        i,
+        w,
+        activations=by_stage(_times),
+        freed_by_i=draw(st.sampled_from([0.0, 0.5, 0.75, 1.0])),
+        link=draw(_links),
+        links=draw(st.dictionaries(st.sampled_from(hops), _links, max_size=4)) if hops else {},
+        message_bytes=draw(st.integers(0, 16)),
+    )
+
+
+class Broken(NamedTuple):
+    """A schedule with one fault, and what `zbpipe.validate` has to call it."""
+
+    schedule: Schedule
+    rule: Rule
+
+
+@st.composite
+def mutations(draw: st.DrawFn, schedule: Schedule, rules: Collection[Rule] | None = None) -> Broken:
+    """`schedule`, broken in exactly one way, with the rule under which `validate` must report it, and no other.
+
+    - missing: an op is left out.
+    - doubled: an op comes again, later on.
+    - foreign: an op of a stage or microbatch that is not there, or a second backward of another kind.
+    - placement: an op stands on another rank (at its time, so that nothing else is wrong).
+    - order: an op comes before the one on its own rank that feeds it.
+    - deadlock: two ranks wait for each other.
+
+    Example:
+
+        @given(mutations(zbpipe.generate("ZBV", 2, 4)))
+        def test_my_checker_finds_it(broken):
+            assert not my_checker(broken.schedule), broken.rule
+
+    Args:
+        schedule: a valid one.
+        rules: which faults to make; default: all of these. A placement needs two ranks to be wrong, a deadlock two
+            microbatches besides; where they lack these two are left out. Memory is no fault without a limit: for that
+            give `validate` one that is too low.
+
+    Raises:
+        ValueError: none of `rules` can be broken in `schedule`.
+    """
+    possible = [rule for rule in _breakable(schedule) if rules is None or rule in rules]
+    if not possible:
+        raise ValueError(f"{schedule.name} with {schedule.num_ranks} rank(s) cannot break {sorted(rules or ())}")
+    rule = draw(st.sampled_from(possible))
+    rows = [list(ops) for ops in schedule]
+    _BREAK[rule](draw, schedule, rows)
+    broken = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(map(tuple, rows)))
+    return Broken(broken, rule)
+
+
+@st.composite
+def broken_schedules(
+    draw: st.DrawFn,
+    rules: Collection[Rule] | None = None,
+    *,
+    base: st.SearchStrategy[Schedule] | None = None,
+) -> Broken:
+    """Schedules that are broken in exactly one way, as `mutations` makes them.
+
+        @given(broken_schedules(base=schedules(max_ranks=4, max_microbatches=8)))
+        def test_my_checker_finds_it(broken):
+            assert not my_checker(broken.schedule), broken.rule
+
+    Args:
+        rules: which faults to make; default: all.
+        base: what to break; default: registered schedules of 2 to 6 ranks and 2 to 12 microbatches, in which every
+            fault is possible.
+    """
+    if base is None:
+        base = schedules(ranks=draw(st.integers(2, 6)), microbatches=draw(st.integers(2, 12)))
+    return draw(mutations(draw(base), rules))
+
+
+def _breakable(schedule: Schedule) -> Iterator[Rule]:
+    yield from ("missing", "doubled", "foreign", "order")
+    if schedule.num_ranks > 1:
+        yield "placement"
+        if schedule.num_microbatches > 1:
+            yield "deadlock"
+
+
+def _place(draw: st.DrawFn, rows: _Rows) -> tuple[list[Op], int]:
+    row = draw(st.sampled_from(rows))
+    return row, draw(st.integers(0, len(row) - 1))
+
+
+def _lose(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    row, position = _place(draw, rows)
+    del row[position]
+
+
+def _double(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    row, position = _place(draw, rows)
+    row.insert(draw(st.integers(position + 1, len(row))), row[position])
+
+
+def _add_stranger(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    """At the end of a row, where nothing that it may need comes later."""
+    row, position = _place(draw, rows)
+    stage, _, microbatch = row[position]
+    split = Op(stage, OpKind.I, microbatch) in row
+    strangers = [
+        Op(schedule.placement.num_stages, OpKind.F, microbatch),
+        Op(stage, OpKind.F, schedule.num_microbatches),
+        *(Op(stage, kind, microbatch) for kind in ([OpKind.B] if split else [OpKind.I, OpKind.W])),
+    ]
+    row.append(draw(st.sampled_from(strangers)))
+
+
+def _misplace(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    """Where every list keeps to the time at which the ops start, no rank waits for a later one."""
+    timeline = simulate(schedule, CostModel.uniform(schedule.placement))
+    row, position = _place(draw, rows)
+    rank = next(rank for rank, each in enumerate(rows) if each is row)
+    other = draw(st.sampled_from([each for each in range(schedule.num_ranks) if each != rank]))
+    start = timeline.spans[rank][position].start
+    there = bisect_right([span.start for span in timeline.spans[other]], start)
+    rows[other].insert(there, row.pop(position))
+
+
+def _disorder(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    """An op that waits for nobody else moves before one that feeds it; its own users get it all the sooner."""
+    candidates = [
+        (row, op, feeder)
+        for row, own in ((row, set(row)) for row in rows)
+        for op in row
+        if (fed_by := [own.intersection(choices) for choices in feeders(op, schedule.placement.num_stages)])
+        and all(fed_by)
+        for (feeder,) in fed_by
+    ]
+    row, op, feeder = draw(st.sampled_from(candidates))
+    _move(row, op, row.index(feeder))
+
+
+def _deadlock(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
+    """Of two neighbouring stages and two microbatches, the first stage wants the backward of one before it gives the
+    forward of the other, and the next stage wants that forward before it gives that backward."""
+    rank_of = schedule.placement.rank_of
+    stage = draw(st.sampled_from([s for s, (a, b) in enumerate(pairwise(rank_of)) if a != b]))
+    above, below = rows[rank_of[stage]], rows[rank_of[stage + 1]]
+    backwards = [op for op in above if op.stage == stage and op.kind in (OpKind.I, OpKind.B)]
+    first = draw(st.integers(0, len(backwards) - 2))
+    wanted = backwards[first]
+    later = draw(st.sampled_from(backwards[first + 1 :])).microbatch
+
+    forward = Op(stage, OpKind.F, later)
+    if above.index(forward) < above.index(wanted):
+        _move(above, forward, above.index(wanted))
+    giver = next(op for op in below if op[::2] == (stage + 1, wanted.microbatch) and op.kind in (OpKind.I, OpKind.B))
+    taker = Op(stage + 1, OpKind.F, later)
+    if below.index(taker) > below.index(giver):
+        _move(below, taker, below.index(giver))
+
+
+def _move(row: list[Op], op: Op, position: int) -> None:
+    row.remove(op)
+    row.insert(position, op)
+
+
+_BREAK: dict[Rule, Callable[[st.DrawFn, Schedule, _Rows], None]] = {
+    "missing": _lose,
+    "doubled": _double,
+    "foreign": _add_stranger,
+    "placement": _misplace,
+    "order": _disorder,
+    "deadlock": _deadlock,
+}

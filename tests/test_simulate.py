@@ -1,0 +1,347 @@
+"""The simulator against a second, slow and plain one, and against what must hold for any schedule and any costs."""
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zbpipe import Op, OpKind, Placement, Schedule, generate
+from zbpipe.costs import CostModel, Link
+from zbpipe.simulate import Idle, Timeline, lower_bound, simulate
+from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
+
+# The searched schedules and the random orders take a while to draw; a busy machine is no failure.
+patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+sixty = settings(patient, max_examples=60)
+thirty = settings(patient, max_examples=30)
+
+
+class Run(NamedTuple):
+    """A schedule, and costs for its stages in short binary fractions, so that all times are exact."""
+
+    schedule: Schedule
+    costs: CostModel
+
+    def simulate(self, *, num_steps: int = 1, synchronous: bool = True) -> Timeline:
+        return simulate(self.schedule, self.costs, num_steps=num_steps, synchronous=synchronous)
+
+
+def exchange(costs: CostModel, name: str, value: object) -> CostModel:
+    """`replace` for a field whose name is not known before."""
+    return CostModel(**{**{each.name: getattr(costs, each.name) for each in fields(costs)}, name: value})
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Named schedules, and any order at all on any placement."""
+    schedule = draw(schedules(max_ranks=6, max_microbatches=10) | runnable_schedules())
+    return Run(schedule, draw(cost_models(schedule.placement)))
+
+
+Event = tuple[int, Op]
+"""Which step, and what."""
+
+
+def plain_starts(run: Run, num_steps: int, synchronous: bool) -> dict[Event, float]:
+    """When everything starts, by pushing starts later until nothing starts before what it waits for.
+
+    Written from the definition in design terms only: a rank's list in order, inputs, transfer times, and nothing of
+    how `simulate` goes about it.
+    """
+    lists = [[(step, op) for step in range(num_steps) for op in ops] for ops in run.schedule.ops]
+    events = {event: rank for rank, row in enumerate(lists) for event in row}
+    waits = {event: plain_inputs(event, events, run) for event in events}
+    for row in lists:
+        for earlier, event in pairwise(row):
+            waits[event][earlier] = 0.0
+    if synchronous:
+        for (step, _), inputs in waits.items():
+            inputs.update({(before, op): 0.0 for before, op in events if before == step - 1})
+    start = dict.fromkeys(events, 0.0)
+    moved = True
+    while moved:
+        moved = False
+        for event, inputs in waits.items():
+            ready = max(
+                (start[other] + length(run.costs, other) + delay for other, delay in inputs.items()), default=0.0
+            )
+            if ready > start[event]:
+                start[event], moved = ready, True
+    return start
+
+
+def plain_inputs(event: Event, events: dict[Event, int], run: Run) -> dict[Event, float]:
+    """What an op needs of others, and how long that takes to come."""
+    step, (stage, kind, microbatch) = event
+    wanted = {
+        OpKind.F: [(stage - 1, "F")],
+        OpKind.W: [(stage, "I")],
+        OpKind.I: [(stage, "F"), (stage + 1, "I"), (stage + 1, "B")],
+        OpKind.B: [(stage, "F"), (stage + 1, "I"), (stage + 1, "B")],
+    }[kind]
+    inputs = [(step, Op(other, OpKind(letter), microbatch)) for other, letter in wanted]
+    return {other: run.costs.transfer(events[other], events[event]) for other in inputs if other in events}
+
+
+def length(costs: CostModel, event: Event) -> float:
+    stage, kind, _ = event[1]
+    return {"F": costs.f[stage], "I": costs.i[stage], "W": costs.w[stage], "B": costs.i[stage] + costs.w[stage]}[kind]
+
+
+def starts(timeline: Timeline) -> dict[Event, float]:
+    return {(span.step, span.op): span.start for spans in timeline.spans for span in spans}
+
+
+@sixty
+@given(runs())
+def test_a_plain_simulator_gets_the_same_times(run: Run) -> None:
+    timeline = run.simulate()
+    assert starts(timeline) == plain_starts(run, 1, True)
+    assert all(span.end == span.start + length(run.costs, (0, span.op)) for spans in timeline.spans for span in spans)
+
+
+few_steps = settings(patient, max_examples=20)
+
+
+@few_steps
+@given(st.data(), st.integers(1, 3), st.booleans())
+def test_a_plain_simulator_gets_the_same_times_over_steps(
+    data: st.DataObject, num_steps: int, synchronous: bool
+) -> None:
+    schedule = data.draw(schedules(max_ranks=3, max_microbatches=4) | runnable_schedules(max_microbatches=2))
+    run = Run(schedule, data.draw(cost_models(schedule.placement)))
+    timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
+    assert starts(timeline) == plain_starts(run, num_steps, synchronous)
+
+
+@sixty
+@given(runs(), st.integers(1, 3), st.booleans())
+def test_every_rank_runs_its_list_without_overlap(run: Run, num_steps: int, synchronous: bool) -> None:
+    timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
+    for ops, spans in zip(run.schedule, timeline.spans, strict=True):
+        assert tuple(span.op for span in spans) == ops * num_steps
+        assert [span.step for span in spans] == sorted(span.step for span in spans)
+        assert all(one.end <= other.start for one, other in pairwise(spans))
+    assert timeline.makespan == max(span.end for spans in timeline.spans for span in spans)
+    assert timeline.longest_rank_span <= timeline.makespan
+
+
+@sixty
+@given(runs())
+def test_time_is_either_busy_or_idle(run: Run) -> None:
+    timeline = run.simulate()
+    for busy, idle in zip(timeline.busy, timeline.idle, strict=True):
+        assert busy + sum(idle) == timeline.makespan
+        assert min(idle) >= 0
+    assert sum(timeline.busy) == run.schedule.num_microbatches * sum(map(sum, (run.costs.f, run.costs.i, run.costs.w)))
+
+
+@sixty
+@given(runs())
+def test_nothing_beats_the_lower_bound(run: Run) -> None:
+    timeline = run.simulate()
+    bound = lower_bound(run.schedule.placement, run.costs, run.schedule.num_microbatches)
+    assert max(*timeline.busy, bound) <= timeline.lower_bound <= timeline.makespan
+    assert 0 <= timeline.bubble < 1
+
+
+@thirty
+@given(st.integers(1, 16), st.integers(1, 64))
+def test_the_lower_bound_is_reached(ranks: int, microbatches: int) -> None:
+    """ZBV at equal times has no bubble but the start skew, and that is all that the bound leaves."""
+    if microbatches >= 2 * ranks - 1:
+        schedule = generate("ZBV", ranks, microbatches)
+        timeline = simulate(schedule, CostModel.uniform(schedule.placement))
+        assert timeline.lower_bound == timeline.makespan
+
+
+@thirty
+@given(schedules(ranks=1, stages_per_rank=3, max_microbatches=2), st.data())
+def test_on_one_rank_the_lower_bound_is_its_work(schedule: Schedule, data: st.DataObject) -> None:
+    timeline = Run(schedule, data.draw(cost_models(schedule.placement))).simulate()
+    assert lower_bound(schedule.placement, timeline.costs, schedule.num_microbatches) == timeline.makespan
+    assert timeline.bubble == 0
+
+
+@sixty
+@given(runs(), st.data())
+def test_dearer_is_never_faster(run: Run, data: st.DataObject) -> None:
+    more = data.draw(st.integers(1, 80)) / 8
+    what = data.draw(st.sampled_from(["f", "i", "w", "message_bytes", "link", "links"]))
+    before = getattr(run.costs, what)
+    after: object
+    if what == "link":
+        after = Link(before.latency + more, before.bandwidth)
+    elif what == "links":
+        after = {hop: Link(link.latency + more, link.bandwidth) for hop, link in before.items()}
+    elif what == "message_bytes":
+        after = before + more
+    else:
+        stage = data.draw(st.integers(0, run.costs.num_stages - 1))
+        after = (*before[:stage], before[stage] + more, *before[stage + 1 :])
+    dearer = Run(run.schedule, exchange(run.costs, what, after)).simulate()
+    cheaper = run.simulate()
+    assert dearer.makespan >= cheaper.makespan
+    assert dearer.lower_bound >= cheaper.lower_bound
+    assert all(dearer_start >= starts(cheaper)[event] for event, dearer_start in starts(dearer).items())
+
+
+@sixty
+@given(runs())
+def test_the_critical_path_has_no_gap(run: Run) -> None:
+    timeline = run.simulate()
+    path = timeline.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == timeline.makespan
+    rank_of = run.schedule.placement.rank_of
+    for one, other in pairwise(path):
+        assert other.start == one.end + run.costs.transfer(rank_of[one.op.stage], rank_of[other.op.stage])
+    assert all(span in timeline.spans[rank_of[span.op.stage]] for span in path)
+
+
+@sixty
+@given(runs(), st.data())
+def test_what_is_on_the_critical_path_counts(run: Run, data: st.DataObject) -> None:
+    """The stage of an op on the path made slower in that kind of work delays the whole step by as much, or more."""
+    timeline = run.simulate()
+    stage, kind, _ = data.draw(st.sampled_from(timeline.critical_path)).op
+    name = "i" if kind is OpKind.B else kind.value.lower()
+    slower = tuple(time + (each == stage) for each, time in enumerate(getattr(run.costs, name)))
+    assert Run(run.schedule, exchange(run.costs, name, slower)).simulate().makespan >= timeline.makespan + 1
+
+
+@sixty
+@given(runs(), st.integers(1, 2))
+def test_memory_is_taken_and_given_back(run: Run, num_steps: int) -> None:
+    timeline = run.simulate(num_steps=num_steps, synchronous=False)
+    for rank, spans in enumerate(timeline.spans):
+        times, held = zip(*timeline.memory(rank), strict=True)
+        assert (times[0], held[0], held[-1]) == (0, 0, 0)
+        assert list(times) == sorted(times)
+        assert min(held) == 0
+        assert (
+            max(held)
+            == timeline.peak_memory[rank]
+            == max(plain_memory(run, spans[n].op, n, rank) for n in range(len(spans)))
+        )
+
+
+def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
+    """What a rank holds while it runs the op at that position, from what it has run before in this step."""
+    ops = run.schedule.ops[rank]
+    before = {*ops[: position % len(ops)]}
+    live = [each for each in {*before, op} if each.kind is OpKind.F]
+    whole = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.I, m) not in before)
+    halves = sum(
+        run.costs.activations[stage] * (1 - run.costs.freed_by_i)
+        for stage, _, m in live
+        if Op(stage, OpKind.I, m) in before and Op(stage, OpKind.W, m) not in before
+    )
+    freed = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.B, m) in before)
+    return whole + halves - freed
+
+
+@sixty
+@given(runs(), st.integers(1, 4))
+def test_steps_in_a_row(run: Run, num_steps: int) -> None:
+    one_step = run.simulate().makespan
+    synchronous = run.simulate(num_steps=num_steps)
+    asynchronous = run.simulate(num_steps=num_steps, synchronous=False)
+    assert synchronous.makespan == num_steps * one_step
+    assert asynchronous.makespan <= synchronous.makespan
+    assert asynchronous.makespan >= max(num_steps * busy for busy in run.simulate().busy)
+    assert asynchronous.lower_bound <= asynchronous.makespan
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 7), (4, 8), (8, 15), (8, 32)])
+def test_zbh2_has_no_bubble_from_step_to_step(ranks: int, microbatches: int) -> None:
+    """Without synchronisation the start skew is paid once, and a step takes 3m."""
+    schedule = generate("ZBH2", ranks, microbatches)
+    costs = CostModel.uniform(schedule.placement)
+    steps = 50
+    timeline = simulate(schedule, costs, num_steps=steps, synchronous=False)
+    assert timeline.makespan == steps * 3 * microbatches + ranks - 1
+    assert simulate(schedule, costs, num_steps=steps).makespan == steps * (3 * microbatches + ranks - 1)
+
+
+def test_two_ranks_by_hand() -> None:
+    """1F1B, F 1 s, I 2 s, W 1 s, half a second from rank to rank."""
+    schedule = generate("1F1B", 2, 2)
+    timeline = simulate(schedule, CostModel.uniform(schedule.placement, 1, 2, 1, comm=0.5, freed_by_i=0.25))
+    assert [[(str(span.op), span.start, span.end) for span in spans] for spans in timeline.spans] == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 6, 9), ("0B1", 10, 13)],
+        [("1F0", 1.5, 2.5), ("1B0", 2.5, 5.5), ("1F1", 5.5, 6.5), ("1B1", 6.5, 9.5)],
+    ]
+    assert timeline.makespan == 13
+    assert timeline.busy == (8, 8)
+    assert timeline.bubble == 1 - 16 / 26
+    assert timeline.idle == (Idle(4, 0, 1), Idle(1.5, 0, 3.5))
+    assert timeline.longest_rank_span == 13
+    assert timeline.memory(0) == [(0, 0), (0, 1), (1, 2), (9, 1), (13, 0)]
+    assert timeline.peak_activations == (2, 1)
+    assert [str(span.op) for span in timeline.critical_path] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert timeline.lower_bound == 1 + 0.5 + 1 + 3 + 0.5 + 3 + 2
+
+
+def test_i_frees_its_share() -> None:
+    table = "0F0,0I0,0F1,0I1,0W0,0W1\n"
+    schedule = Schedule.from_csv(table)
+    timeline = simulate(schedule, CostModel.uniform(schedule.placement, freed_by_i=0.25))
+    assert timeline.memory(0) == [(0, 0), (0, 1), (2, 0.75), (2, 1.75), (4, 1.5), (5, 0.75), (6, 0)]
+
+
+def test_each_link_has_its_own_time() -> None:
+    """Down 1 s and 4 bytes at 8 bytes a second, up nothing but the bytes at 2 a second."""
+    costs = CostModel(
+        (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), link=Link(1, 8), links={(1, 0): Link(0, 2)}, message_bytes=4
+    )
+    timeline = simulate(generate("GPipe", 2, 1), costs)
+    assert [(span.start, span.end) for spans in timeline.spans for span in spans] == [
+        (0, 1),
+        (7.5, 9.5),
+        (2.5, 3.5),
+        (3.5, 5.5),
+    ]
+
+
+def test_ranks_with_different_numbers_of_stages() -> None:
+    schedule = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    timeline = simulate(schedule, CostModel((1, 1, 1), (1, 1, 1), (1, 1, 1), (3, 1, 1)))
+    assert timeline.makespan == 3 + 3 * 2
+    assert timeline.peak_activations == (1, 1)
+    assert timeline.peak_memory == (4, 1)
+
+
+def test_a_schedule_without_microbatches_takes_no_time() -> None:
+    timeline = simulate(Schedule("nothing", Placement.loop(2), 0, ((), ())), CostModel.uniform(Placement.loop(2)))
+    assert (timeline.makespan, timeline.bubble, timeline.busy) == (0, 0, (0, 0))
+
+
+@thirty
+@given(broken_schedules(["deadlock"]))
+def test_a_deadlock_is_refused(broken: Broken) -> None:
+    costs = CostModel.uniform(broken.schedule.placement)
+    with pytest.raises(ValueError, match=r"cannot run, \d finding\(s\):\n  deadlock"):
+        simulate(broken.schedule, costs)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    schedule = generate("ZBV", 2, 2)
+    with pytest.raises(ValueError, match="schedule ZBV has 4 stages, but the costs are for 2"):
+        simulate(schedule, CostModel.uniform(Placement.loop(2)))
+    with pytest.raises(ValueError, match="num_steps=0 makes no timeline"):
+        simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CostModel) if field.name not in ("link", "links")])
+def test_costs_below_zero_are_refused(name: str) -> None:
+    costs = CostModel.uniform(Placement.loop(2))
+    bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else -0.5
+    with pytest.raises(ValueError, match="costs are zero or more"):
+        exchange(costs, name, bad)
+    if isinstance(bad, tuple):
+        with pytest.raises(ValueError, match="need one number a stage each"):
+            exchange(costs, name, (1.0,))

@@ -1,0 +1,229 @@
+"""The strategies that users import: what they promise, and that they shrink to something readable."""
+
+import subprocess
+import sys
+from fractions import Fraction
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, find, given, settings
+from hypothesis import strategies as st
+
+from zbpipe import Op, OpKind, Placement, Schedule, generate, registry, validate
+from zbpipe.testing import (
+    broken_schedules,
+    check_schedule,
+    cost_models,
+    mutations,
+    placements,
+    runnable_schedules,
+    schedules,
+)
+from zbpipe.validate import Rule
+
+RULES: tuple[Rule, ...] = tuple(rule for rule in get_args(Rule) if rule != "memory")
+"""Memory is at fault only where somebody sets a limit."""
+# Searched schedules take a while to draw, on a busy machine longer than hypothesis likes.
+patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(patient, max_examples=30)
+
+
+@few
+@given(placements(), placements(ranks=3, stages_per_rank=2))
+def test_placements_keep_to_what_is_fixed(some: Placement, fixed: Placement) -> None:
+    assert 1 <= some.num_ranks <= 8
+    assert fixed.num_ranks == 3
+    assert all(len(fixed.stages_on(rank)) == 2 for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Placement.loop(2, 2), Placement.v(2), Placement((1, 0, 0)), Placement.v(3, 3)],
+    ids=lambda placement: str(placement.rank_of),
+)
+def test_placements_of_all_shapes_come_up(wanted: Placement) -> None:
+    ranks = wanted.num_ranks
+    assert find(placements(ranks=ranks), lambda placement: placement == wanted, settings=patient)
+
+
+@few
+@given(schedules(max_ranks=5, max_microbatches=9))
+def test_schedules_stay_within_the_bounds(schedule: Schedule) -> None:
+    assert schedule.num_ranks <= 5
+    assert schedule.num_microbatches <= 9
+    traits = registry.lookup(schedule.name)
+    assert schedule.placement == traits.place(schedule.num_ranks, len(schedule.placement.stages_on(0)))
+
+
+@few
+@given(schedules("interleaved1f1b", ranks=3, microbatches=4, stages_per_rank=3), schedules(stages_per_rank=2))
+def test_schedules_keep_to_what_is_fixed(looped: Schedule, two_stages: Schedule) -> None:
+    assert looped == generate("Interleaved1F1B", 3, 4, stages_per_rank=3)
+    assert all(len(two_stages.placement.stages_on(rank)) == 2 for rank in range(two_stages.num_ranks))
+
+
+def test_every_registered_schedule_comes_up() -> None:
+    for traits in registry.schedules().values():
+        drawn = find(schedules(max_ranks=2, max_microbatches=2), lambda s, name=traits.name: s.name == name)  # type: ignore[misc]
+        assert (drawn.num_ranks, drawn.num_microbatches) == (1, 1)
+
+
+@few
+@given(schedules(max_ranks=2, max_microbatches=2))
+def test_looped_schedules_come_with_one_to_four_stages(schedule: Schedule) -> None:
+    assert len(schedule.placement.stages_on(0)) in (1, 2, 3, 4)
+
+
+def test_four_stages_come_up() -> None:
+    assert find(schedules(max_ranks=2, max_microbatches=2), lambda s: len(s.placement.stages_on(0)) == 4)
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'ZBW'; did you mean 'ZBV'"):
+        find(schedules("ZBW"), lambda _: True)
+    with pytest.raises(ValueError, match=r"ZBV runs 2 stage\(s\) per rank, got stages_per_rank=3"):
+        find(schedules("ZBV", stages_per_rank=3), lambda _: True)
+
+
+@few
+@given(runnable_schedules(), runnable_schedules(Placement.v(2), max_microbatches=2))
+def test_what_is_called_runnable_is_valid(some: Schedule, fixed: Schedule) -> None:
+    check_schedule(some)
+    check_schedule(fixed)
+    assert fixed.placement == Placement.v(2)
+    assert fixed.num_microbatches <= 2
+
+
+@few
+@given(st.data())
+def test_costs_fit_the_placement_and_add_up_exactly(data: st.DataObject) -> None:
+    placement = data.draw(placements())
+    costs = data.draw(cost_models(placement))
+    assert costs.num_stages == placement.num_stages
+    assert min(costs.f) > 0
+    hops = [costs.transfer(a, b) for a in range(placement.num_ranks) for b in range(placement.num_ranks)]
+    numbers = [*costs.f, *costs.i, *costs.w, *costs.activations, *hops]
+    assert sum(numbers) == sum(map(Fraction, numbers))
+    assert list(costs.activations) == [
+        size * (1 - costs.freed_by_i) + size * costs.freed_by_i for size in costs.activations
+    ]
+
+
+def test_costs_differ_by_stage_and_link() -> None:
+    placement = Placement.loop(3)
+    assert find(cost_models(placement), lambda costs: len({*costs.f}) == 3 and 0 in costs.w, settings=patient)
+    assert find(cost_models(placement), lambda costs: costs.transfer(0, 1) != costs.transfer(1, 0), settings=patient)
+    assert find(cost_models(placement), lambda costs: 0 < costs.freed_by_i < 1 and 0 in costs.i, settings=patient)
+
+
+def test_the_simplest_examples_are_simple() -> None:
+    assert find(schedules(max_ranks=6, max_microbatches=8), lambda _: True, settings=patient) == generate("1F1B", 1, 1)
+    assert find(placements(), lambda _: True) == Placement.loop(1)
+    costs = find(cost_models(Placement.loop(2)), lambda _: True)
+    assert (costs.f, costs.i, costs.w) == ((0.125, 0.125),) * 3
+    assert costs.transfer(0, 1) == 0
+    assert not costs.links
+    sizes = schedules(max_ranks=6, max_microbatches=8)
+    smallest = find(sizes, lambda schedule: schedule.num_ranks > 2 and schedule.num_microbatches > 4, settings=patient)
+    assert smallest == generate("1F1B", 3, 5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_fault_gets_one_name(rule: Rule) -> None:
+    """Whatever is broken in one way is reported under that rule, and nothing else is made of it."""
+
+    @settings(patient, max_examples=60)
+    @given(broken_schedules([rule]))
+    def check(broken: tuple[Schedule, Rule]) -> None:
+        schedule, expected = broken
+        assert expected == rule
+        assert {finding.rule for finding in validate(schedule)} == {rule}
+
+    check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_runnable_schedules_break_in_the_same_ways(rule: Rule) -> None:
+    """Other orders and placements than the named ones, with full and split backwards side by side."""
+    base = runnable_schedules().filter(lambda s: s.num_ranks > 1 and s.num_microbatches > 1)
+
+    @settings(patient, max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(broken_schedules([rule], base=base))
+    def check(broken: tuple[Schedule, Rule]) -> None:
+        assert {finding.rule for finding in validate(broken[0])} == {rule}
+
+    check()
+
+
+def test_all_faults_come_up_and_are_small() -> None:
+    for rule in RULES:
+        schedule, _ = find(broken_schedules(), lambda broken, rule=rule: broken.rule == rule, settings=patient)  # type: ignore[misc]
+        assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == ("1F1B", 2, 2)
+
+
+def test_one_rank_cannot_misplace_nor_deadlock() -> None:
+    found = set()
+
+    @patient
+    @given(mutations(generate("ZBV", 1, 3)))
+    def collect(broken: tuple[Schedule, Rule]) -> None:
+        found.add(broken[1])
+
+    collect()
+    assert found == {"missing", "doubled", "foreign", "order"}
+    with pytest.raises(ValueError, match=r"ZBV with 1 rank\(s\) cannot break \['deadlock'\]"):
+        find(mutations(generate("ZBV", 1, 3), ["deadlock"]), lambda _: True)
+
+
+@few
+@given(broken_schedules(base=schedules("ZBV", ranks=2, microbatches=3)))
+def test_a_broken_schedule_keeps_its_name_and_size(broken: tuple[Schedule, Rule]) -> None:
+    schedule, original = broken[0], generate("ZBV", 2, 3)
+    assert schedule != original
+    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("ZBV", original.placement, 3)
+
+
+def test_check_schedule_lists_everything() -> None:
+    schedule = generate("1F1B", 2, 2)
+    rows = (schedule.ops[0][1:], (*schedule.ops[1], Op(1, OpKind.F, 2)))
+    with pytest.raises(AssertionError) as error:
+        check_schedule(Schedule("mine", schedule.placement, 2, rows), memory_limit=0.5)
+    head, *lines = str(error.value).splitlines()
+    assert head == "schedule mine, 4 finding(s):"
+    assert [line.split(":")[0] for line in lines] == ["  foreign", "  missing", "  memory", "  memory"]
+
+
+def test_check_schedule_knows_the_memory_of_a_rank() -> None:
+    """1F1B on 3 ranks keeps 3, 2 and 1 microbatches; ZBV's two stages count half each."""
+    schedule = generate("1F1B", 3, 8)
+    check_schedule(schedule, memory_limit=3)
+    check_schedule(generate("ZBV", 3, 8), memory_limit=3)
+    with pytest.raises(AssertionError) as error:
+        check_schedule(schedule, memory_limit=1.5)
+    head, *lines = str(error.value).splitlines()
+    assert head == "schedule 1F1B, 2 finding(s):"
+    assert [line.split(": it holds")[0] for line in lines] == [
+        "  memory: rank 0, position 1, 0F1",
+        "  memory: rank 1, position 1, 1F1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import zbpipe, zbpipe.cli; assert 'hypothesis' not in sys.modules",
+        "import zbpipe.testing; assert 'torch' not in sys.modules",
+    ],
+)
+def test_only_those_who_ask_pay_for_hypothesis_and_torch(program: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import sys; {program}"], check=True, timeout=60)
+
+
+def test_without_hypothesis_the_error_says_what_to_do() -> None:
+    program = "import sys; sys.modules['hypothesis'] = None; import zbpipe.testing"
+    run = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == (
+        "ImportError: zbpipe.testing needs hypothesis, which is not installed: pip install hypothesis"
+    )
+    assert "During handling" not in run.stderr
