@@ -345,3 +345,16 @@ def test_costs_below_zero_are_refused(name: str) -> None:
     if isinstance(bad, tuple):
         with pytest.raises(ValueError, match="need one number a stage each"):
             exchange(costs, name, (1.0,))
+
+
+@pytest.mark.parametrize("row", ["0B0,0F0", "0F0,0W0,0I0"])
+def test_an_order_that_cannot_run_is_refused(row: str) -> None:
+    schedule = Schedule.from_csv(row)
+    with pytest.raises(ValueError, match="cannot run, 1 finding"):
+        simulate(schedule, CostModel.uniform(schedule.placement))
+
+
+def test_a_link_needs_a_possible_speed() -> None:
+    for impossible in ({"latency": -1.0}, {"bandwidth": 0.0}):
+        with pytest.raises(ValueError, match="a link's latency is zero or more"):
+            Link(**impossible)

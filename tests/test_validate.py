@@ -152,3 +152,10 @@ def test_refusal_lists_the_findings() -> None:
 def test_a_finding_reads_well() -> None:
     finding = Finding("order", 2, 7, Op(3, OpKind.W, 0), "it needs 3I0")
     assert str(finding) == "order: rank 2, position 7, 3W0: it needs 3I0"
+
+
+@pytest.mark.parametrize("stranger", [Op(-1, OpKind.F, 0), Op(0, OpKind.F, -1)])
+def test_negative_numbers_are_foreign(stranger: Op) -> None:
+    whole = generate("1F1B", 1, 1)
+    findings = validate(Schedule("x", whole.placement, 1, ((stranger, *whole.ops[0]),)))
+    assert ("foreign", 0, 0, stranger) in [(f.rule, f.rank, f.position, f.op) for f in findings]

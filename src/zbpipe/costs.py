@@ -11,12 +11,20 @@ from zbpipe.ir import OpKind, Placement
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds."""
+    """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
+
+    Raises:
+        ValueError: a negative latency, or a bandwidth that is not positive.
+    """
 
     latency: float = 0.0
     """Seconds."""
     bandwidth: float = float("inf")
     """Bytes per second."""
+
+    def __post_init__(self) -> None:
+        if not self.latency >= 0 or not self.bandwidth > 0:
+            raise ValueError(f"a link's latency is zero or more and its bandwidth more than zero; got {self}")
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency + num_bytes / self.bandwidth

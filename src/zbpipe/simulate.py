@@ -67,7 +67,7 @@ class Timeline:
     @property
     def longest_rank_span(self) -> float:
         """The longest time from one rank's first op to its last: what a step costs if ranks run on into the next."""
-        return max(spans[-1].end - spans[0].start for spans in self.spans)
+        return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
@@ -98,8 +98,8 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of ops from the start to the last one to end, in which each waits for the one before it."""
-        return tuple(_critical_path(self))
+        """A chain of ops from the start of the last step to its end, in which each waits for the one before it."""
+        return tuple(_critical_path(self)) if self.makespan else ()
 
     @cached_property
     def lower_bound(self) -> float:
@@ -160,8 +160,10 @@ def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[floa
             if kind is OpKind.F:
                 arrived = forward[stage - 1][microbatch] if stage else 0.0
                 source = (True, stage - 1, microbatch)
-            elif kind is OpKind.W or stage == last:
-                arrived, source = 0.0, (False, stage, microbatch)
+            elif kind is OpKind.W:
+                arrived, source = None if backward[stage][microbatch] is None else 0.0, (False, stage, microbatch)
+            elif stage == last or forward[stage][microbatch] is None:
+                arrived, source = None if forward[stage][microbatch] is None else 0.0, (True, stage, microbatch)
             else:
                 arrived, source = backward[stage + 1][microbatch], (False, stage + 1, microbatch)
             if arrived is None:

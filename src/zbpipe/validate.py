@@ -74,10 +74,10 @@ def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
         for again, (rank, position) in enumerate(standing):
-            if op.stage >= placement.num_stages:
+            if not 0 <= op.stage < placement.num_stages:
                 message = f"there are only the stages 0 to {placement.num_stages - 1}"
                 yield Finding("foreign", rank, position, op, message)
-            elif op.microbatch >= microbatches:
+            elif not 0 <= op.microbatch < microbatches:
                 message = f"there are only the microbatches 0 to {microbatches - 1}"
                 yield Finding("foreign", rank, position, op, message)
             elif placement.rank_of[op.stage] != rank:
