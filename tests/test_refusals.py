@@ -207,3 +207,15 @@ def test_stages_placed_for_another_schedule() -> None:
     assert "ZBV on 2 pipeline ranks has 4 stages in all, and rank 0 holds the stages [0, 3]; got" in first
     assert "rank 1 holds the stages [1, 2]; got the stages [1, 3]" in second
     assert "zbpipe.stage_indices('ZBV', rank=1, num_ranks=2)" in second
+
+
+def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="ZBV runs stages, got Linear: wrap each part of the model in a torch"):
+        build(on=[nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="needs a loss_fn that can be called"):
+        zbpipe.build_pipeline_schedule("ZBV", stages(0, 1), 2, loss_fn=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got n_microbatches=True"):
+        build(m=True)
+    with pytest.raises(ValueError, match="ZBV got no stages"):
+        zbpipe.ScheduleZBV(None, 2, loss_fn)  # type: ignore[arg-type]
+    assert zbpipe.ScheduleZBH1(stages(0, num_stages=1)[0], 2, loss_fn)._stages[0].stage_index == 0

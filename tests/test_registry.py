@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +75,41 @@ def test_schedules_need_no_torch() -> None:
         "from zbpipe import cli; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zbpipe.generate("ZBV", 4, 2.5), "microbatches has to be a whole number, got 2.5"),
+        (lambda: zbpipe.stage_indices("ZBV", rank="0", num_ranks=4), "rank has to be a whole number, got '0'"),
+        (
+            lambda: zbpipe.generate("ZB1P", 4, 2, costs=(1, 1, 1)),
+            r"costs has to be a zbpipe.CostModel.*got \(1, 1, 1\)",
+        ),
+        (lambda: zbpipe.generate(3, 4, 2), "a schedule is named by a string, for example 'ZBV', got 3"),
+        (lambda: zbpipe.register("x.csv"), "names ending in .csv are files"),
+        (lambda: zbpipe.register("X", placement="ring"), "placement='ring'"),
+        (lambda: zbpipe.register("X", stages_per_rank=0), "stages_per_rank=0"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_function_that_makes_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    zbpipe.register("Lists")(lambda ranks, microbatches: [[]])
+    with pytest.raises(ValueError, match=r"'Lists' has to return a zbpipe.Schedule, got <class 'list'>"):
+        zbpipe.generate("Lists", 1, 1)
+
+
+def test_a_broken_entry_point_leaves_the_other_schedules(tmp_path: Path) -> None:
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[zbpipe.algorithms]\nlost = no_such_module\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe; print(zbpipe.generate('1F1B', 1, 1))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == "rank 0: 0F0 0B0\n"
+    assert "entry point lost = no_such_module in the group zbpipe.algorithms cannot be loaded" in result.stderr

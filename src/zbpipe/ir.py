@@ -135,6 +135,8 @@ class Schedule:
             ValueError: a cell is no op, a row or the whole table is empty, or a stage appears in no row.
         """
         rows = [row for row in csv.reader(io.StringIO(table)) if row]
+        if not rows:
+            raise ValueError(f"schedule {name}: the table is empty")
         return cls.from_rows([_parse_row(rank, row) for rank, row in enumerate(rows)], name)
 
     @classmethod

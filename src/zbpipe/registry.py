@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -93,8 +94,14 @@ def register(
         summary: one line for listings.
 
     Raises:
-        ValueError: the name is taken by another function.
+        ValueError: the name is taken by another function or is that of a file, or the placement is impossible.
     """
+
+    if placement not in ("loop", "v") or stages_per_rank < 1 or name.lower().endswith(".csv"):
+        raise ValueError(
+            f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
+            " placement is 'loop' or 'v', a rank holds at least 1 stage, and names ending in .csv are files"
+        )
 
     def add(generate: Generate) -> Generate:
         known = _registered.get(name.lower())
@@ -121,6 +128,8 @@ def lookup(name: str) -> Traits:
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a schedule is named by a string, for example 'ZBV', got {name!r}")
     if name.lower().endswith(".csv"):
         return _read_table(name)
     known = schedules()
@@ -131,7 +140,7 @@ def lookup(name: str) -> Traits:
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
     raise ValueError(
         f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}."
-        " The path of a .csv file works, too"
+        " The path of a .csv file works, too. A schedule of your own is known once its module is imported"
     )
 
 
@@ -147,6 +156,7 @@ def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: 
     Raises:
         ValueError: unknown name, a rank outside the group, or a number of stages that the schedule does not run.
     """
+    _require_whole(rank=rank, num_ranks=num_ranks)
     placement = lookup(schedule).place(num_ranks, stages_per_rank)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} is outside a pipeline of {num_ranks} ranks: use 0 to {num_ranks - 1}")
@@ -174,11 +184,25 @@ def generate(
         ValueError: unknown name, or numbers that the schedule cannot have.
     """
     traits = lookup(schedule)
+    _require_whole(ranks=ranks, microbatches=microbatches)
+    if costs is not None and not isinstance(costs, CostModel):
+        raise ValueError(f"costs has to be a zbpipe.CostModel, for example CostModel.uniform(...), got {costs!r}")
     if microbatches < 1:
         raise ValueError(f"{traits.name} needs at least 1 microbatch, got {microbatches}")
     placement = traits.place(ranks, stages_per_rank)
     keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
-    return traits.generate(ranks, microbatches, **{name: keywords[name] for name in traits.keywords})
+    made = traits.generate(ranks, microbatches, **{name: keywords[name] for name in traits.keywords})
+    if not isinstance(made, Schedule):
+        raise ValueError(
+            f"the function registered as {traits.name!r} has to return a zbpipe.Schedule, got {type(made)}"
+        )
+    return made
+
+
+def _require_whole(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{name} has to be a whole number, got {number!r}")
 
 
 def _read_table(path: str) -> Traits:
@@ -186,6 +210,8 @@ def _read_table(path: str) -> Traits:
         schedule = Schedule.from_csv(Path(path).read_text(), name=path)
     except OSError as error:
         raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"schedule file {path!r} is no text file") from None
     except ValueError as error:
         raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
 
@@ -204,4 +230,11 @@ def _read_table(path: str) -> Traits:
 def _load() -> None:
     importlib.import_module("zbpipe.algorithms")
     for entry_point in entry_points(group="zbpipe.algorithms"):
-        entry_point.load()
+        try:
+            entry_point.load()
+        except Exception as error:  # whatever an installed package does wrong, the other schedules go on working
+            warnings.warn(
+                f"the entry point {entry_point.name} = {entry_point.value} in the group zbpipe.algorithms cannot be"
+                f" loaded, so its schedules are missing: {error!r}",
+                stacklevel=2,
+            )

@@ -101,12 +101,12 @@ class _DeferringForward:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if self.is_plain:
-            return self._apply(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         # A subclass with a forward of its own, or one that was wrapped: keep it, and catch the linear inside.
         with _CatchLinear(self.layer, self.gradients):
             return self.original(*args, **kwargs)
 
-    def _apply(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return _linear(self.gradients, input, self.layer.weight, self.layer.bias)
 
 

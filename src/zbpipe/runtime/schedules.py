@@ -45,7 +45,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
 
     def __init__(
         self,
-        stages: Sequence[PipelineStage],
+        stages: PipelineStage | Sequence[PipelineStage],
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
@@ -55,7 +55,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     ) -> None:
         traits = registry.lookup(self.schedule_name)
         _require_options(traits.name, options, _torch.SCHEDULE_OPTIONS)
-        _require_microbatches(traits.name, n_microbatches)
+        _require_microbatches(traits.name, n_microbatches, loss_fn)
         stages = _in_order(stages, traits.name)
         per_rank = _stages_per_rank(traits, stages)
         placement = traits.place(stages[0].group_size, per_rank)
@@ -157,20 +157,16 @@ def build_pipeline_schedule(
     traits = registry.lookup(schedule)
     runtime = schedule_class(traits.name)
     if issubclass(runtime, RegisteredSchedule):
-        return runtime(_as_list(stages), n_microbatches, loss_fn, **options)
+        return runtime(stages, n_microbatches, loss_fn, **options)
     _require_options(traits.name, options, inspect.signature(runtime.__init__).parameters.keys())
-    _require_microbatches(traits.name, n_microbatches)
-    ordered = _in_order(_as_list(stages), traits.name)
+    _require_microbatches(traits.name, n_microbatches, loss_fn)
+    ordered = _in_order(stages, traits.name)
     _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, _stages_per_rank(traits, ordered)))
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
     _require_matching_messages(built, traits.name, options)
     return built
-
-
-def _as_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
-    return [stages] if isinstance(stages, _torch.Stage) else list(stages)
 
 
 def _stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
@@ -185,18 +181,27 @@ def _require_options(name: str, options: dict[str, Any], known: Any) -> None:
             raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
-def _require_microbatches(name: str, n_microbatches: int) -> None:
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+def _require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
+    if not isinstance(n_microbatches, int) or isinstance(n_microbatches, bool) or n_microbatches < 1:
         raise ValueError(
             f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}"
         )
 
 
-def _in_order(stages: Sequence[PipelineStage], name: str) -> list[PipelineStage]:
+def _in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
     """Ascending, as torch's first step needs them, which passes shapes from stage to stage in the order of the list."""
-    if not stages:
+    listed = [stages] if isinstance(stages, _torch.Stage) else list(stages or ())
+    if not listed:
         raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
-    return sorted(stages, key=lambda stage: stage.stage_index)
+    for stage in listed:
+        if not isinstance(stage, _torch.Stage):
+            raise ValueError(
+                f"{name} runs stages, got {type(stage).__name__}: wrap each part of the model in a"
+                " torch.distributed.pipelining.PipelineStage"
+            )
+    return sorted(listed, key=lambda stage: stage.stage_index)
 
 
 def _require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:

@@ -82,6 +82,11 @@ def _schedule_from_registry(traits: Traits) -> Iterator[None]:
     ) -> PipelineSchedule:
         n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
         logger.info(f"Using zbpipe's pipeline schedule {traits.name} with {n_microbatches} microbatches")
+        if n_microbatches < stages[0].num_stages:
+            logger.warning(
+                f"{n_microbatches} microbatches are less than the {stages[0].num_stages} stages, so the pipeline never"
+                " fills: raise training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size"
+            )
         return build_pipeline_schedule(
             traits.name,
             stages,
