@@ -199,7 +199,7 @@ def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: A
     if num_ranks == 1:
         return Outcome((), None)
     if "ZBVZeroBubble" in arguments:
-        return Outcome((), "RuntimeError: Trying to backward an extra time. " + 20 * "And so on. ")
+        return Outcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
     steps = tuple(
         {"step": step, "loss_metrics/global_avg_loss": 8.0 - step, "throughput(tps)": 100.0 * step}
         for step in (1, 2, 3)

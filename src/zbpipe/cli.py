@@ -477,8 +477,8 @@ def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
     TorchTitan's default selective activation checkpointing, once with each of 1F1B and ZBVZeroBubble (torch) and ZBV
     (zbpipe), from the same weights and on the same data. Takes about two minutes.
     """
+    from zbpipe.titan.console import ConsoleProgress, print_table
     from zbpipe.titan.demo import DemoError, as_json, run_demo
-    from zbpipe.views.demo import ConsoleProgress, print_table
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise click.UsageError(f"--json {json_file}: its folder does not exist")

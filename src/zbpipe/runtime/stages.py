@@ -113,8 +113,3 @@ class _SplitBackward(_torch.Stage):
     def clear_runtime_states(self) -> None:
         self._pending.clear()
         super().clear_runtime_states()
-
-
-def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
-    """The weight gradients that a split stage still owes, by microbatch."""
-    return stage._pending if isinstance(stage, _SplitBackward) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,9 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from zbpipe.titan.demo import Run
+from zbpipe.titan.demo import ACTIVATION_CHECKPOINT, RANKS, Run, largest_difference
 
 
 class ConsoleProgress:
@@ -70,8 +69,6 @@ class ConsoleProgress:
 
 def print_table(runs: list[Run]) -> None:
     """Schedule, losses, speed and outcome of each run; an error keeps to its one line, however long."""
-    from zbpipe.titan.demo import ACTIVATION_CHECKPOINT, RANKS, largest_difference
-
     console = Console(highlight=False)
     table = Table("schedule", "from", box=None, padding=(0, 2, 0, 0))
     for name in ("first loss", "last loss", "tokens/s"):
@@ -81,7 +78,7 @@ def print_table(runs: list[Run]) -> None:
         losses = [f"{loss:.5f}" for loss in (run.losses[:1] + run.losses[-1:])] or ["-", "-"]
         speed = "-" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}"
         outcome = "ok" if run.error is None else f"failed: {run.error}"
-        table.add_row(run.schedule, run.source, *losses, speed, outcome)
+        table.add_row(run.schedule, run.source, *losses, speed, Text(outcome))  # no markup in torch's words
     wide = Console(highlight=False, width=10_000)
     console.print(f"\nLlama 3 debug model, {RANKS} pipeline ranks on the CPU, {ACTIVATION_CHECKPOINT} checkpointing:\n")
     with wide.capture() as capture:
