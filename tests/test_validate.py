@@ -159,3 +159,9 @@ def test_negative_numbers_are_foreign(stranger: Op) -> None:
     whole = generate("1F1B", 1, 1)
     findings = validate(Schedule("x", whole.placement, 1, ((stranger, *whole.ops[0]),)))
     assert ("foreign", 0, 0, stranger) in [(f.rule, f.rank, f.position, f.op) for f in findings]
+
+
+def test_a_missing_op_does_not_hide_a_deadlock() -> None:
+    """0B0 lacks its forward, and still it waits for 1B0 while rank 1 waits for 0F1."""
+    table = "0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n"
+    assert sorted({finding.rule for finding in validate(Schedule.from_csv(table))}) == ["deadlock", "missing"]

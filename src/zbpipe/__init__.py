@@ -51,20 +51,9 @@ __all__ = [
     "validate",
 ]
 
-_NEED_TORCH = {
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleZB1P",
-    "ScheduleZB2P",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBV",
-    "build_pipeline_schedule",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _NEED_TORCH:
+    if name in __all__:  # public, but not imported above: it needs torch
         return getattr(import_module("zbpipe.runtime.schedules"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

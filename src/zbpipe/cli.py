@@ -414,15 +414,13 @@ def _generated(
 ) -> tuple[Schedule, CostModel]:
     """The schedule of that name or file, valid, and its costs."""
     from zbpipe.costs import CostModel
-    from zbpipe.ir import Schedule
     from zbpipe.registry import generate, lookup
     from zbpipe.validate import validate as check
 
     traits = lookup(name)
-    if traits.fixed_placement is not None:
-        table = Schedule.from_csv(Path(name).read_text(), name)
-        ranks = traits.fixed_placement.num_ranks if ranks is None else ranks
-        microbatches = table.num_microbatches if microbatches is None else microbatches
+    if traits.table is not None:
+        ranks = traits.table.placement.num_ranks if ranks is None else ranks
+        microbatches = traits.table.num_microbatches if microbatches is None else microbatches
     if ranks is None or microbatches is None:
         missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
         raise ValueError(f"{traits.name} needs {missing}; for example: {traits.name} -p 4 -m 8")

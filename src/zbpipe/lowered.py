@@ -218,13 +218,5 @@ class _Lowered:
 
     def deadlocked(self) -> Iterator[Finding]:
         """Ranks that wait for each other in a circle."""
-        place = {action: standing[0] for action, standing in self.places.items()}
-
-        def needs(rank: int, action: Action) -> Iterator[tuple[Action, ...]]:
-            for choices in self.needs(action):
-                known = tuple(choice for choice in choices if choice in place)
-                if all(on != rank for choice in known for on, _ in self.places[choice]):
-                    yield known
-
-        for rank, position, message in waiting_circles(self.rows, place, needs):
+        for rank, position, message in waiting_circles(self.rows, self.places, self.needs):
             yield self.finding("deadlock", self.rows[rank][position], message, (rank, position))

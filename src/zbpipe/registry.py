@@ -43,8 +43,8 @@ class Traits:
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
-    fixed_placement: Placement | None = None
-    """The placement of a table."""
+    table: Schedule | None = None
+    """What a CSV file holds."""
     keywords: frozenset[str] = field(default_factory=frozenset)
     """Which of `stages_per_rank` and `costs` the function takes."""
 
@@ -64,12 +64,12 @@ class Traits:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
             raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
-        if self.fixed_placement is not None:
-            if num_ranks != self.fixed_placement.num_ranks:
+        if self.table is not None:
+            if num_ranks != self.table.placement.num_ranks:
                 raise ValueError(
-                    f"{self.name} is a table for {self.fixed_placement.num_ranks} ranks, but the job has {num_ranks}"
+                    f"{self.name} is a table for {self.table.placement.num_ranks} ranks, but the job has {num_ranks}"
                 )
-            return self.fixed_placement
+            return self.table.placement
         return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
 
 
@@ -223,7 +223,7 @@ def _read_table(path: str) -> Traits:
         return schedule
 
     stages_per_rank = len(schedule.placement.stages_on(0))
-    return Traits(path, "table", stages_per_rank, as_it_is, fixed_placement=schedule.placement)
+    return Traits(path, "table", stages_per_rank, as_it_is, table=schedule)
 
 
 @cache

@@ -149,47 +149,41 @@ def _out_of_memory(schedule: Schedule, limit: float) -> Iterator[Finding]:
 
 
 def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Circles of ranks that wait for each other.
-
-    Only waiting between ranks counts: an op that is missing, or late on its own rank, has a finding of its own.
-    """
+    """Circles of ranks that wait for each other."""
     num_stages = schedule.placement.num_stages
-    place = {op: standing[0] for op, standing in places.items()}
-
-    def needs(rank: int, op: Op) -> Iterator[tuple[Op, ...]]:
-        for choices in feeders(op, num_stages):
-            known = tuple(choice for choice in choices if choice in places)
-            if all(on != rank for choice in known for on, _ in places[choice]):
-                yield known
-
-    for rank, position, message in waiting_circles(schedule.ops, place, needs):
+    for rank, position, message in waiting_circles(schedule.ops, places, lambda op: feeders(op, num_stages)):
         yield Finding("deadlock", rank, position, schedule.ops[rank][position], message)
 
 
 def waiting_circles(
     rows: Sequence[Sequence[T]],
-    place: Mapping[T, tuple[int, int]],
-    needs: Callable[[int, T], Iterable[tuple[T, ...]]],
+    places: Mapping[T, Sequence[tuple[int, int]]],
+    needs: Callable[[T], Iterable[tuple[T, ...]]],
 ) -> Iterator[tuple[int, int, str]]:
     """Run every row in order without a clock, and tell which ranks end up waiting for each other in a circle.
 
+    Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
+
     Args:
         rows: what each rank does.
-        place: rank and position of every item that somebody may wait for.
-        needs: for a rank's item, groups of items of which one each has to be over; an empty group is no need.
+        places: ranks and positions of every item.
+        needs: for an item, groups of items of which one each has to be over before it.
 
     Yields:
         For each circle its lowest rank, the position at which that is stuck, and the whole chain in words.
     """
+    place = {item: standing[0] for item, standing in places.items()}
     done = [0] * len(rows)
     sleepers: dict[T, list[int]] = defaultdict(list)
     waiting_for: dict[int, T] = {}
 
     def missing(rank: int) -> tuple[T, ...]:
-        """Items of which the rank needs one to go on; empty if it can."""
-        for choices in needs(rank, rows[rank][done[rank]]):
-            if all(done[place[choice][0]] <= place[choice][1] for choice in choices):
-                return choices
+        """Items on other ranks of which the rank needs one to go on; empty if it can."""
+        for choices in needs(rows[rank][done[rank]]):
+            known = tuple(choice for choice in choices if choice in place)
+            elsewhere = all(on != rank for choice in known for on, _ in places[choice])
+            if known and elsewhere and all(done[place[choice][0]] <= place[choice][1] for choice in known):
+                return known
         return ()
 
     awake = list(range(len(rows)))
