@@ -33,7 +33,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
-from zbpipe.runtime.deferred import PendingGradient, WeightGradients, defer_linears
+from zbpipe.runtime.deferred import defer_weights
+from zbpipe.runtime.products import PendingGradient, WeightGradients
 
 # One float32 sum in another order (see test_gradients.py).
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
@@ -61,7 +62,7 @@ class Products(TorchDispatchMode):
 def backward(module: nn.Module, *inputs: Tensor) -> list[PendingGradient]:
     """Forward and I: the backward of the sum of squares. What W still has to do."""
     store = WeightGradients()
-    defer_linears(module, store)
+    defer_weights(module, store)
     loss = module(*inputs).square().sum()
     with store.record() as pending:
         loss.backward()
@@ -183,7 +184,7 @@ def test_autocast(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = layer(x), plain(x)
     assert y.dtype == expected.dtype == torch.bfloat16
@@ -202,7 +203,7 @@ def test_autocast(x: Tensor) -> None:
 def test_outside_of_a_recording_it_is_an_ordinary_linear(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
-    defer_linears(layer, WeightGradients())
+    defer_weights(layer, WeightGradients())
     torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
     layer(x).square().sum().backward()
     plain(x).square().sum().backward()
@@ -215,7 +216,7 @@ def test_a_compiled_layer_is_left_to_the_compiler(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     loss = compiled(x).square().sum()
     with store.record() as pending:
@@ -228,7 +229,7 @@ def test_a_compiled_layer_is_left_to_the_compiler(x: Tensor) -> None:
 def test_a_copy_of_a_split_module_stands_on_its_own(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     twin = copy.deepcopy(layer)
     with store.record() as pending:
         twin(x).sum().backward()
@@ -244,7 +245,7 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
     blocks = [module for module in stage.modules() if isinstance(module, Block)]
     uses = 6 * len(blocks)  # up, gate, down, twice twice, frozen
     store = WeightGradients()
-    defer_linears(stage, store)
+    defer_weights(stage, store)
     input = torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
     for microbatch in range(2):
         with Products() as forward:
@@ -389,7 +390,7 @@ def test_an_error_in_i_ends_the_recording(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     with pytest.raises(ZeroDivisionError), store.record():
         raise ZeroDivisionError
     layer(x).square().sum().backward()

@@ -31,7 +31,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         n_microbatches: any number from 1 on.
         loss_fn: `(output, target) -> loss`; without it `step` runs forwards only.
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
-            `zbpipe.runtime.deferred`); "autograd" is torch's own split, for comparison.
+            `zbpipe.runtime.deferred`); a stage without a layer that can do so is told in the log, or refused with
+            "strict". "autograd" is torch's own split, for comparison.
         costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
@@ -166,7 +167,18 @@ def build_pipeline_schedule(
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
     _require_matching_messages(built, traits.name, options)
+    require_splittable(built, traits.name)
     return built
+
+
+def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
+    """Refuse one of torch's own schedules with I and W on compiled stages.
+
+    Raises:
+        ValueError: it would fail at the first W, or with `donated_buffer=False` give wrong gradients.
+    """
+    if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
+        split.require_not_compiled(schedule._stages, f"torch's own {name}")
 
 
 def _stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_CONFIG = ("--module", "zbpipe.titan.demo_config", "--config", "llama3_python_stdlib")
+_MODULE = "zbpipe.titan.demo_config"
 _POLL_SECONDS = 0.2
 
 
@@ -38,15 +38,17 @@ def train_on_cpu(
     num_ranks: int,
     folder: Path,
     timeout: float,
+    config: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
 ) -> Outcome:
-    """Train the model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
+    """Train a model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
 
     Args:
         arguments: those of `torchtitan.train`, without `--module` and `--config`, which are the demo's.
         num_ranks: processes; they share the cores evenly.
         folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
         timeout: seconds after which the job is ended.
+        config: a function of `zbpipe.titan.demo_config`.
         on_step: called with the metrics of each step as soon as they are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +57,8 @@ def train_on_cpu(
     no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train", *_CONFIG),
+        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
+        *("--module", _MODULE, "--config", config),
         *(
             "--dump_folder",
             str(folder),

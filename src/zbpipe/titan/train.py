@@ -57,6 +57,7 @@ def plug_in(on_cpu: bool) -> None:
             return config
 
     _torchtitan.report_loss_where_it_is()
+    _torchtitan.defer_experts()
     torchtitan.train.ConfigManager = PluggedConfigManager
 
 
