@@ -7,10 +7,11 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import (
     SEQUENCE,
     VOCABULARY,
@@ -21,6 +22,7 @@ from models import (
     TiedStage,
     batch,
     build_stage,
+    checkpointed,
     gradients,
     loss_fn,
     reference,
@@ -29,12 +31,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
 from zbpipe.runtime.deferred import defer_weights
-from zbpipe.runtime.products import PendingGradient, WeightGradients
+from zbpipe.runtime.products import (
+    GROUPED_MM,
+    PendingGradient,
+    WeightGradients,
+    WeightProduct,
+    WeightProducts,
+)
 
 # One float32 sum in another order (see test_gradients.py).
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
@@ -105,21 +115,27 @@ def test_a_subclass_with_its_own_forward(x: Tensor) -> None:
     check_layer(DoubledLinear(WIDTH, 8), x, deferred=1)
 
 
-def test_a_layer_whose_forward_was_wrapped(x: Tensor) -> None:
-    """As TorchTitan's tensor parallelism does it: an attribute on the instance."""
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Linear, DoubledLinear])
+def test_a_layer_whose_forward_was_wrapped(x: Tensor, kind: type[nn.Linear], times: int) -> None:
+    """As TorchTitan's tensor parallelism does it: closures, in an attribute on the instance."""
 
     def wrap(layer: nn.Linear) -> nn.Linear:
         inner = layer.forward
         layer.forward = lambda input: 3 * inner(input)  # type: ignore[method-assign]
         return layer
 
-    plain = nn.Linear(WIDTH, 8)
+    plain = kind(WIDTH, 8)
     layer = copy.deepcopy(plain)
-    pending = backward(wrap(layer), x)
-    assert len(pending) == 1
-    pending[0].accumulate()
-    wrap(plain)(x).square().sum().backward()
-    assert_equal_gradients(layer, plain)
+    for _ in range(times):
+        wrap(plain)
+        wrap(layer)
+    for _ in range(2):  # the second time it is prepared already
+        pending = backward(layer, x)
+        assert len(pending) == 1
+        pending[0].accumulate()
+        plain(x).square().sum().backward()
+        assert_equal_gradients(layer, plain)
 
 
 def test_a_block_with_every_kind_of_layer(x: Tensor) -> None:
@@ -152,6 +168,102 @@ def test_what_cannot_be_put_off_gets_its_gradient_in_i(x: Tensor) -> None:
     parametrize.register_parametrization(layer, "weight", nn.Tanh())
     check_layer(layer, x, deferred=0)
     check_layer(nn.Conv1d(SEQUENCE, 4, 3), x, deferred=0)
+
+
+class Batched(nn.Module):
+    """A layer that zbpipe does not know, one weight for each of its groups."""
+
+    weight_products: ClassVar[WeightProducts] = {
+        torch.bmm: WeightProduct(
+            input_gradient=lambda dy, weight: dy @ weight.mT,
+            weight_gradient=lambda dy, x: x.mT @ dy,
+        )
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, WIDTH))
+        self.scaled = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.bmm(x, self.weight.double().transpose(1, 2).float())
+        # A weight that is more than a cast or a transpose stays in I, and so does a product of activations.
+        return torch.bmm(y, 2 * self.scaled) + torch.bmm(torch.bmm(y, y.mT), y)
+
+
+def test_a_layer_of_the_users_own() -> None:
+    check_layer(nn.Sequential(Batched(), nn.Linear(8, 8)), torch.randn(3, WIDTH, WIDTH, requires_grad=True), deferred=2)
+
+
+class Experts(nn.Module):
+    """As TorchTitan's: float32 weights, bfloat16 products."""
+
+    weight_products: ClassVar[WeightProducts] = {torch._grouped_mm: GROUPED_MM}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(3, WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([5, 5, 9], dtype=torch.int32)  # nothing for the second expert
+        h = torch._grouped_mm(x.bfloat16(), self.up.bfloat16().transpose(-2, -1), offs=offsets)
+        return torch._grouped_mm(F.silu(h), self.down.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_grouped_experts(checkpointing: Checkpointing) -> None:
+    experts = Experts()
+    plain = copy.deepcopy(experts)
+    layer = checkpointed(experts, checkpointing)
+    for _ in range(2):
+        x = torch.randn(9, WIDTH, requires_grad=True)
+        twin = x.detach().requires_grad_()
+        pending = backward(layer, x)
+        assert len(pending) == 2
+        while pending:
+            pending.pop().accumulate()
+        plain(twin).square().sum().backward()
+        # The same products of the same bfloat16 numbers.
+        torch.testing.assert_close(x.grad, twin.grad, rtol=0, atol=0)
+        assert_equal_gradients(experts, plain)
+    assert experts.up.grad is not None
+    assert not experts.up.grad[1].any()
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_dtensor_weights(one_rank: None, x: Tensor, style: Any) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, 8))
+    layer = copy.deepcopy(plain)
+    parallelize_module(layer, init_device_mesh("cpu", (1,)), {"0": style()})
+    for _ in range(2):
+        pending = backward(layer, x)
+        assert len(pending) == 1
+        pending[0].accumulate()
+        plain(x).square().sum().backward()
+    weight = layer[0].weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(weight.grad, DTensor)
+    assert weight.grad.placements == weight.placements
+    for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, **TOLERANCE)  # type: ignore[union-attr]
+
+
+def test_a_gradient_of_the_gradient(x: Tensor) -> None:
+    """As in a gradient penalty: what is to be differentiated itself is left alone, the last backward is not."""
+    layer = nn.Linear(WIDTH, 8)
+    plain = copy.deepcopy(layer)
+    store = WeightGradients()
+    defer_weights(layer, store)
+    for each in (layer, plain):
+        with store.record() as pending:
+            (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            assert pending == []
+            dx.square().sum().backward()
+        for gradient in pending:
+            gradient.accumulate()
+    assert layer.weight.grad is not None
+    assert_equal_gradients(layer, plain)
 
 
 def test_hooks_on_a_weight_see_its_gradient(x: Tensor) -> None:

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed._composable.replicate import DDP
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     _Action,
@@ -113,7 +116,28 @@ def has_hooks(weight: Tensor) -> bool:
 
 def reduces_in_hooks(module: nn.Module) -> bool:
     """Whether DistributedDataParallel, or the composable `replicate` around it, reduces the gradients."""
-    return isinstance(module, DistributedDataParallel)
+    return isinstance(module, (DistributedDataParallel, DDP))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard`, or the `replicate` that stands on it, was called on this very module."""
+    return isinstance(module, FSDPModule)
+
+
+def settle_gradients(module: nn.Module) -> None:
+    """Let FSDP2 take over what was added to the `.grad` of unsharded parameters outside of a backward.
+
+    Older ones (torch 2.13) do so at the end of a backward only, and keep the sum, in the dtype in which they will
+    reduce, beside `.grad`.
+    """
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
+    for part in filter(is_fsdp, module.modules()):
+        for group in part._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 # They keep nothing of the forward, so autograd can go through them once more, and they cost next to nothing.

@@ -45,13 +45,14 @@ class _Site(NamedTuple):
 
     deferral: Deferral
     weight_name: str
-    x: Spec
-    y: Spec
+    x: Tensor
+    y: Tensor
+    """Both without memory: only what they look like counts."""
 
     @property
     def weight(self) -> Tensor:
         """The parameter that is there now: FSDP changes it."""
-        return getattr(self.deferral.layer, self.weight_name)  # type: ignore[no-any-return]
+        return self.deferral.layer._parameters[self.weight_name]  # type: ignore[return-value]
 
 
 class _Region:
@@ -64,13 +65,16 @@ class _Region:
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By what the tensors among the inputs look like."""
         self._next: tuple[_Site, ...] = ()
-        # After FSDP's own hook, which comes first and unshards: the weights are now those that the region uses. And
-        # outside of the region, because it does what a compiled graph cannot.
-        module.register_forward_pre_hook(_torch.outside_of_graphs(self._provide_slots))
+        self._unshards = _torch.is_fsdp(module)
+        if self._unshards:
+            # After FSDP's own hook, when the weights are those that the region uses; and not compiled with the region.
+            module.register_forward_pre_hook(_torch.outside_of_graphs(lambda module, args: self._provide_slots()))
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region on these inputs."""
         self._next = ()
+        for deferral in self._deferrals:
+            deferral.slots = None
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         inputs = tuple(spec(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
@@ -78,6 +82,8 @@ class _Region:
             with self._learn(inputs):
                 return eager(*args, **kwargs)
         self._next = self._sites.get(inputs, ())
+        if not self._unshards:
+            self._provide_slots()
         return compiled(*args, **kwargs)
 
     @contextmanager
@@ -88,20 +94,22 @@ class _Region:
             yield
             # A layer that is called twice would need two pairs of slots, and nothing tells the calls apart.
             self._sites[inputs] = tuple(
-                _Site(deferral, *seen[0]) for deferral in self._deferrals if len(seen := deferral.seen or []) == 1
+                _Site(deferral, name, _without_memory(x), _without_memory(y))
+                for deferral in self._deferrals
+                if len(deferral.seen or ()) == 1
+                for name, x, y in deferral.seen or ()
             )
         finally:
             for deferral in self._deferrals:
                 deferral.seen = None
 
-    def _provide_slots(self, module: nn.Module, args: Any) -> None:
-        for deferral in self._deferrals:
-            deferral.slots = None
-        sites = [site for site in self._next if _can_leave(site.weight)]
-        if sites:
-            slots = _Slots.apply(sites, *(site.weight for site in sites))
-            for n, site in enumerate(sites):
-                site.deferral.slots = Slots(*slots[2 * n : 2 * n + 2])
+    def _provide_slots(self) -> None:
+        found = [(site, weight) for site in self._next if _can_leave(weight := site.weight)]
+        if found:
+            sites, weights = zip(*found, strict=True)
+            slots = iter(_Slots.apply(sites, *weights))
+            for site in sites:
+                site.deferral.slots = Slots(next(slots), next(slots))
                 site.deferral.has_deferred = True
 
 
@@ -117,11 +125,11 @@ class _Slots(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sites: list[_Site], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, sites: tuple[_Site, ...], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sites = sites
         ctx.weights = weights
-        return tuple(_without_memory(each) for site in sites for each in (site.x, site.y))
+        return tuple([each.detach() for site in sites for each in (site.x, site.y)])
 
     @staticmethod
     @once_differentiable

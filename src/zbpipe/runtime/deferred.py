@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -89,12 +88,14 @@ class Deferral:
         self.original = layer.forward
         self.has_deferred = False
         """Whether a gradient was ever put off where the layer runs, inside of a compiled region or without one."""
+        self.is_caught = False
+        """Whether its products are caught in a forward of its own, which the compiler does not allow."""
         self.is_compiled = False
         """Whether the layer belongs to a compiled region."""
         self.slots: Slots | None = None
         """For the next call inside of a compiled region."""
         self.seen: list[tuple[str, Spec, Spec]] | None = None
-        """If not None, each use as a linear layer adds the name of the weight and what x and y look like."""
+        """If not None, each plain use adds the weight's name and what the rows of x and of y look like."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a weight of the layer's own."""
@@ -106,8 +107,10 @@ class Deferral:
         input = _autocast(input)
         self.has_deferred |= not self.is_compiled
         y: Tensor = _DeferredLinear.apply(input, weight, bias, target, self.gradients)
-        if self.seen is not None and isinstance(target, Tensor):
-            self.seen += [(name, spec(input), spec(y)) for name, own in self.layer.named_parameters() if own is target]
+        if self.seen is not None and isinstance(target, Tensor) and not self.is_caught:
+            self.seen += [
+                (name, spec(rows(input)), spec(rows(y))) for name, own in self.layer.named_parameters() if own is target
+            ]
         return y
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -141,6 +144,7 @@ def _replace_forward(layer: nn.Module) -> None:
     if _is_linears_own(layer.forward, layer):
         layer.forward = plain
     elif not _rebind(layer.forward, layer, plain):
+        deferral_of(layer).is_caught = True
         layer.forward = MethodType(_catching_forward, layer)
 
 
@@ -251,17 +255,17 @@ class _DeferredLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = LINEAR.input_gradient(dy, weight)
+        dy = rows(dy)
         # x is detached, because it would keep the whole graph that made it alive until W.
-        if not _put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, x.detach(), dy)):
-            dw = LINEAR.weight_gradient(dy, x).to(ctx.weight_dtype)
+        if not _put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, rows(x.detach()), dy)):
+            dw = LINEAR.weight_gradient(dy, rows(x)).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            db = rows(dy).sum(0, dtype=ctx.bias_dtype)
+            db = dy.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None, None
 
 
@@ -286,7 +290,6 @@ class _DeferredProduct(torch.autograd.Function):
         return call.function(x, weight, *call.arguments, **call.options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         call: _Call = ctx.call
@@ -300,8 +303,9 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def _put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
-    """False if dW is to be computed now: nothing records, or hooks on the weight wait for it in the backward itself."""
-    if isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight):
+    """False if dW is to be computed now: nothing records, the backward is to be differentiated itself, or hooks on the
+    weight wait for its gradient."""
+    if torch.is_grad_enabled() or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)):
         return False
     return gradients.defer(pending)
 
@@ -309,13 +313,13 @@ def _put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
 def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:
     """`F.linear` while it is being compiled: the two slots take x and dY out of the region, if they fit."""
     input = _autocast(input)
-    if slots is None or slots.x.shape != input.shape or slots.x.dtype != input.dtype:
+    if slots is None or slots.x.shape != rows(input).shape or slots.x.dtype != input.dtype:
         return F.linear(input, weight, bias)
     return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
 
 
 class _LinearInSlots(torch.autograd.Function):
-    """y = x W^T + b. The "gradients" of the slots, in the shapes of x and of y, are x and dY: no side effect."""
+    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
@@ -327,5 +331,6 @@ class _LinearInSlots(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        db = rows(dy).sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, None, db, x.detach(), dy
+        dy = rows(dy)
+        db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, db, rows(x.detach()), dy

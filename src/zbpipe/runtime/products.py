@@ -48,10 +48,10 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 LINEAR = WeightProduct(
-    input_gradient=lambda dy, weight: dy.matmul(weight.to(dy.dtype)),
-    weight_gradient=lambda dy, x: rows(dy).t().mm(rows(x)),
+    input_gradient=lambda dy, weight: dy.matmul(weight if weight.dtype == dy.dtype else weight.to(dy.dtype)),
+    weight_gradient=lambda dy, x: dy.t().mm(x),
 )
-"""`torch.nn.functional.linear`, whose bias gets its gradient in I."""
+"""`torch.nn.functional.linear` of x: (rows, in), whose bias gets its gradient in I."""
 
 
 def _grouped_mm_weight_gradient(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
@@ -84,24 +84,18 @@ class PendingGradient(NamedTuple):
         product, weight, x, dy, arguments, options = self
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
-        elif product is LINEAR and weight.grad is not None and _fuses(weight.grad, dy):
-            weight.grad.addmm_(rows(dy).t(), rows(x))
+            return
+        grad = weight.grad
+        if product is LINEAR and grad is not None and grad.dtype == dy.dtype and not grad.is_sparse:
+            grad.addmm_(dy.t(), x)
+            return
+        gradient = product.weight_gradient(dy, x, *arguments, **options)
+        if grad is None:
+            weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
+        elif grad.is_sparse:  # from an embedding that shares this weight
+            weight.grad = gradient + grad
         else:
-            _add(weight, product.weight_gradient(dy, x, *arguments, **options))
-
-
-def _fuses(grad: Tensor, dy: Tensor) -> bool:
-    """Whether a product of `dy` can be added to `grad` while it is multiplied."""
-    return grad.dtype == dy.dtype and not grad.is_sparse
-
-
-def _add(weight: Tensor, gradient: Tensor) -> None:
-    if weight.grad is None:
-        weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
-    elif weight.grad.is_sparse:  # from an embedding that shares this weight
-        weight.grad = gradient + weight.grad
-    else:
-        weight.grad.add_(gradient)
+            grad.add_(gradient)
 
 
 class WeightGradients:

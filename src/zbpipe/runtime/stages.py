@@ -36,12 +36,7 @@ def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
             " 'autograd' (torch's own)"
         )
     for stage in stages:
-        if _torch.reduces_in_hooks(stage.submod):
-            raise ValueError(
-                f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
-                " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
-                " schedule without I and W"
-            )
+        _refuse_early_reduction(stage)
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
@@ -50,6 +45,23 @@ def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
         _split(stage, gradients)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
+
+
+def _refuse_early_reduction(stage: _torch.Stage) -> None:
+    """torch's stages put the reduction of gradients off until W only if the stage as a whole is an FSDP module."""
+    parts = list(stage.submod.modules())
+    if any(map(_torch.reduces_in_hooks, parts)):
+        raise ValueError(
+            f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
+            " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
+            " schedule without I and W"
+        )
+    if any(map(_torch.is_fsdp, parts)) and not _torch.is_fsdp(stage.submod):
+        raise ValueError(
+            f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
+            " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
+            " without I and W"
+        )
 
 
 def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
@@ -149,6 +161,7 @@ class _SplitBackward(_torch.Stage):
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
             pending.pop().accumulate()
+        _torch.settle_gradients(self.submod)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
