@@ -498,6 +498,77 @@ def test_eval_runs_forwards_only_and_training_goes_on(one_rank: None) -> None:
     assert not any(unfinished(stage) for stage in stages)
 
 
+class SelfBackwardLoss(torch.autograd.Function):
+    """As TorchTitan's chunked loss: head and backward are done; what is left is the gradient of the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: nn.Linear, target: Tensor) -> Tensor:
+        ctx.gradient, total = torch.zeros_like(hidden), torch.zeros(())
+        for half in (slice(0, SEQUENCE // 2), slice(SEQUENCE // 2, SEQUENCE)):
+            chunk = hidden[:, half].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = loss_fn(head(chunk), target[:, half]) / 2
+            if head.weight.requires_grad:
+                loss.backward()
+                ctx.gradient[:, half] = chunk.grad
+            total += loss.detach()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        return dloss * ctx.gradient, None, None
+
+
+class HeadInLoss(nn.Module):
+    """The last stage, whose head only the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *blocks, self.head = build_stage(1, 2)
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("defer_loss", [False, True])
+def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> None:
+    """The head's weight gradient is added in F, or with `defer_loss` in W."""
+    last = HeadInLoss()
+    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate([build_stage(0, 2), last])]
+    schedule: Any = zbpipe.ScheduleZBV(
+        stages,
+        3,
+        lambda hidden, target: SelfBackwardLoss.apply(hidden, last.head, target),
+        scale_grads=False,
+        defer_loss=defer_loss,
+    )
+    owed: list[int] = []
+    weights_seen: list[bool] = []
+
+    def watch(action: str, stage: Any) -> None:
+        if action == "I" and stage.stage_index == 1:
+            owed.append(len(list(unfinished(stage).values())[-1]))
+            weights_seen.append(last.head.weight.grad is not None)
+
+    tokens, targets = batch(3)
+    losses: list[Tensor] = []
+    # Before the first step torch runs the loss once on whatever is in memory, and this one adds to the head's gradient.
+    schedule.step(tokens, target=targets)
+    for stage in stages:
+        stage.submod.zero_grad()
+    watch_actions(stages, watch)
+    schedule.step(tokens, target=targets, losses=losses)
+    assert owed == [12 if defer_loss else 10] * 3  # both halves of the head, and 5 a block
+    assert weights_seen[0] != defer_loss
+    expected_losses, expected = reference(2, 3)
+    assert [loss.item() for loss in losses] == pytest.approx(expected_losses, rel=1e-6)
+    # The head is in another place of the module, and torch divides by the microbatches when it scales.
+    torch.testing.assert_close(last.head.weight.grad / 3, expected["1.2.weight"], **TOLERANCE)
+    torch.testing.assert_close(last.blocks[0].up.weight.grad / 3, expected["1.0.up.weight"], **TOLERANCE)
+    assert not any(unfinished(stage) for stage in stages)
+
+
 def test_an_error_in_i_ends_the_recording(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)

@@ -14,6 +14,7 @@ from zbpipe.simulate import Timeline, simulate
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __version__ = version("zbpipe")
 
 __all__ = [
+    "GROUPED_MM",
+    "LINEAR",
     "CostModel",
     "Finding",
     "Link",
@@ -43,6 +46,7 @@ __all__ = [
     "ScheduleZBH2",
     "ScheduleZBV",
     "Timeline",
+    "WeightProduct",
     "build_pipeline_schedule",
     "generate",
     "register",
@@ -54,7 +58,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # public, but not imported above: it needs torch
-        return getattr(import_module("zbpipe.runtime.schedules"), name)
+        module = "products" if name in ("GROUPED_MM", "LINEAR", "WeightProduct") else "schedules"
+        return getattr(import_module(f"zbpipe.runtime.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,6 +17,8 @@ from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.lowered import mixed_up_messages, parse
 from zbpipe.runtime import _torch
 from zbpipe.runtime import stages as split
+from zbpipe.runtime.losses import defer_in_loss
+from zbpipe.runtime.products import WeightGradients
 from zbpipe.runtime.stages import SplitBackward
 from zbpipe.validate import require_valid
 
@@ -33,6 +35,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
             `zbpipe.runtime.deferred`); a stage without a layer that can do so is told in the log, or refused with
             "strict". "autograd" is torch's own split, for comparison.
+        defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
+            leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.
         costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
@@ -51,6 +55,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
         split_backward: SplitBackward = "deferred",
+        defer_loss: bool = False,
         costs: CostModel | None = None,
         **options: Any,
     ) -> None:
@@ -66,11 +71,14 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         )
         _require_runnable(schedule, placement)
         self.schedule = schedule
+        gradients = WeightGradients()
+        if defer_loss and loss_fn is not None and split_backward != "autograd":
+            loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         _torch.lower(self, self.schedule)
         _require_matching_messages(self, traits.name, options)
         if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
-            split.split_backward(self._stages, split_backward)
+            split.split_backward(self._stages, split_backward, gradients)
 
 
 class ScheduleZBH1(RegisteredSchedule):

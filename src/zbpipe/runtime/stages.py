@@ -24,8 +24,15 @@ _TELL_AFTER = 2
 logger = logging.getLogger(__name__)
 
 
-def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
+def split_backward(
+    stages: Sequence[_torch.Stage], how: SplitBackward, gradients: WeightGradients | None = None
+) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W.
+
+    Args:
+        stages: they stay as they are with "autograd".
+        how: see `SplitBackward`.
+        gradients: the store that collects what I puts off; by default a new one.
 
     Raises:
         ValueError: `how` is unknown, or a stage's module cannot be split this way.
@@ -40,7 +47,7 @@ def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
-    gradients = WeightGradients()
+    gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, gradients)
         if not deferrals(stage.submod):
@@ -115,8 +122,9 @@ def _split(stage: _torch.Stage, gradients: WeightGradients) -> None:
     if not isinstance(stage, _SplitBackward):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
-        stage.__dict__.update(_gradients=gradients, _pending={}, _num_split=0)
-    defer_weights(stage.submod, stage.__dict__["_gradients"])
+        stage.__dict__.update(_pending={}, _num_split=0)
+    stage.__dict__["_gradients"] = gradients
+    defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
 
 

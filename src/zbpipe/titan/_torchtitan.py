@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torchtitan.trainer
@@ -24,13 +25,14 @@ from zbpipe.registry import Traits, lookup
 from zbpipe.runtime import _torch
 from zbpipe.runtime.products import GROUPED_MM
 from zbpipe.runtime.schedules import build_pipeline_schedule, require_splittable
+from zbpipe.titan.options import Options
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
 
 
-def pipeline_with(pipelining_fn: PipeliningFunction) -> PipeliningFunction:
+def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
@@ -39,14 +41,14 @@ def pipeline_with(pipelining_fn: PipeliningFunction) -> PipeliningFunction:
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
             return built
-        with _schedule_from_registry(traits):
+        with _schedule_from_registry(traits, options):
             return pipelining_fn(model, parallelism=parallelism, **kwargs)
 
     return pipeline
 
 
 @contextmanager
-def _schedule_from_registry(traits: Traits) -> Iterator[None]:
+def _schedule_from_registry(traits: Traits, options: Options) -> Iterator[None]:
     """While a model is cut into stages, TorchTitan's helpers take placement and schedule from the registry."""
 
     def metadata(
@@ -98,6 +100,7 @@ def _schedule_from_registry(traits: Traits) -> Iterator[None]:
             lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
             scale_grads=False,
             backward_requires_autograd=backward_requires_autograd,
+            **asdict(options),
         )
 
     helpers: dict[str, Callable[..., Any]] = {
