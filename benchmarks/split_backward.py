@@ -265,6 +265,7 @@ class Result:
 
 def compare(name: str, size: Size, mode: Mode, rounds: int, device: torch.device) -> list[Result]:
     """Both splits and the ordinary backward on stages with the same weights."""
+    torch.compiler.reset()  # all modes compile the same code, and the compiler counts how often
     stages = {c: MiddleStage(size, mode, c, device) for c in get_args(Contender)}
     errors = {c: warm_up(stage, ACTIONS[c], device) for c, stage in stages.items()}
     if errors["unsplit"] is not None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from hypothesis import given
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
-from zbpipe import generate
+from zbpipe import Schedule, generate, testing
 from zbpipe.cli import main
 from zbpipe.lowered import Action, Rows, has_communication, mixed_up_messages, parse, validate_lowered
-from zbpipe.runtime._torch import lower
+from zbpipe.runtime._torch import free_sends_early, lower, lowered_table
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
 
 def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = False) -> str:
     """The table that torch makes of our schedule, as its `_dump_csv` writes it."""
-    schedule = generate(name, ranks, microbatches)
+    runtime = lowered_runtime(generate(name, ranks, microbatches), defer_pp_recv)
+    rows = runtime.pipeline_order_with_comms
+    return "\n".join(",".join(map(str, rows[rank])) for rank in range(ranks))
+
+
+def lowered_runtime(schedule: Schedule, defer_pp_recv: bool = False) -> Any:
+    """One of torch's schedules that has the tables of ours, and nothing more."""
     runtime: Any = object.__new__(_PipelineScheduleRuntime)
     runtime.__dict__.update(
-        pp_group_size=ranks,
+        pp_group_size=schedule.num_ranks,
         _num_stages=schedule.placement.num_stages,
-        _n_microbatches=microbatches,
+        _n_microbatches=schedule.num_microbatches,
         _stages=[],
         _defer_pp_recv=defer_pp_recv,
         _max_active_stages=3,
@@ -33,8 +41,7 @@ def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = Fals
         _max_outstanding_sends=None,
     )
     lower(runtime, schedule)
-    rows = runtime.pipeline_order_with_comms
-    return "\n".join(",".join(map(str, rows[rank])) for rank in range(ranks))
+    return runtime
 
 
 def changed(rows: Rows, rank: int, change: Any) -> Rows:
@@ -145,3 +152,44 @@ def test_the_command_checks_memory(tmp_path: Path) -> None:
         "memory: rank 0, position 2, 0F2: it holds 3 microbatches, the limit is 2; live are 0F0 0F1 0F2"
         in result.output
     )
+
+
+def open_sends(rows: Sequence[Sequence[Any]]) -> int:
+    """The most sends of a rank that it has not waited for at a time."""
+    most = 0
+    for row in rows:
+        pending = 0
+        for action in row:
+            kind = action.computation_type.value
+            pending += kind in ("SEND_F", "SEND_B")
+            pending -= kind.startswith("WAIT_SEND")
+            most = max(most, pending)
+    return most
+
+
+@given(testing.runnable_schedules())
+def test_sends_are_freed_early_and_nothing_is_lost(schedule: Schedule) -> None:
+    runtime = lowered_runtime(schedule)
+    before = {rank: list(row) for rank, row in runtime.pipeline_order_with_comms.items()}
+    free_sends_early(runtime)
+    after = runtime.pipeline_order_with_comms
+    for rank, row in before.items():
+        assert sorted(map(str, row)) == sorted(map(str, after[rank]))
+        assert not_waits(row) == not_waits(after[rank])
+    assert open_sends(after.values()) <= open_sends(before.values())
+    # A wait that stood too early would wait for a receive that comes later.
+    assert validate_lowered(parse(lowered_table(runtime))) == []
+
+
+def not_waits(row: Sequence[Any]) -> list[str]:
+    return [str(action) for action in row if "WAIT_SEND" not in str(action)]
+
+
+@pytest.mark.skipif("WAIT_SEND_F" not in _ComputationType.__members__, reason="this torch has no waits for sends")
+@pytest.mark.parametrize(("name", "most"), [("ZBV", 7), ("VHalf", 3), ("VMin", 3), ("ZBH1", 4)])
+def test_open_sends_do_not_grow_with_the_microbatches(name: str, most: int) -> None:
+    for microbatches in (16, 64):
+        runtime = lowered_runtime(generate(name, 4, microbatches))
+        assert open_sends(runtime.pipeline_order_with_comms.values()) >= microbatches
+        free_sends_early(runtime)
+        assert open_sends(runtime.pipeline_order_with_comms.values()) == most

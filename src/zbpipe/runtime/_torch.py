@@ -60,6 +60,62 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
+def free_sends_early(runtime: _PipelineScheduleRuntime) -> None:
+    """Move the waits for sends forward, to where a later message from the receiver shows that it has received.
+
+    torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
+    sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
+    A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
+    wait holds anything up. Older torch has no waits for sends.
+    """
+    table = runtime.pipeline_order_with_comms
+    places = {_key(action): n for row in table.values() for n, action in enumerate(row)}
+    for rank, row in table.items():
+        table[rank] = _with_early_waits(row, places, runtime.stage_index_to_group_rank)
+
+
+_Key = tuple[str, int, int | None]
+"""What an action does, its stage and its microbatch."""
+
+
+def _key(action: _Action) -> _Key:
+    return action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+def _with_early_waits(row: list[_Action], places: dict[_Key, int], rank_of: dict[int, int]) -> list[_Action]:
+    waits = {_key(action): action for action in row if action.computation_type.value.startswith("WAIT_SEND")}
+    owed: dict[int, list[tuple[int, _Key]]] = {}
+    """By receiver: the place in its own row where it posts the receive, and the wait."""
+    reordered: list[_Action] = []
+    for action in row:
+        kind, stage, microbatch = _key(action)
+        if kind.startswith("WAIT_SEND"):
+            if waits.pop(_key(action), None):  # else it was moved forward
+                reordered.append(action)
+            continue
+        reordered.append(action)
+        if kind in ("SEND_F", "SEND_B"):
+            receiver = stage + 1 if kind == "SEND_F" else stage - 1
+            posted = places[kind.replace("SEND", "RECV"), receiver, microbatch]
+            owed.setdefault(rank_of[receiver], []).append((posted, (f"WAIT_{kind}", stage, microbatch)))
+        for part in action.sub_actions or (action,):
+            message = _message_for(part)
+            if message in places:
+                others = owed.get(rank_of[message[1]], [])
+                received = [wait for posted, wait in others if posted < places[message]]
+                others[:] = [other for other in others if other[1] not in received]
+                reordered += [waits.pop(wait) for wait in received if wait in waits]
+    return reordered
+
+
+def _message_for(action: _Action) -> _Key:
+    """The send that a computation waits for, if it comes from another rank."""
+    kind, stage, microbatch = _key(action)
+    if kind == "F":
+        return "SEND_F", stage - 1, microbatch
+    return ("SEND_B", stage + 1, microbatch) if kind in ("I", "B") else ("", stage, microbatch)
+
+
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
     """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))

@@ -40,6 +40,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
+            Unless `max_outstanding_sends` is among them, sent tensors are freed as soon as they were surely received.
 
     Raises:
         ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
@@ -76,6 +77,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         _torch.lower(self, self.schedule)
+        if "max_outstanding_sends" not in options:
+            _torch.free_sends_early(self)
         _require_matching_messages(self, traits.name, options)
         if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)

@@ -158,6 +158,9 @@ class _SplitBackward(_torch.Stage):
         with self._gradients.record() as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
         self._pending[bwd_chunk_id] = pending
+        # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
+        if loss is not None and not loss._is_view():
+            loss.detach_()
         self._num_split += 1
         if self._num_split == _TELL_AFTER:
             _tell_what_is_left_in_i(self)
