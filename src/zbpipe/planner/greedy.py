@@ -41,6 +41,11 @@ class Shape:
     """What stays free for the last leg, in its activations of a microbatch."""
 
     @classmethod
+    def plain(cls, legs: int) -> Shape:
+        """A microbatch that nothing holds up, with W when there is time for it."""
+        return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs)
+
+    @classmethod
     def random(cls, legs: int, random: Random) -> Shape:
         """Any shape that may be good."""
 
@@ -55,7 +60,7 @@ class Shape:
             turn_loss=random.uniform(-1, 6),
             weight=draw(0, 3),
             patience=_perhaps(random, 0.5, 0, 1),
-            pace=_perhaps(random, 0.3, 0.5, 1.1),
+            pace=_perhaps(random, 0.8, 0.4, 0.9),
             spare=_perhaps(random, 0.3, 0, 2),
         )
 
@@ -73,7 +78,7 @@ class Shape:
             turn_loss=near((self.turn_loss,), 1)[0],
             weight=near(self.weight, 1),
             patience=self.patience if random.random() < 0.8 else _perhaps(random, 0.6, 0, 1),
-            pace=self.pace if random.random() < 0.8 else _perhaps(random, 0.5, 0.8, 1.05),
+            pace=self.pace if random.random() < 0.8 else _perhaps(random, 0.9, 0.4, 0.8),
             spare=self.spare if random.random() < 0.9 else _perhaps(random, 0.5, 0, 2),
         )
 

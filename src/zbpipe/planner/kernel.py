@@ -164,14 +164,14 @@ def anneal(
             held[op] = held[previous] + job.takes[node]
         last[rank] = op
     path = [0 for _ in range(0)]
-    replay(job, order, before, end, backup, tail, 0, total, NEVER)
-    look_ahead(job, order, after, tail)
+    replay(job, order, place, before, after, end, backup, tail, 0, total - 1, NEVER)
+    look_ahead(job, order, place, before, after, tail, 0, total - 1)
     length = measure(job, first, last, end, by_span)
     trace(job, last, before, end, by_span, first, path)
     best, best_order = length, [op for op in order]
     done = 0
     while done < work and best > target:
-        done += 1
+        done += 10
         seed = seed * 48271 % 2147483647
         op = path[seed % len(path)]
         seed = seed * 48271 % 2147483647
@@ -187,13 +187,13 @@ def anneal(
         shift(job, op, other if later else before[other], place[other], order, place, before, after, held, first, last)
         seed = seed * 48271 % 2147483647
         allowed = length - heat * (1.0 - done / work) * math.log(seed / 2147483647.0)
-        until = replay(job, order, before, end, backup, tail, left, right, NEVER if by_span else allowed)
+        cutoff = NEVER if by_span else allowed
+        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, cutoff)
         done += until - left
-        if until == total and measure(job, first, last, end, by_span) <= allowed:
+        if good and measure(job, first, last, end, by_span) <= allowed:
             length = measure(job, first, last, end, by_span)
             trace(job, last, before, end, by_span, first, path)
-            done += total
-            look_ahead(job, order, after, tail)
+            done += len(path) + look_ahead(job, order, place, before, after, tail, left, right)
             if length < best * (1 - 1e-9):
                 best = length
                 for position in range(total):
@@ -293,34 +293,74 @@ def shift(
 def replay(
     job: Job,
     order: Ints,
+    place: Ints,
     before: Ints,
+    after: Ints,
     end: list[float],
     backup: list[float],
     tail: Floats,
     begin: int,
     right: int,
     allowed: float,
-) -> int:
+) -> tuple[int, bool]:
     """When the ops end, from position `begin` of the order on; what they were goes to `backup`, by position.
 
-    Beyond the position `right` the order is the one for which `tail` holds, so it tells at once what is too long.
+    Beyond the position `right` the order is the one for which `tail` holds, so it tells at once what is too long, and
+    from where on nothing changes, all is as it was.
 
     Returns:
-        The position up to which it went: all of it, unless the makespan must exceed `allowed`.
+        The position up to which it went, and whether the makespan can be no more than `allowed`, as far as it knows.
     """
     microbatches = job.microbatches
-    for position in range(begin, len(order)):
+    horizon = right
+    position = begin
+    while position < len(order) and position <= horizon:
         op = order[position]
         node = op // microbatches
         start = end[before[op]] if before[op] >= 0 else 0.0
         feeder = job.feeder[node]
         if feeder >= 0:
             start = max(start, end[op + (feeder - node) * microbatches] + job.lag[node])
+        stop = start + job.seconds[node]
         backup[position] = end[op]
-        end[op] = start + job.seconds[node]
-        if position > right and end[op] + tail[op] > allowed:
-            return position + 1
-    return len(order)
+        position += 1
+        if stop != end[op]:
+            end[op] = stop
+            if position > right + 1 and stop + tail[op] > allowed:
+                return position, False
+            if after[op] >= 0:
+                horizon = max(horizon, place[after[op]])
+            if job.fed[node] >= 0:
+                horizon = max(horizon, place[op + (job.fed[node] - node) * microbatches])
+    return position, True
+
+
+def look_ahead(job: Job, order: Ints, place: Ints, before: Ints, after: Ints, tail: list[float], left: int, right: int) -> int:
+    """How long it takes from the end of each op to the end of all, at the least, where `left` to `right` changed.
+
+    Returns:
+        How many ops it looked at.
+    """
+    microbatches = job.microbatches
+    horizon = left
+    position = right
+    while position >= 0 and position >= horizon:
+        op = order[position]
+        node = op // microbatches
+        following, longest = after[op], 0.0
+        if following >= 0:
+            longest = job.seconds[following // microbatches] + tail[following]
+        user = job.fed[node]
+        if user >= 0:
+            longest = max(longest, job.lag[user] + job.seconds[user] + tail[op + (user - node) * microbatches])
+        if longest != tail[op]:
+            tail[op] = longest
+            if before[op] >= 0:
+                horizon = min(horizon, place[before[op]])
+            if job.feeder[node] >= 0:
+                horizon = min(horizon, place[op + (job.feeder[node] - node) * microbatches])
+        position -= 1
+    return right - position
 
 
 def starts(job: Job, order: Ints) -> list[float]:
@@ -339,21 +379,6 @@ def starts(job: Job, order: Ints) -> list[float]:
         end[op] = begin[position] + job.seconds[node]
         clock[job.rank[node]] = end[op]
     return begin
-
-
-def look_ahead(job: Job, order: Ints, after: Ints, tail: list[float]) -> None:
-    """How long it takes from the end of each op to the end of all, at the least."""
-    microbatches = job.microbatches
-    for position in range(len(order) - 1, -1, -1):
-        op = order[position]
-        node = op // microbatches
-        following, longest = after[op], 0.0
-        if following >= 0:
-            longest = job.seconds[following // microbatches] + tail[following]
-        user = job.fed[node]
-        if user >= 0:
-            longest = max(longest, job.lag[user] + job.seconds[user] + tail[op + (user - node) * microbatches])
-        tail[op] = longest
 
 
 def measure(job: Job, first: Ints, last: Ints, end: Floats, by_span: bool) -> float:

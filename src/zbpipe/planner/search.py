@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.compiled import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
-from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.simulate import Timeline, simulate
 
@@ -19,6 +19,10 @@ Progress = Callable[[float, float], None]
 
 _LISTING = 10
 """What it takes to place one op by list scheduling, in ops that annealing times anew."""
+_SHARE_OF_SHAPES = 0.25
+"""Of the budget, for list scheduling."""
+_STARTS = 2
+"""Searches for a shape, for each placement."""
 _HEAT = 0.3
 """What annealing may lose in one move at the beginning, in mean times of an op."""
 _NEAR = 1 + 1e-9
@@ -46,65 +50,58 @@ class Search:
         self.left = budget
         self.random = Random(seed)
         self.progress = progress
-        self.target = min(problem.lower_bound for problem in problems) * _NEAR
-        self.best = NEVER
+        self.best: Found | None = None
 
     def run(self, seeds: Iterable[tuple[Problem, Schedule]]) -> Found:
-        """The best order found."""
-        found = [self.seed(problem, schedule) for problem, schedule in seeds]
-        share = 0.25 * self.budget / len(self.problems)
+        """The best order found, from known schedules and from list scheduling."""
+        found = [self.keep(problem, problem.order(schedule), schedule.name) for problem, schedule in seeds]
+        share = _SHARE_OF_SHAPES * self.budget / len(self.problems) / _STARTS
         for problem in self.problems:
-            found += self.shapes(problem, share)
+            scheduler = ListScheduler(problem, self.engine)
+            for _ in range(_STARTS):
+                order = self.shapes(problem, scheduler, share)
+                found.append(self.keep(problem, order, "list scheduling"))
         return self.race(found)
 
-    def seed(self, problem: Problem, schedule: Schedule) -> Found:
-        """A known schedule, as it is."""
-        return self.keep(problem, problem.order(schedule), schedule.name)
-
-    def shapes(self, problem: Problem, budget: float) -> list[Found]:
-        """List scheduling: shapes at random, then more and more shapes like the best one."""
-        scheduler = ListScheduler(problem, self.engine)
-        cost = _LISTING * problem.num_ops
-        best: tuple[float, list[int]] = (NEVER, [])
-        shape: Shape | None = None
-        tries = max(int(budget / cost), 20)
+    def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
+        """Shapes at random, then more and more shapes like the best one."""
+        best = Shape.plain(scheduler.legs)
+        length, order = scheduler.run(best)
+        tries = max(int(budget / (_LISTING * problem.num_ops)), 10)
         for number in range(tries):
-            if best[0] <= problem.lower_bound * _NEAR:
+            if length <= problem.lower_bound * _NEAR:
                 break
-            fresh = shape is None or number < tries / 4 or self.random.random() < 0.1
-            trial = Shape.random(scheduler.legs, self.random) if fresh or shape is None else shape.vary(self.random)
-            length, order = scheduler.run(trial, best[0] * _NEAR)
-            self.spend(_LISTING * len(order))
-            if length <= best[0] < NEVER or length < best[0]:
-                best, shape = (length, order), trial
-        return [self.keep(problem, best[1], "list scheduling")] if shape else []
+            fresh = number < tries / 4 or self.random.random() < 0.1
+            shape = Shape.random(scheduler.legs, self.random) if fresh else best.vary(self.random)
+            trial, listed = scheduler.run(shape, length * _NEAR)
+            self.spend(_LISTING * len(listed))
+            if trial <= length:
+                best, length, order = shape, trial, listed
+        return order
 
     def race(self, found: list[Found]) -> Found:
         """Anneal all for a while, then the better half of them for longer, and the best as long as the budget lasts."""
         rounds = max(len(found) - 1, 1).bit_length()
-        for rest in range(rounds, -1, -1):
-            found = sorted({each.order: each for each in found}.values(), key=lambda each: each.length)
-            found = [each for each in found if each.problem.lower_bound * _NEAR < found[0].length] or found[:1]
-            if found[0].length <= self.target or self.left <= 0:
+        for rest in reversed(range(rounds + 1)):
+            worth = [each for each in found if each.problem.lower_bound * _NEAR < self.shortest]
+            found = sorted({each.order: each for each in worth}.values(), key=lambda each: each.length)
+            found = found[: 2**rest]
+            if not found or self.left <= 0:
                 break
-            if rest < rounds:
-                found = found[: max((len(found) + 1) // 2, 1)]
-            if rest == 0:
-                found = found[:1]
-            work = self.left / (rest + 1) / len(found) if rest else self.left
+            work = self.left / (rest + 1) / len(found)
             found = [self.anneal(each, work) for each in found]
-        return min(found, key=lambda each: each.length)
+        assert self.best is not None
+        return self.best
 
     def anneal(self, start: Found, work: float) -> Found:
         """The same or a better order."""
         problem = start.problem
-        mean = sum(problem.job.seconds) / len(problem.job.seconds)
         _, order, done = self.engine.anneal(
             self.engine.prepare(problem.job),
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
             problem.by_span,
-            _HEAT * mean,
+            _HEAT * sum(problem.job.seconds) / len(problem.job.seconds),
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),
         )
@@ -113,14 +110,21 @@ class Search:
         better = self.keep(problem, problem.in_time(order), by)
         return better if better.length < start.length else start
 
+    @property
+    def shortest(self) -> float:
+        """Seconds; infinite before the first order is known."""
+        return self.best.length if self.best else inf
+
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
+        """Remember the order if it is the best one so far."""
         found = Found(problem, tuple(order), problem.length(order), by)
-        self.best = min(self.best, found.length)
+        if found.length < self.shortest:
+            self.best = found
         return found
 
     def spend(self, work: float) -> None:
         self.left -= work
-        self.progress(min(1 - self.left / self.budget, 1.0), self.best)
+        self.progress(min(1 - self.left / self.budget, 1.0), self.shortest)
 
 
 def best_within(
