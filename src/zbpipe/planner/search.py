@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, sqrt
 from random import Random
 
 from zbpipe.costs import CostModel
@@ -19,12 +19,16 @@ Progress = Callable[[float, float], None]
 
 _LISTING = 10
 """What it takes to place one op by list scheduling, in ops that annealing times anew."""
+_ROUNDS = 3
 _SHARE_OF_SHAPES = 0.25
 """Of the budget, for list scheduling."""
-_STARTS = 2
+_STARTS = 1
 """Searches for a shape, for each placement."""
-_HEAT = 0.3
-"""What annealing may lose in one move at the beginning, in mean times of an op."""
+_WORTH = 1.1
+"""By how much an order may be longer than the best one and still be annealed."""
+_HEAT = 0.06
+"""What annealing may lose in one move at the beginning: so many mean times of an op, times the root of the kilowork an op
+can be given. With more time to cool down it can begin hotter."""
 _NEAR = 1 + 1e-9
 
 
@@ -81,14 +85,18 @@ class Search:
 
     def race(self, found: list[Found]) -> Found:
         """Anneal all for a while, then the better half of them for longer, and the best as long as the budget lasts."""
-        rounds = max(len(found) - 1, 1).bit_length()
+        rounds = _ROUNDS
         for rest in reversed(range(rounds + 1)):
-            worth = [each for each in found if each.problem.lower_bound * _NEAR < self.shortest]
+            worth = [
+                each
+                for each in found
+                if each.problem.lower_bound * _NEAR < self.shortest and each.length < _WORTH * self.shortest
+            ]
             found = sorted({each.order: each for each in worth}.values(), key=lambda each: each.length)
             found = found[: 2**rest]
             if not found or self.left <= 0:
                 break
-            work = self.left / (rest + 1) / len(found)
+            work = self.left / (rest + 2 if rest else 1) / len(found)
             found = [self.anneal(each, work) for each in found]
         assert self.best is not None
         return self.best
@@ -96,12 +104,14 @@ class Search:
     def anneal(self, start: Found, work: float) -> Found:
         """The same or a better order."""
         problem = start.problem
+        mean = sum(problem.job.seconds) / len(problem.job.seconds)
+        heat = _HEAT * mean * sqrt(max(work, 1) / problem.num_ops / 1000)
         _, order, done = self.engine.anneal(
             self.engine.prepare(problem.job),
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
             problem.by_span,
-            _HEAT * sum(problem.job.seconds) / len(problem.job.seconds),
+            heat,
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),
         )
