@@ -14,6 +14,7 @@ from zbpipe.simulate import Timeline, simulate
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.planner.plan import Plan, plan
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -34,6 +35,7 @@ __all__ = [
     "Op",
     "OpKind",
     "Placement",
+    "Plan",
     "Schedule",
     "ScheduleVHalf",
     "ScheduleVMin",
@@ -45,6 +47,7 @@ __all__ = [
     "Timeline",
     "build_pipeline_schedule",
     "generate",
+    "plan",
     "register",
     "simulate",
     "stage_indices",
@@ -53,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Plan", "plan"):  # the search is not needed for anything else
+        return getattr(import_module("zbpipe.planner.plan"), name)
     if name in __all__:  # public, but not imported above: it needs torch
         return getattr(import_module("zbpipe.runtime.schedules"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -144,7 +144,9 @@ def _rank_bound(
 def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:
     """The most value that fits into `room`, of `count` things of each kind, of which parts may be taken."""
     total = 0.0
-    kinds = sorted(zip(values, sizes, strict=True), key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True)
+    kinds = sorted(
+        zip(values, sizes, strict=True), key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True
+    )
     for value, size in kinds:
         taken = min(count, room / size) if size else count
         total += taken * value

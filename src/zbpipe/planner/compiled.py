@@ -53,7 +53,7 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for helper in (kernel.reach, kernel.shift, kernel.replay, kernel.look_ahead, kernel.measure, kernel.trace):
+    for helper in (kernel.choose, *kernel.ANNEALING):
         numba.extending.register_jitable(helper)
     jit = numba.njit(cache=True)
     return Engine(

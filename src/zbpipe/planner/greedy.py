@@ -157,6 +157,9 @@ class ListScheduler:
         reserve = list(job.reserve)
         for stage, leg in enumerate(self.leg):
             more = spare * job.takes[3 * stage]
-            if leg < self.legs - 1 and job.takes[3 * stage] + reserve[3 * stage] + more <= job.limit[job.rank[3 * stage]]:
+            if (
+                leg < self.legs - 1
+                and job.takes[3 * stage] + reserve[3 * stage] + more <= job.limit[job.rank[3 * stage]]
+            ):
                 reserve[3 * stage] += more
         return reserve

@@ -68,7 +68,7 @@ def list_schedule(
         mine[rank].append(node)
         left[rank] += microbatches
         work[rank] += microbatches * job.seconds[node]
-    free = [limit for limit in job.limit]
+    free = list(job.limit)
     busy = [0.0] * job.ranks
     wake = [0.0] * job.ranks
     ran = [0] * nodes
@@ -87,17 +87,9 @@ def list_schedule(
         now = wake[rank]
         if now >= NEVER:
             break
-        chosen, least, start = -1, NEVER, 0.0
-        wake[rank] = NEVER
-        for node in mine[rank]:
-            microbatch = ran[node]
-            if microbatch >= sent[node] or job.takes[node] + job.reserve[node] > free[rank]:
-                continue
-            arrived = arrival[node * microbatches + microbatch]
-            if arrived - patience > now:
-                wake[rank] = min(wake[rank], arrived - patience)
-            elif urgency[node] + period * microbatch < least:
-                chosen, least, start = node, urgency[node] + period * microbatch, arrived
+        chosen, start, wake[rank] = choose(
+            job, mine[rank], now, free[rank], urgency, period, patience, ran, sent, arrival
+        )
         if chosen < 0:
             continue
         if start > now:
@@ -126,6 +118,33 @@ def list_schedule(
     return (makespan if len(order) == nodes * microbatches else NEVER), order
 
 
+def choose(
+    job: Job,
+    nodes: Ints,
+    now: float,
+    free: float,
+    urgency: Floats,
+    period: float,
+    patience: float,
+    ran: Ints,
+    sent: Ints,
+    arrival: Floats,
+) -> tuple[int, float, float]:
+    """The most urgent of a rank's `nodes` (-1: none), when its input arrives, and when to look again for others."""
+    chosen, least, start, wake = -1, NEVER, 0.0, NEVER
+    for node in nodes:
+        microbatch = ran[node]
+        if microbatch >= sent[node] or job.takes[node] + job.reserve[node] > free:
+            continue
+        arrived = arrival[node * job.microbatches + microbatch]
+        urgent = urgency[node] + period * microbatch
+        if arrived - patience > now:
+            wake = min(wake, arrived - patience)
+        elif urgent < least:
+            chosen, least, start = node, urgent, arrived
+    return chosen, start, wake
+
+
 def anneal(
     job: Job, start: Ints, target: float, by_span: bool, heat: float, work: int, seed: int
 ) -> tuple[float, list[int], int]:
@@ -143,32 +162,19 @@ def anneal(
     Returns:
         How short the best order is, that order, and how much of the work was done.
     """
-    microbatches, total = job.microbatches, len(start)
-    order = [op for op in start]
+    total = len(start)
+    order = list(start)
     place, before, after = [0] * total, [-1] * total, [-1] * total
     end, backup, tail = [0.0] * total, [0.0] * total, [0.0] * total
     held = [0.0] * total
     first, last = [-1] * job.ranks, [-1] * job.ranks
-    for position in range(total):
-        op = order[position]
-        place[op] = position
-        node = op // microbatches
-        rank = job.rank[node]
-        previous = last[rank]
-        before[op] = previous
-        if previous < 0:
-            first[rank] = op
-            held[op] = job.takes[node]
-        else:
-            after[previous] = op
-            held[op] = held[previous] + job.takes[node]
-        last[rank] = op
+    link(job, order, place, before, after, held, first, last)
     path = [0 for _ in range(0)]
     replay(job, order, place, before, after, end, backup, tail, 0, total - 1, NEVER)
     look_ahead(job, order, place, before, after, tail, 0, total - 1)
     length = measure(job, first, last, end, by_span)
     trace(job, last, before, end, by_span, first, path)
-    best, best_order = length, [op for op in order]
+    best, best_order = length, list(order)
     done = 0
     while done < work and best > target:
         done += 10
@@ -205,9 +211,34 @@ def anneal(
     return best, best_order, done
 
 
-def reach(
-    job: Job, op: int, later: bool, jump: int, place: Ints, before: Ints, after: Ints, held: Floats
-) -> int:
+def link(
+    job: Job,
+    order: Ints,
+    place: list[int],
+    before: list[int],
+    after: list[int],
+    held: list[float],
+    first: list[int],
+    last: list[int],
+) -> None:
+    """Fill in, by op, its position, its neighbours on its rank, and what the rank holds from its start on."""
+    for position in range(len(order)):
+        op = order[position]
+        place[op] = position
+        node = op // job.microbatches
+        rank = job.rank[node]
+        previous = last[rank]
+        before[op] = previous
+        held[op] = job.takes[node]
+        if previous < 0:
+            first[rank] = op
+        else:
+            after[previous] = op
+            held[op] += held[previous]
+        last[rank] = op
+
+
+def reach(job: Job, op: int, later: bool, jump: int, place: Ints, before: Ints, after: Ints, held: Floats) -> int:
     """The farthest op on the same rank, at most `jump` away, that `op` can change sides with; `op` if none."""
     microbatches = job.microbatches
     node, microbatch = op // microbatches, op % microbatches
@@ -335,7 +366,9 @@ def replay(
     return position, True
 
 
-def look_ahead(job: Job, order: Ints, place: Ints, before: Ints, after: Ints, tail: list[float], left: int, right: int) -> int:
+def look_ahead(
+    job: Job, order: Ints, place: Ints, before: Ints, after: Ints, tail: list[float], left: int, right: int
+) -> int:
     """How long it takes from the end of each op to the end of all, at the least, where `left` to `right` changed.
 
     Returns:
@@ -390,9 +423,7 @@ def measure(job: Job, first: Ints, last: Ints, end: Floats, by_span: bool) -> fl
     return longest
 
 
-def trace(
-    job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first: Ints, path: list[int]
-) -> None:
+def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first: Ints, path: list[int]) -> None:
     """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
     microbatches = job.microbatches
     worst, longest = 0, -1.0
@@ -411,3 +442,7 @@ def trace(
         if previous < 0 or (source >= 0 and end[source] + job.lag[node] > end[previous]):
             previous = source
         op = previous
+
+
+ANNEALING = (link, reach, shift, replay, look_ahead, measure, trace)
+"""What `anneal` is made of."""

@@ -1,4 +1,4 @@
-"""The planner's front: costs and a memory limit in, the best schedule found and its distance from the best possible out."""
+"""The planner's front: costs and a limit in, the best schedule found and its distance from the best possible out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Plan:
     def gap(self) -> float:
         """How much longer the plan may be than the best possible one on these placements: 0.01 is one percent."""
         reached: float = getattr(self, self.objective)
-        return reached / self.lower_bound - 1 if self.lower_bound else 0.0
+        return max(reached / self.lower_bound - 1, 0.0) if self.lower_bound else 0.0
 
     @property
     def optimal(self) -> bool:
@@ -117,17 +117,22 @@ def plan(
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
     if objective not in ("makespan", "longest_rank_span"):
         raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {objective!r}")
+    if budget is not None and not budget > 0:
+        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {5e7:g} is usual")
     limits = _limits(ranks, memory_limit)
+    wanted = list(_placements(ranks, placements))
+    if not wanted:
+        raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
     problems = [
         _problem(name, placement, _cost_model(costs, placement), microbatches, limits, objective)
-        for name, placement in _placements(ranks, placements)
+        for name, placement in wanted
         if not isinstance(costs, CostModel) or costs.num_stages == placement.num_stages
     ]
     if not problems:
         stages = costs.num_stages if isinstance(costs, CostModel) else 0
         raise ValueError(
-            f"the costs are for {stages} stages, and none of the placements puts so many on {ranks} ranks; name one that"
-            " does, or pass a function that gives a CostModel for any placement"
+            f"the costs are for {stages} stages, and none of the placements puts so many on {ranks} ranks; name one"
+            " that does, or pass a function that gives a CostModel for any placement"
         )
     engine = fastest()
     search = Search(problems, budget or default_budget(problems, engine), seed, engine, progress or _silent)
@@ -136,7 +141,7 @@ def plan(
     if exact:
         from zbpipe.planner.exact import prove
 
-        found, bounds = prove(problems, found, bounds)
+        found, bounds = prove(search.by_placement)
     schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
     return Plan(
         schedule=schedule,
@@ -168,8 +173,8 @@ def _limits(ranks: int, memory_limit: float | Sequence[float] | None) -> tuple[f
     least = min(limits)
     if not least >= 1:
         raise ValueError(
-            f"memory_limit={least:g} on rank {limits.index(least)} is less than one microbatch, of which every rank holds"
-            " all its activations at some time; give at least 1, or cut the batch into more microbatches"
+            f"memory_limit={least:g} on rank {limits.index(least)} is less than one microbatch, of which every rank"
+            " holds all its activations at some time; give at least 1, or cut the batch into more microbatches"
         )
     return limits
 
@@ -201,7 +206,9 @@ def _problem(
     limits: tuple[float, ...] | None,
     objective: Objective,
 ) -> Problem:
-    shares = [sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    shares = [
+        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
+    ]
     limits = limits or (float(microbatches),) * placement.num_ranks
     absolute = tuple(limit * share for limit, share in zip(limits, shares, strict=True))
     return Problem(name, placement, costs, microbatches, absolute, objective == "longest_rank_span")

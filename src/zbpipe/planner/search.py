@@ -20,15 +20,14 @@ Progress = Callable[[float, float], None]
 _LISTING = 10
 """What it takes to place one op by list scheduling, in ops that annealing times anew."""
 _ROUNDS = 3
+"""Of annealing before the last one: 8 orders, then 4, then 2."""
 _SHARE_OF_SHAPES = 0.25
 """Of the budget, for list scheduling."""
-_STARTS = 1
-"""Searches for a shape, for each placement."""
 _WORTH = 1.1
 """By how much an order may be longer than the best one and still be annealed."""
 _HEAT = 0.06
-"""What annealing may lose in one move at the beginning: so many mean times of an op, times the root of the kilowork an op
-can be given. With more time to cool down it can begin hotter."""
+"""What annealing may lose in one move at the beginning, in mean times of an op, if it times each op a thousand times. It
+goes with the root of that: with more time to cool down it can begin hotter."""
 _NEAR = 1 + 1e-9
 
 
@@ -47,7 +46,9 @@ class Found:
 class Search:
     """One search over several placements, with a budget that counts ops placed and timed."""
 
-    def __init__(self, problems: Sequence[Problem], budget: float, seed: int, engine: Engine, progress: Progress) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], budget: float, seed: int, engine: Engine, progress: Progress
+    ) -> None:
         self.problems = problems
         self.engine = engine
         self.budget = budget
@@ -55,16 +56,16 @@ class Search:
         self.random = Random(seed)
         self.progress = progress
         self.best: Found | None = None
+        self.by_placement: dict[str, Found] = {}
+        """The best on each."""
 
     def run(self, seeds: Iterable[tuple[Problem, Schedule]]) -> Found:
         """The best order found, from known schedules and from list scheduling."""
         found = [self.keep(problem, problem.order(schedule), schedule.name) for problem, schedule in seeds]
-        share = _SHARE_OF_SHAPES * self.budget / len(self.problems) / _STARTS
+        share = _SHARE_OF_SHAPES * self.budget / len(self.problems)
         for problem in self.problems:
             scheduler = ListScheduler(problem, self.engine)
-            for _ in range(_STARTS):
-                order = self.shapes(problem, scheduler, share)
-                found.append(self.keep(problem, order, "list scheduling"))
+            found.append(self.keep(problem, self.shapes(problem, scheduler, share), "list scheduling"))
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
@@ -130,6 +131,9 @@ class Search:
         found = Found(problem, tuple(order), problem.length(order), by)
         if found.length < self.shortest:
             self.best = found
+        known = self.by_placement.setdefault(problem.name, found)
+        if found.length < known.length:
+            self.by_placement[problem.name] = found
         return found
 
     def spend(self, work: float) -> None:
