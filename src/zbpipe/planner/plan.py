@@ -118,7 +118,7 @@ def plan(
     if objective not in ("makespan", "longest_rank_span"):
         raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {objective!r}")
     if budget is not None and not budget > 0:
-        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {5e7:g} is usual")
+        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {8e7:g} is usual")
     limits = _limits(ranks, memory_limit)
     wanted = list(_placements(ranks, placements))
     if not wanted:
@@ -157,7 +157,7 @@ def plan(
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
     """About a second of work for 8 ranks and 32 microbatches, and no less; larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
-    return max(5e7, 3e4 * most) / (1 if engine.compiled else 30)
+    return max(8e7, 3e4 * most) / (1 if engine.compiled else 30)
 
 
 def _silent(share: float, best: float) -> None:

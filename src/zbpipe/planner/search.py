@@ -26,7 +26,7 @@ _SHARE_OF_SHAPES = 0.25
 _WORTH = 1.1
 """By how much an order may be longer than the best one and still be annealed."""
 _HEAT = 0.06
-"""What annealing may lose in one move at the beginning, in mean times of an op, if it times each op a thousand times. It
+"""What annealing may lose in one move at the beginning, in mean times of an op, if it times each op 1000 times. It
 goes with the root of that: with more time to cool down it can begin hotter."""
 _NEAR = 1 + 1e-9
 
