@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest gallery format clean
+.PHONY: help demo test test-oldest matrix compatibility gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -19,7 +19,13 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	$(BIN)/pytest
 
 test-oldest: $(VENV)-oldest/dev  ## all tests but TorchTitan's, with an older torch (2.13.0) in an environment of its own
-	$(VENV)-oldest/bin/pytest --ignore tests/test_titan.py
+	$(VENV)-oldest/bin/pytest --ignore tests/test_titan.py --ignore tests/test_matrix.py
+
+matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
+	$(BIN)/pytest -m '' tests/test_matrix.py
+
+compatibility: $(VENV)/dev  ## make docs/compatibility.md anew
+	$(BIN)/pytest -m '' tests/test_matrix.py --write-compatibility
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py

@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from zbpipe.runtime.stages import split_backward
 
+Execution = Literal["eager", "compile"]
 Split = Literal["torch", "zbpipe"]
 Contender = Literal["unsplit", "torch", "zbpipe"]
 Action = Literal["F", "B", "I", "W"]
@@ -63,11 +65,13 @@ class Size:
 
 SIZES: dict[str, dict[str, Size]] = {
     "cpu": {
+        "tiny": Size(dim=32, seq=8, batch=1, head_dim=16, blocks=8),
         "small": Size(dim=128, seq=128, batch=1, head_dim=64),
         "medium": Size(dim=256, seq=256, batch=2, head_dim=64),
         "large": Size(dim=512, seq=512, batch=2, head_dim=64),
     },
     "cuda": {
+        "tiny": Size(dim=64, seq=16, batch=1, head_dim=16, blocks=8),
         "small": Size(dim=1024, seq=2048, batch=1, head_dim=64),
         "medium": Size(dim=2048, seq=4096, batch=1, head_dim=128),
         "large": Size(dim=4096, seq=4096, batch=1, head_dim=128),
@@ -76,15 +80,25 @@ SIZES: dict[str, dict[str, Size]] = {
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
+class Mode(NamedTuple):
+    """How a stage runs."""
+
+    execution: Execution
+    checkpointing: Checkpointing
+
+
 class MiddleStage:
     """A `PipelineStage` between two neighbours on the same rank, run one action at a time on one microbatch."""
 
-    def __init__(self, size: Size, checkpointing: Checkpointing, contender: Contender, device: torch.device) -> None:
+    def __init__(self, size: Size, mode: Mode, contender: Contender, device: torch.device) -> None:
         torch.manual_seed(0)
         options: dict[str, Any] = {"device": device, "dtype": DTYPES[device.type]}
         block = (size.dim, size.heads, size.kv_heads, size.seq)
-        blocks = [checkpointed(Block(*block), checkpointing) for _ in range(size.blocks)]
+        blocks = [checkpointed(Block(*block), mode.checkpointing) for _ in range(size.blocks)]
         self.blocks = nn.Sequential(*blocks).to(**options)
+        if mode.execution == "compile":
+            for each in blocks:  # one by one, as TorchTitan does it
+                each.compile(fullgraph=True)
         self.x, self.dy = torch.randn(2, size.batch, size.seq, size.dim).to(**options)
         # The first module has a parameter, so that its output, the input of the stage in question, requires grad.
         modules = [nn.RMSNorm(size.dim, **options), self.blocks, nn.Identity()]
@@ -224,6 +238,7 @@ class Result:
     """One line of the table."""
 
     size: str
+    execution: Execution
     checkpointing: Checkpointing
     split: Split
     f: float | None = None
@@ -248,9 +263,9 @@ class Result:
     """First line of what the split raised."""
 
 
-def compare(name: str, size: Size, checkpointing: Checkpointing, rounds: int, device: torch.device) -> list[Result]:
+def compare(name: str, size: Size, mode: Mode, rounds: int, device: torch.device) -> list[Result]:
     """Both splits and the ordinary backward on stages with the same weights."""
-    stages = {c: MiddleStage(size, checkpointing, c, device) for c in get_args(Contender)}
+    stages = {c: MiddleStage(size, mode, c, device) for c in get_args(Contender)}
     errors = {c: warm_up(stage, ACTIONS[c], device) for c, stage in stages.items()}
     if errors["unsplit"] is not None:
         raise RuntimeError(f"the ordinary backward fails: {errors['unsplit']}")
@@ -260,13 +275,16 @@ def compare(name: str, size: Size, checkpointing: Checkpointing, rounds: int, de
     # Bytes before times: the passes after a garbage collection free by reference counts alone, as in a training that
     # collects garbage between steps only.
     gc.collect()
-    sizes = {c: measured_bytes(stage, ACTIONS[c], device) for c, stage in running.items()}
+    # On the CPU a compiled graph hides its tensors from the meter.
+    can_measure = mode.execution == "eager" or device.type == "cuda"
+    sizes = {c: measured_bytes(stage, ACTIONS[c], device) for c, stage in running.items() if can_measure}
     times = race(running, rounds, device)
     results = []
     for split in get_args(Split):
-        result = Result(size=name, checkpointing=checkpointing, split=split, error=errors[split])
+        result = Result(size=name, **mode._asdict(), split=split, error=errors[split])
         if split in running:
             _fill_times(result, times[split], times["unsplit"])
+        if split in sizes:
             result.kept_bytes, result.peak_bytes = sizes[split]["I"], sizes[split]["peak"]
             result.unsplit_peak_bytes = sizes["unsplit"]["peak"]
         results.append(result)
@@ -283,14 +301,28 @@ def _fill_times(result: Result, split: list[Seconds], unsplit: list[Seconds]) ->
 
 def table(results: Sequence[Result]) -> str:
     """Times in milliseconds, bytes in MiB."""
-    heads = ["size", "checkpointing", "split", "F", "B", "I", "W", "(I+W)/B", "quartiles", "kept", "peak", "peak F+B"]
+    heads = [
+        "size",
+        "execution",
+        "checkpointing",
+        "split",
+        "F",
+        "B",
+        "I",
+        "W",
+        "(I+W)/B",
+        "quartiles",
+        "kept",
+        "peak",
+        "peak F+B",
+    ]
     rows = [heads, *map(_cells, results)]
     # A failure's text goes beyond its column.
     widths = [max(len(row[c]) for row in rows if len(row) == len(heads)) for c in range(len(heads))]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if c < 3 else cell.rjust(width)
+            cell.ljust(width) if c < 4 else cell.rjust(width)
             for c, (cell, width) in enumerate(zip(row, widths, strict=False))
         ]
         lines.append("  ".join(cells).rstrip())
@@ -298,13 +330,19 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _cells(result: Result) -> list[str]:
-    names = [result.size, result.checkpointing, result.split]
+    names = [result.size, result.execution, result.checkpointing, result.split]
     if result.error is not None:
         return [*names, f"fails: {result.error}"]
     times = [f"{1e3 * (seconds or 0):.1f}" for seconds in (result.f, result.b, result.i, result.w)]
     quartiles = "-".join(f"{q:.2f}" for q in result.ratio_quartiles)
     sizes = (result.kept_bytes, result.peak_bytes, result.unsplit_peak_bytes)
-    return [*names, *times, f"{result.ratio:.3f}", quartiles, *(f"{(n or 0) / 2**20:.1f}" for n in sizes)]
+    return [
+        *names,
+        *times,
+        f"{result.ratio:.3f}",
+        quartiles,
+        *("-" if n is None else f"{n / 2**20:.1f}" for n in sizes),
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -313,6 +351,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=21, help="timed rounds, at least 2 (default: %(default)s)")
     parser.add_argument("--sizes", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--checkpointing", nargs="+", choices=modes, default=modes, help="default: all")
+    ways = list(get_args(Execution))
+    parser.add_argument("--execution", nargs="+", choices=ways, default=ways, help="default: both")
     parser.add_argument("--device", choices=list(SIZES), help="default: cuda if there is one, also for ROCm")
     parser.add_argument("--threads", type=int, default=1, help="threads of CPU operators (default: %(default)s)")
     parser.add_argument(
@@ -365,9 +405,9 @@ def main() -> int:
     gc.disable()
     results: list[Result] = []
     for name in arguments.sizes:
-        for checkpointing in arguments.checkpointing:
-            print(f"measuring {name}, checkpointing {checkpointing} ...", file=sys.stderr)
-            results += compare(name, SIZES[device.type][name], checkpointing, arguments.rounds, device)
+        for mode in starmap(Mode, product(arguments.execution, arguments.checkpointing)):
+            print(f"measuring {name}, {mode.execution}, checkpointing {mode.checkpointing} ...", file=sys.stderr)
+            results += compare(name, SIZES[device.type][name], mode, arguments.rounds, device)
     dist.destroy_process_group()
     if arguments.json:
         arguments.json.write_text(json.dumps(report(results, device, arguments.malloc), indent=2) + "\n")

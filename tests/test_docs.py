@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import zbpipe
 from zbpipe import registry
+from zbpipe.runtime.deferred import defer_weights
+from zbpipe.runtime.products import WeightGradients
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,6 +61,26 @@ def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "rank 0: 0F0 0I0 0W0\n"
+
+
+def test_deferring_a_layer() -> None:
+    """The page's layer leaves its weight gradient to W, and gets the right one."""
+    names: dict[str, Any] = {}
+    (code,) = blocks(ROOT / "docs" / "deferring-a-layer.md", "python")
+    exec(code, names)
+    layer = names["PerHead"](3, 4)
+    plain = copy.deepcopy(layer)
+    store = WeightGradients()
+    defer_weights(layer, store)
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    loss = layer(x).square().sum()
+    with store.record() as pending:
+        loss.backward()
+    assert layer.weight.grad is None
+    (gradient,) = pending
+    gradient.accumulate()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
 def test_every_schedule_has_a_summary() -> None:

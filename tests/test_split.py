@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import (
     SEQUENCE,
     VOCABULARY,
@@ -21,6 +23,7 @@ from models import (
     TiedStage,
     batch,
     build_stage,
+    checkpointed,
     gradients,
     loss_fn,
     reference,
@@ -29,11 +32,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
-from zbpipe.runtime.deferred import PendingGradient, WeightGradients, defer_linears
+from zbpipe.runtime.deferred import defer_weights
+from zbpipe.runtime.products import (
+    GROUPED_MM,
+    PendingGradient,
+    WeightGradients,
+    WeightProduct,
+    WeightProducts,
+)
 
 # One float32 sum in another order (see test_gradients.py).
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
@@ -61,7 +73,7 @@ class Products(TorchDispatchMode):
 def backward(module: nn.Module, *inputs: Tensor) -> list[PendingGradient]:
     """Forward and I: the backward of the sum of squares. What W still has to do."""
     store = WeightGradients()
-    defer_linears(module, store)
+    defer_weights(module, store)
     loss = module(*inputs).square().sum()
     with store.record() as pending:
         loss.backward()
@@ -104,21 +116,27 @@ def test_a_subclass_with_its_own_forward(x: Tensor) -> None:
     check_layer(DoubledLinear(WIDTH, 8), x, deferred=1)
 
 
-def test_a_layer_whose_forward_was_wrapped(x: Tensor) -> None:
-    """As TorchTitan's tensor parallelism does it: an attribute on the instance."""
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Linear, DoubledLinear])
+def test_a_layer_whose_forward_was_wrapped(x: Tensor, kind: type[nn.Linear], times: int) -> None:
+    """As TorchTitan's tensor parallelism does it: closures, in an attribute on the instance."""
 
     def wrap(layer: nn.Linear) -> nn.Linear:
         inner = layer.forward
         layer.forward = lambda input: 3 * inner(input)  # type: ignore[method-assign]
         return layer
 
-    plain = nn.Linear(WIDTH, 8)
+    plain = kind(WIDTH, 8)
     layer = copy.deepcopy(plain)
-    pending = backward(wrap(layer), x)
-    assert len(pending) == 1
-    pending[0].accumulate()
-    wrap(plain)(x).square().sum().backward()
-    assert_equal_gradients(layer, plain)
+    for _ in range(times):
+        wrap(plain)
+        wrap(layer)
+    for _ in range(2):  # the second time it is prepared already
+        pending = backward(layer, x)
+        assert len(pending) == 1
+        pending[0].accumulate()
+        plain(x).square().sum().backward()
+        assert_equal_gradients(layer, plain)
 
 
 def test_a_block_with_every_kind_of_layer(x: Tensor) -> None:
@@ -153,6 +171,123 @@ def test_what_cannot_be_put_off_gets_its_gradient_in_i(x: Tensor) -> None:
     check_layer(nn.Conv1d(SEQUENCE, 4, 3), x, deferred=0)
 
 
+class Batched(nn.Module):
+    """A layer that zbpipe does not know, one weight for each of its groups."""
+
+    weight_products: ClassVar[WeightProducts] = {
+        torch.bmm: WeightProduct(
+            input_gradient=lambda dy, weight: dy @ weight.mT,
+            weight_gradient=lambda dy, x: x.mT @ dy,
+        )
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, WIDTH))
+        self.scaled = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.bmm(x, self.weight.double().transpose(1, 2).float())
+        # A weight that is more than a cast or a transpose stays in I, and so does a product of activations.
+        return torch.bmm(y, 2 * self.scaled) + torch.bmm(torch.bmm(y, y.mT), y)
+
+
+def test_a_layer_of_the_users_own() -> None:
+    check_layer(nn.Sequential(Batched(), nn.Linear(8, 8)), torch.randn(3, WIDTH, WIDTH, requires_grad=True), deferred=2)
+
+
+class Experts(nn.Module):
+    """As TorchTitan's: float32 weights, bfloat16 products."""
+
+    weight_products: ClassVar[WeightProducts] = {torch._grouped_mm: GROUPED_MM}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(3, WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([5, 5, 9], dtype=torch.int32)  # nothing for the second expert
+        h = torch._grouped_mm(x.bfloat16(), self.up.bfloat16().transpose(-2, -1), offs=offsets)
+        return torch._grouped_mm(F.silu(h), self.down.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_grouped_experts(checkpointing: Checkpointing) -> None:
+    experts = Experts()
+    plain = copy.deepcopy(experts)
+    layer = checkpointed(experts, checkpointing)
+    for _ in range(2):
+        x = torch.randn(9, WIDTH, requires_grad=True)
+        twin = x.detach().requires_grad_()
+        pending = backward(layer, x)
+        assert len(pending) == 2
+        while pending:
+            pending.pop().accumulate()
+        plain(twin).square().sum().backward()
+        # The same products of the same bfloat16 numbers.
+        torch.testing.assert_close(x.grad, twin.grad, rtol=0, atol=0)
+        assert_equal_gradients(experts, plain)
+    assert experts.up.grad is not None
+    assert not experts.up.grad[1].any()
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_dtensor_weights(one_rank: None, x: Tensor, style: Any) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, 8))
+    layer = copy.deepcopy(plain)
+    parallelize_module(layer, init_device_mesh("cpu", (1,)), {"0": style()})
+    for _ in range(2):
+        pending = backward(layer, x)
+        assert len(pending) == 1
+        pending[0].accumulate()
+        plain(x).square().sum().backward()
+    weight = layer[0].weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(weight.grad, DTensor)
+    assert weight.grad.placements == weight.placements
+    for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, **TOLERANCE)  # type: ignore[union-attr]
+
+
+def test_float8_layers_compute_it_in_i(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """torchao's product of float8 tensors, emulated on the CPU, has a backward of its own."""
+    float8 = pytest.importorskip("torchao.float8")
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    stage[0].weight.grad = torch.zeros(WIDTH, WIDTH)
+    float8.convert_to_float8_training(
+        stage, module_filter_fn=lambda module, name: name == "1", config=float8.Float8LinearConfig(emulate=True)
+    )
+    plain = copy.deepcopy(stage)
+    schedule: Any = zbpipe.ScheduleZBH1(
+        [PipelineStage(stage, 0, 1, torch.device("cpu"))], 3, nn.functional.mse_loss, scale_grads=False
+    )
+    x, target = torch.randn(2, 6, WIDTH)
+    with caplog.at_level(logging.WARNING, "zbpipe"):
+        schedule.step(x, target=target)
+    assert "stage 0 computes these weight gradients in I, not in W: 1 (Float8Linear)" in caplog.text
+    for x_part, target_part in zip(x.chunk(3), target.chunk(3), strict=True):
+        nn.functional.mse_loss(plain(x_part), target_part).backward()
+    assert_equal_gradients(stage, plain)
+
+
+def test_a_gradient_of_the_gradient(x: Tensor) -> None:
+    """As in a gradient penalty: what is to be differentiated itself is left alone, the last backward is not."""
+    layer = nn.Linear(WIDTH, 8)
+    plain = copy.deepcopy(layer)
+    store = WeightGradients()
+    defer_weights(layer, store)
+    for each in (layer, plain):
+        with store.record() as pending:
+            (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+            assert pending == []
+            dx.square().sum().backward()
+        for gradient in pending:
+            gradient.accumulate()
+    assert layer.weight.grad is not None
+    assert_equal_gradients(layer, plain)
+
+
 def test_hooks_on_a_weight_see_its_gradient(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
@@ -183,7 +318,7 @@ def test_autocast(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = layer(x), plain(x)
     assert y.dtype == expected.dtype == torch.bfloat16
@@ -202,7 +337,7 @@ def test_autocast(x: Tensor) -> None:
 def test_outside_of_a_recording_it_is_an_ordinary_linear(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
-    defer_linears(layer, WeightGradients())
+    defer_weights(layer, WeightGradients())
     torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
     layer(x).square().sum().backward()
     plain(x).square().sum().backward()
@@ -215,7 +350,7 @@ def test_a_compiled_layer_is_left_to_the_compiler(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     loss = compiled(x).square().sum()
     with store.record() as pending:
@@ -228,7 +363,7 @@ def test_a_compiled_layer_is_left_to_the_compiler(x: Tensor) -> None:
 def test_a_copy_of_a_split_module_stands_on_its_own(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     twin = copy.deepcopy(layer)
     with store.record() as pending:
         twin(x).sum().backward()
@@ -244,7 +379,7 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
     blocks = [module for module in stage.modules() if isinstance(module, Block)]
     uses = 6 * len(blocks)  # up, gate, down, twice twice, frozen
     store = WeightGradients()
-    defer_linears(stage, store)
+    defer_weights(stage, store)
     input = torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
     for microbatch in range(2):
         with Products() as forward:
@@ -385,11 +520,82 @@ def test_eval_runs_forwards_only_and_training_goes_on(one_rank: None) -> None:
     assert not any(unfinished(stage) for stage in stages)
 
 
+class SelfBackwardLoss(torch.autograd.Function):
+    """As TorchTitan's chunked loss: head and backward are done; what is left is the gradient of the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: nn.Linear, target: Tensor) -> Tensor:
+        ctx.gradient, total = torch.zeros_like(hidden), torch.zeros(())
+        for half in (slice(0, SEQUENCE // 2), slice(SEQUENCE // 2, SEQUENCE)):
+            chunk = hidden[:, half].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = loss_fn(head(chunk), target[:, half]) / 2
+            if head.weight.requires_grad:
+                loss.backward()
+                ctx.gradient[:, half] = chunk.grad
+            total += loss.detach()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        return dloss * ctx.gradient, None, None
+
+
+class HeadInLoss(nn.Module):
+    """The last stage, whose head only the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *blocks, self.head = build_stage(1, 2)
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("defer_loss", [False, True])
+def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> None:
+    """The head's weight gradient is added in F, or with `defer_loss` in W."""
+    last = HeadInLoss()
+    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate([build_stage(0, 2), last])]
+    schedule: Any = zbpipe.ScheduleZBV(
+        stages,
+        3,
+        lambda hidden, target: SelfBackwardLoss.apply(hidden, last.head, target),
+        scale_grads=False,
+        defer_loss=defer_loss,
+    )
+    owed: list[int] = []
+    weights_seen: list[bool] = []
+
+    def watch(action: str, stage: Any) -> None:
+        if action == "I" and stage.stage_index == 1:
+            owed.append(len(list(unfinished(stage).values())[-1]))
+            weights_seen.append(last.head.weight.grad is not None)
+
+    tokens, targets = batch(3)
+    losses: list[Tensor] = []
+    # Before the first step torch runs the loss once on whatever is in memory, and this one adds to the head's gradient.
+    schedule.step(tokens, target=targets)
+    for stage in stages:
+        stage.submod.zero_grad()
+    watch_actions(stages, watch)
+    schedule.step(tokens, target=targets, losses=losses)
+    assert owed == [12 if defer_loss else 10] * 3  # both halves of the head, and 5 a block
+    assert weights_seen[0] != defer_loss
+    expected_losses, expected = reference(2, 3)
+    assert [loss.item() for loss in losses] == pytest.approx(expected_losses, rel=1e-6)
+    # The head is in another place of the module, and torch divides by the microbatches when it scales.
+    torch.testing.assert_close(last.head.weight.grad / 3, expected["1.2.weight"], **TOLERANCE)
+    torch.testing.assert_close(last.blocks[0].up.weight.grad / 3, expected["1.0.up.weight"], **TOLERANCE)
+    assert not any(unfinished(stage) for stage in stages)
+
+
 def test_an_error_in_i_ends_the_recording(x: Tensor) -> None:
     layer = nn.Linear(WIDTH, 8)
     plain = copy.deepcopy(layer)
     store = WeightGradients()
-    defer_linears(layer, store)
+    defer_weights(layer, store)
     with pytest.raises(ZeroDivisionError), store.record():
         raise ZeroDivisionError
     layer(x).square().sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from ranks import run_ranks
+from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
 
 import zbpipe
 from zbpipe import cli
@@ -22,101 +24,49 @@ pytest.importorskip("torchtitan")
 TIMEOUT = 200
 
 
-@pytest.fixture(scope="module")
-def seed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seed")
-    arguments = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
-    outcome = train_on_cpu(arguments, num_ranks=1, folder=folder, timeout=TIMEOUT)
-    assert outcome.error is None, (folder / "output.log").read_text()
-    return folder / "checkpoint" / "step-0"
-
-
-def train(schedule: str, seed: Path, folder: Path, *more: str) -> Outcome:
-    arguments = [
-        *("--training.steps", "3"),
-        *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed)),
-        *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", schedule),
-        *more,
-    ]
-    return train_on_cpu(arguments, num_ranks=2, folder=folder, timeout=TIMEOUT)
-
-
-@pytest.fixture(scope="module")
-def one_f_one_b(seed_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What torch's 1F1B makes of the same weights and data."""
-    folder = tmp_path_factory.mktemp("1f1b")
-    outcome = train("1F1B", seed_checkpoint, folder)
-    assert outcome.error is None, (folder / "output.log").read_text()
-    return outcome
-
-
-def assert_trains_alike(outcome: Outcome, expected: Outcome, folder: Path) -> None:
-    """float32: three optimizer steps differ by rounding at most."""
-    assert outcome.error is None, (folder / "output.log").read_text()
-    assert [step["step"] for step in outcome.steps] == [1, 2, 3]
-    assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
-    norms, expected_norms = ([step["grad_norm"] for step in each.steps] for each in (outcome, expected))
-    assert norms == pytest.approx(expected_norms, rel=1e-4)
-    # It learned something, so equal losses mean something.
-    assert outcome.losses[2] < outcome.losses[0] - 0.5
-
-
-@pytest.mark.parametrize("schedule", ["ZBV", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin"])
-def test_trains_like_1f1b_under_selective_checkpointing(
-    seed_checkpoint: Path, one_f_one_b: Outcome, tmp_path: Path, schedule: str
-) -> None:
-    outcome = train(schedule, seed_checkpoint, tmp_path)
-    assert_trains_alike(outcome, one_f_one_b, tmp_path)
-    log = (tmp_path / "output.log").read_text()
-    assert log.count("no accelerator found, so this trains on the CPU") == 1
-    assert f"Using zbpipe's pipeline schedule {schedule} with 8 microbatches" in log
-    assert "Applied SelectiveAC activation checkpointing" in log
-
-
-def test_a_csv_file_in_the_schedule_field(seed_checkpoint: Path, one_f_one_b: Outcome, tmp_path: Path) -> None:
+def test_a_csv_file_in_the_schedule_field_by_torchrun(titan: Titan, tmp_path: Path) -> None:
+    """`test_matrix.py` has the schedules with a name."""
     table = tmp_path / "mine.csv"
-    table.write_text(zbpipe.generate("VHalf", 2, 8).to_csv())
-    assert_trains_alike(train(str(table), seed_checkpoint, tmp_path), one_f_one_b, tmp_path)
+    table.write_text(zbpipe.generate("VHalf", 2, 4).to_csv())
+    arguments = [*SHORT, *start_from(titan.seed()), *pipeline(str(table))]
+    outcome = train_on_cpu(arguments, num_ranks=2, folder=tmp_path / "job", timeout=TIMEOUT)
+    log = (tmp_path / "job" / "output.log").read_text()
+    print(log)
+    assert_trains_alike(outcome, titan.without_pipeline())
+    assert log.count("no accelerator found, so this trains on the CPU") == 1
+    assert f"Using zbpipe's pipeline schedule {table} with 4 microbatches" in log
+    assert "Applied SelectiveAC activation checkpointing" in log  # TorchTitan's default
+
+
+def test_an_error_by_torchrun(tmp_path: Path) -> None:
+    outcome = train_on_cpu([*pipeline("ZBVV")], num_ranks=2, folder=tmp_path, timeout=TIMEOUT)
+    assert outcome.error is not None
+    assert "unknown schedule 'ZBVV'; did you mean 'ZBV'?" in outcome.error
+    assert outcome.steps == ()
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--parallelism.pipeline_parallel_schedule", "ZBVV"], "unknown schedule 'ZBVV'; did you mean 'ZBV'?"),
         (
-            [
-                "--parallelism.pipeline_parallel_schedule",
-                "ZBV",
-                "--parallelism.pipeline_parallel_schedule_csv",
-                "a.csv",
-            ],
+            [*pipeline("ZBV"), "--parallelism.pipeline_parallel_schedule_csv", "a.csv"],
             "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other",
         ),
         (
-            [
-                "--parallelism.pipeline_parallel_schedule",
-                "ZBV",
-                "--parallelism.pipeline_parallel_layers_per_stage",
-                "4",
-            ],
+            [*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"],
             "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
         ),
-        (
-            ["--parallelism.pipeline_parallel_schedule", "four_ranks.csv"],
-            "four_ranks.csv is a table for 4 ranks, but the job has 2",
-        ),
+        (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
     ],
 )
-def test_settings_that_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("four_ranks.csv").write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
-    degree = ["--parallelism.pipeline_parallel_degree", "2"]
-    outcome = train_on_cpu([*degree, *arguments], num_ranks=2, folder=tmp_path / "job", timeout=TIMEOUT)
-    assert outcome.error is not None
-    assert error in outcome.error
-    assert outcome.steps == ()
+def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
+    table = tmp_path / "four_ranks.csv"
+    table.write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
+    found = [str(table) if argument == table.name else argument for argument in arguments]
+    job = titan.train(*found, num_ranks=2)
+    assert len(job.errors) == 2
+    assert all(error in each for each in job.errors), job.errors
+    assert not job.began
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -260,4 +210,4 @@ def test_the_first_error_is_told(tmp_path: Path) -> None:
         file = tmp_path / "errors" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": time}}}))
-    assert launch._error(tmp_path) == "ValueError: first and why"
+    assert launch.first_error(tmp_path) == "ValueError: first and why"

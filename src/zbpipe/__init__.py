@@ -15,6 +15,7 @@ from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
     from zbpipe.planner.plan import Plan, plan
+    from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __version__ = version("zbpipe")
 
 __all__ = [
+    "GROUPED_MM",
+    "LINEAR",
     "CostModel",
     "Finding",
     "Link",
@@ -45,6 +48,7 @@ __all__ = [
     "ScheduleZBH2",
     "ScheduleZBV",
     "Timeline",
+    "WeightProduct",
     "build_pipeline_schedule",
     "generate",
     "plan",
@@ -59,7 +63,8 @@ def __getattr__(name: str) -> Any:
     if name in ("Plan", "plan"):  # the search is not needed for anything else
         return getattr(import_module("zbpipe.planner.plan"), name)
     if name in __all__:  # public, but not imported above: it needs torch
-        return getattr(import_module("zbpipe.runtime.schedules"), name)
+        module = "products" if name in ("GROUPED_MM", "LINEAR", "WeightProduct") else "schedules"
+        return getattr(import_module(f"zbpipe.runtime.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

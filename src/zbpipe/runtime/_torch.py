@@ -7,12 +7,18 @@ number.
 from __future__ import annotations
 
 import inspect
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed._composable.replicate import DDP
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     _Action,
@@ -22,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.ir import Op, Schedule
 
@@ -58,6 +65,12 @@ def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
 
 
+def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
+    """Whether any rank runs the actions I and W."""
+    actions = (action for row in runtime.pipeline_order.values() for action in row)
+    return any(action and action.computation_type is _ComputationType.BACKWARD_WEIGHT for action in actions)
+
+
 def to_other_ranks(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """The sends and receives whose peer is not this very process."""
     return [operation for operation in operations if operation.peer != dist.get_rank()]
@@ -69,12 +82,99 @@ def _action(op: Op) -> _Action | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile(module)` or `module.compile()` was called on it."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return is_optimized(module) or module._compiled_call_impl is not None
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile(module)` gives, which shows the attributes of the module inside as its own."""
+    return isinstance(module, OptimizedModule)
+
+
+def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
+    """Have a compiled module's calls run as `region(compiled, eager, *args, **kwargs)`."""
+    if isinstance(module, OptimizedModule):
+        module.forward = partial(region, module.forward, module._orig_mod)
+    else:
+        module._compiled_call_impl = partial(region, module._compiled_call_impl, module._call_impl)
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which the compiler leaves alone."""
+    return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What runs when a compiled module is called."""
+    call = module.forward if isinstance(module, OptimizedModule) else module._compiled_call_impl
+    return call.func if isinstance(call, partial) else call
 
 
 def has_hooks(weight: Tensor) -> bool:
     """Whether hooks want to see the gradient of `weight`: `register_hook`, `register_post_accumulate_grad_hook`."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
+
+
+def reduces_in_hooks(module: nn.Module) -> bool:
+    """Whether DistributedDataParallel, or the composable `replicate` around it, reduces the gradients."""
+    return isinstance(module, (DistributedDataParallel, DDP))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard`, or the `replicate` that stands on it, was called on this very module."""
+    return isinstance(module, FSDPModule)
+
+
+def settle_gradients(module: nn.Module) -> None:
+    """Let FSDP2 take over what was added to the `.grad` of unsharded parameters outside of a backward.
+
+    Older ones (torch 2.13) do so at the end of a backward only, and keep the sum, in the dtype in which they will
+    reduce, beside `.grad`.
+    """
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
+    for part in filter(is_fsdp, module.modules()):
+        for group in part._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+# They keep nothing of the forward, so autograd can go through them once more, and they cost next to nothing.
+_REPEATABLE = {
+    "AliasBackward0",
+    "PermuteBackward0",
+    "TBackward0",
+    "ToCopyBackward0",
+    "TransposeBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+    "_ToTorchTensorBackward",
+    "_UnsafeViewBackward0",
+}
+
+
+def leaf_behind(tensor: Tensor) -> Tensor | None:
+    """The leaf that `tensor` is a cast, a transpose or a local part of, if it is nothing more than that."""
+    node: Node | None = get_gradient_edge(tensor).node
+    while node is not None and node.name() in _REPEATABLE:
+        node = node.next_functions[0][0]
+    return cast(Tensor | None, getattr(node, "variable", None))
+
+
+def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
+    """Where a gradient of `tensor` can enter autograd's graph once more, later, on its way to a leaf without hooks."""
+    leaf = leaf_behind(tensor)
+    return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Groups of rows of `x`, each times its own weight."""
+    return torch._grouped_mm(x, weight, offs=offs)
+
+
+GROUPED_MM = torch._grouped_mm
+"""The function under which TorchTitan's experts call it."""
 
 
 def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:

@@ -1,122 +1,191 @@
-"""Linear layers that can put their weight gradient off: I leaves x and dY behind, W is a drain of GEMMs.
+"""Layers that can put their weight gradient off: I leaves x and dY behind, W is a drain of GEMMs.
 
-One ordinary backward runs as I. Where autograd would compute dW = dY^T x of a linear layer, `_DeferredLinear` keeps the
-pair (x, dY) in the `WeightGradients` that is recording, and W multiplies and accumulates the pairs later. The autograd
+One ordinary backward runs as I. Where autograd would compute dW = dY^T x of a linear layer, the layer keeps the pair
+(x, dY) in the `WeightGradients` that is recording, and W multiplies and accumulates the pairs later. The autograd
 graph is walked once and is gone after I, so checkpointed blocks are recomputed once, in I.
 
-Outside of a recording the same layers compute dW on the spot, as any linear does. Thus a full backward, torch's
+Outside of a recording the same layers compute dW on the spot, as any layer does. Thus a full backward, torch's
 metadata inference before the first step, a loss that runs its own backward during F, and a module used without a
 pipeline all give complete gradients.
+
+Inside of a compiled region nothing can be kept on the side. There x and dY leave as the gradients of two inputs, the
+slots, which `zbpipe.runtime.compiled` provides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.products import LINEAR, PendingGradient, WeightGradients, WeightProduct, WeightProducts, rows
 
 
-class PendingGradient(NamedTuple):
-    """What W needs for one use of one linear layer."""
+def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
+    """Make the layers in `module` put their weight gradients off while `gradients` records.
 
-    weight: Tensor
-    """The leaf parameter, (out, in)."""
-    x: Tensor
-    """The layer's input, (..., in)."""
-    dy: Tensor
-    """The gradient of the layer's output, (..., out)."""
-
-    def accumulate(self) -> None:
-        """Add dY^T x to `weight.grad`, in the dtype in which autograd would accumulate it."""
-        weight, x, dy = self.weight, _rows(self.x), _rows(self.dy)
-        grad = weight.grad
-        if grad is None:
-            gradient = dy.t().mm(x)
-            weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
-        elif grad.is_sparse:  # from an embedding that shares this weight
-            weight.grad = dy.t().mm(x) + grad
-        elif grad.dtype == dy.dtype:
-            grad.addmm_(dy.t(), x)
-        else:
-            grad.add_(dy.t().mm(x))
-
-
-class WeightGradients:
-    """Collects the weight gradients that backwards put off. One per schedule and rank."""
-
-    def __init__(self) -> None:
-        # A plain attribute: autograd runs the backward of CUDA ops in threads of its own.
-        self._recording: list[PendingGradient] | None = None
-
-    @contextmanager
-    def record(self) -> Iterator[list[PendingGradient]]:
-        """Within, linear layers put their weight gradients off into the list that this gives."""
-        pending: list[PendingGradient] = []
-        self._recording = pending
-        try:
-            yield pending
-        finally:
-            self._recording = None
-
-    def defer(self, gradient: PendingGradient) -> bool:
-        """Take over `gradient`; False if nothing is recording and it has to be computed now."""
-        if self._recording is None:
-            return False
-        self._recording.append(gradient)
-        return True
-
-
-def defer_linears(module: nn.Module, gradients: WeightGradients) -> None:
-    """Make every `nn.Linear` in `module` put its weight gradient off while `gradients` records.
-
-    Parameters, buffers and their names stay as they are. What cannot be put off gets its gradient in I, from autograd:
-    parametrized weights, weights with hooks, DTensors and other tensor subclasses, whatever runs inside a compiled
-    region, and the parameters of all other layers. A layer that was prepared before follows the new `gradients`.
+    These are all `nn.Linear` and every module with an attribute `weight_products` (see
+    `zbpipe.runtime.products.WeightProduct`). Parameters, buffers and their names stay as they are. What cannot be put
+    off gets its gradient in I, from autograd: weights with hooks, weights that are more than a cast or a transpose of a
+    parameter, tensor subclasses but DTensor, and the parameters of all other layers. A layer that was prepared before
+    follows the new `gradients`.
     """
     for layer in module.modules():
-        if isinstance(layer.forward, _DeferringForward):
-            layer.forward.gradients = gradients
-        elif isinstance(layer, nn.Linear):
-            layer.forward = _DeferringForward(layer, gradients)  # type: ignore[method-assign]
+        if _torch.is_optimized(layer):
+            continue
+        products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else None)
+        if _ATTRIBUTE in layer.__dict__:
+            deferral_of(layer).gradients = gradients
+        elif products is not None:
+            setattr(layer, _ATTRIBUTE, Deferral(layer, products, gradients))
+            _replace_forward(layer)
 
 
-class _DeferringForward:
-    """Stands in for the `forward` of one linear layer."""
+def deferral_of(layer: nn.Module) -> Deferral:
+    """What `defer_weights` has put on `layer`."""
+    return cast(Deferral, layer.__dict__[_ATTRIBUTE])
 
-    def __init__(self, layer: nn.Linear, gradients: WeightGradients) -> None:
+
+def deferrals(module: nn.Module) -> dict[str, Deferral]:
+    """Of all layers that were prepared, by the names of the layers."""
+    return {name: deferral_of(layer) for name, layer in module.named_modules() if _ATTRIBUTE in layer.__dict__}
+
+
+_ATTRIBUTE = "_weight_deferral"
+_LINEAR_ALONE: WeightProducts = {F.linear: LINEAR}
+
+
+class Spec(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Slots(NamedTuple):
+    """Two inputs of a compiled region that take no memory, and whose gradients carry out x and dY of one product."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Deferral:
+    """How one layer puts its weight gradients off."""
+
+    def __init__(self, layer: nn.Module, products: WeightProducts, gradients: WeightGradients) -> None:
         self.layer = layer
+        self.products = products
         self.gradients = gradients
         self.original = layer.forward
-        self.is_plain = getattr(layer.forward, "__func__", None) is nn.Linear.forward
+        self.has_deferred = False
+        """Whether a gradient was ever put off where the layer runs, inside of a compiled region or without one."""
+        self.is_caught = False
+        """Whether its products are caught in a forward of its own, which the compiler does not allow."""
+        self.is_compiled = False
+        """Whether the layer belongs to a compiled region."""
+        self.slots: Slots | None = None
+        """For the next call inside of a compiled region."""
+        self.seen: list[tuple[str, Spec, Spec]] | None = None
+        """If not None, each plain use adds the weight's name and what the rows of x and of y look like."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear` with a weight of the layer's own."""
         if torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
-        if self.is_plain:
-            return self.forward(*args, **kwargs)
-        # A subclass with a forward of its own, or one that was wrapped: keep it, and catch the linear inside.
-        with _CatchLinear(self.layer, self.gradients):
-            return self.original(*args, **kwargs)
+            return _linear_in_slots(input, weight, bias, self.slots)
+        target = _target(input, weight)
+        if target is None:
+            return F.linear(input, weight, bias)
+        input = _autocast(input)
+        self.has_deferred |= not self.is_compiled
+        y: Tensor = _DeferredLinear.apply(input, weight, bias, target, self.gradients)
+        if self.seen is not None and isinstance(target, Tensor) and not self.is_caught:
+            self.seen += [
+                (name, spec(rows(input)), spec(rows(y))) for name, own in self.layer.named_parameters() if own is target
+            ]
+        return y
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _linear(self.gradients, input, self.layer.weight, self.layer.bias)
+    def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A product of `self.products`: `function(x, weight, ...)`."""
+        x, weight, *rest = args
+        target = _target(x, weight)
+        if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
+            return function(*args, **kwargs)
+        self.has_deferred |= not self.is_compiled
+        call = _Call(function, self.products[function], tuple(rest), kwargs, target, self.gradients)
+        return _DeferredProduct.apply(x, weight, call)
+
+    def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether this call is to go to `multiply`."""
+        return function in self.products and len(args) > 1 and self.owns(args[1])
+
+    def owns(self, weight: object) -> bool:
+        """Whether `weight` is one of the layer's parameters, or made from one by a cast, a transpose and the like."""
+        if not isinstance(weight, Tensor):
+            return False
+        leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
+        return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
 
-class _CatchLinear(TorchFunctionMode):
-    """Diverts `F.linear` with one of the layer's own parameters as its weight."""
+# Methods of the layer, and not of its Deferral, because the compiler takes two layers for the same code only then, and
+# reuses the graph of one block for the next.
 
-    def __init__(self, layer: nn.Linear, gradients: WeightGradients) -> None:
+
+def _replace_forward(layer: nn.Module) -> None:
+    plain = MethodType(_linear_forward, layer)
+    if _is_linears_own(layer.forward, layer):
+        layer.forward = plain
+    elif not _rebind(layer.forward, layer, plain):
+        deferral_of(layer).is_caught = True
+        layer.forward = MethodType(_catching_forward, layer)
+
+
+def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    return deferral_of(layer).linear(input, layer.weight, layer.bias)
+
+
+def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A forward of the layer's own: keep it, and catch the products inside."""
+    deferral = deferral_of(layer)
+    if torch.compiler.is_compiling():
+        # Checkpointing does not allow to watch functions inside of a compiled region.
+        return deferral.original(*args, **kwargs)
+    with _CatchProducts(deferral):
+        return deferral.original(*args, **kwargs)
+
+
+def _is_linears_own(function: object, layer: nn.Module) -> bool:
+    return isinstance(function, MethodType) and function.__func__ is nn.Linear.forward and function.__self__ is layer
+
+
+def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
+    """Where a closure was put around `nn.Linear.forward`, have it call `forward` instead. False if it is none.
+
+    TorchTitan's tensor parallelism wraps layers in this way.
+    """
+    for cell in getattr(function, "__closure__", None) or ():
+        if _is_linears_own(cell.cell_contents, layer):
+            cell.cell_contents = forward
+            return True
+        if isinstance(cell.cell_contents, FunctionType) and _rebind(cell.cell_contents, layer, forward):
+            return True
+    return False
+
+
+class _CatchProducts(TorchFunctionMode):
+    """Diverts the products with the layer's own weights."""
+
+    def __init__(self, deferral: Deferral) -> None:
         super().__init__()
-        self.layer = layer
-        self.gradients = gradients
+        self.deferral = deferral
 
     def __torch_function__(
         self,
@@ -126,33 +195,40 @@ class _CatchLinear(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear:
-            weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            if any(weight is parameter for parameter in self.layer.parameters(recurse=False)):
-                return _linear(self.gradients, *args, **kwargs)
+        if func is F.linear and F.linear in self.deferral.products:
+            if self.deferral.owns(args[1] if len(args) > 1 else kwargs.get("weight")):
+                return self.deferral.linear(*args, **kwargs)
+        elif self.deferral.catches(func, args):
+            return self.deferral.multiply(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _linear(gradients: WeightGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _can_defer(input, weight):
-        return F.linear(input, weight, bias)
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and input.is_floating_point():
-        # The product runs in autocast's dtype, so that is the x to keep; autocast itself casts the weight.
-        input = input.to(torch.get_autocast_dtype(device))
-    return _DeferredLinear.apply(input, weight, bias, gradients)  # type: ignore[no-any-return]
+def spec(tensor: Tensor) -> Spec:
+    """What `tensor` looks like."""
+    return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
-def _can_defer(x: Tensor, weight: Tensor) -> bool:
-    """Only a leaf has a `.grad` to add to, and only with plain tensors is W no more than a GEMM."""
-    plain = (Tensor, nn.Parameter)
-    return (
-        weight.requires_grad
-        and weight.is_leaf
-        and torch.is_grad_enabled()
-        and type(weight) in plain
-        and type(x) in plain
-    )
+def _target(x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
+    """Where W adds the gradient of `weight`; None if it cannot be put off."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    plain = type(x) in _PLAIN and type(weight) in _PLAIN
+    if plain and weight.is_leaf:
+        return weight
+    if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+        return None
+    return _torch.edge_to_leaf(weight)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Under autocast the product runs in autocast's dtype, so that is the x to keep; it casts the weight itself."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -162,31 +238,99 @@ class _DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor | GradientEdge,
+        gradients: WeightGradients,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing hands out a copy of a saved tensor; only this is the leaf whose .grad counts.
-        ctx.weight = weight
+        # Checkpointing hands out a copy of a saved tensor; only this is where the gradient belongs.
+        ctx.target = target
         ctx.gradients = gradients
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = dy.matmul(weight.to(dy.dtype))
-        # Hooks on the weight wait for its gradient in the backward itself. And x is detached, because it would keep
-        # the whole graph that made it alive until W.
-        gradient = PendingGradient(ctx.weight, x.detach(), dy)
-        if _torch.has_hooks(ctx.weight) or not ctx.gradients.defer(gradient):
-            dw = _rows(dy).t().mm(_rows(x)).to(ctx.weight.dtype)
+            dx = LINEAR.input_gradient(dy, weight)
+        dy = rows(dy)
+        # x is detached, because it would keep the whole graph that made it alive until W.
+        if not _put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, rows(x.detach()), dy)):
+            dw = LINEAR.weight_gradient(dy, rows(x)).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            db = _rows(dy).sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None
+            db = dy.sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db, None, None
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """All leading dimensions in one: (..., n) to (rows, n)."""
-    return tensor.reshape(-1, tensor.shape[-1])
+class _Call(NamedTuple):
+    """A product with all but x and the weight, and where its weight gradient goes."""
+
+    function: Callable[..., Tensor]
+    product: WeightProduct
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    target: Tensor | GradientEdge
+    gradients: WeightGradients
+
+
+class _DeferredProduct(torch.autograd.Function):
+    """y = f(x, W, ...), whose backward gives dX at once and leaves dW to the recording, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.call = call
+        return call.function(x, weight, *call.arguments, **call.options)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        call: _Call = ctx.call
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
+        pending = PendingGradient(call.product, call.target, x.detach(), dy, call.arguments, call.options)
+        if not _put_off(call.gradients, pending):
+            dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
+        return dx, dw, None
+
+
+def _put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
+    """False if dW is to be computed now: nothing records, the backward is to be differentiated itself, or hooks on the
+    weight wait for its gradient."""
+    if torch.is_grad_enabled() or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)):
+        return False
+    return gradients.defer(pending)
+
+
+def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:
+    """`F.linear` while it is being compiled: the two slots take x and dY out of the region, if they fit."""
+    input = _autocast(input)
+    if slots is None or slots.x.shape != rows(input).shape or slots.x.dtype != input.dtype:
+        return F.linear(input, weight, bias)
+    return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
+
+
+class _LinearInSlots(torch.autograd.Function):
+    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        dy = rows(dy)
+        db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, db, rows(x.detach()), dy

@@ -17,6 +17,8 @@ from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.lowered import mixed_up_messages, parse
 from zbpipe.runtime import _torch
 from zbpipe.runtime import stages as split
+from zbpipe.runtime.losses import defer_in_loss
+from zbpipe.runtime.products import WeightGradients
 from zbpipe.runtime.stages import SplitBackward
 from zbpipe.validate import require_valid
 
@@ -31,7 +33,10 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         n_microbatches: any number from 1 on.
         loss_fn: `(output, target) -> loss`; without it `step` runs forwards only.
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
-            `zbpipe.runtime.deferred`); "autograd" is torch's own split, for comparison.
+            `zbpipe.runtime.deferred`); a stage without a layer that can do so is told in the log, or refused with
+            "strict". "autograd" is torch's own split, for comparison.
+        defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
+            leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.
         costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
@@ -50,6 +55,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
         split_backward: SplitBackward = "deferred",
+        defer_loss: bool = False,
         costs: CostModel | None = None,
         **options: Any,
     ) -> None:
@@ -65,11 +71,14 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         )
         _require_runnable(schedule, placement)
         self.schedule = schedule
+        gradients = WeightGradients()
+        if defer_loss and loss_fn is not None and split_backward != "autograd":
+            loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         _torch.lower(self, self.schedule)
         _require_matching_messages(self, traits.name, options)
         if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
-            split.split_backward(self._stages, split_backward)
+            split.split_backward(self._stages, split_backward, gradients)
 
 
 class ScheduleZBH1(RegisteredSchedule):
@@ -166,7 +175,18 @@ def build_pipeline_schedule(
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
     _require_matching_messages(built, traits.name, options)
+    require_splittable(built, traits.name)
     return built
+
+
+def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
+    """Refuse one of torch's own schedules with I and W on compiled stages.
+
+    Raises:
+        ValueError: it would fail at the first W, or with `donated_buffer=False` give wrong gradients.
+    """
+    if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
+        split.require_not_compiled(schedule._stages, f"torch's own {name}")
 
 
 def _stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:

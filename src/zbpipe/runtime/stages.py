@@ -5,57 +5,127 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import PendingGradient, WeightGradients, defer_linears
+from zbpipe.runtime.compiled import defer_in_compiled_regions
+from zbpipe.runtime.deferred import defer_weights, deferrals
+from zbpipe.runtime.products import PendingGradient, WeightGradients
 
-SplitBackward = Literal["deferred", "autograd"]
-"""How I and W share the backward: zbpipe's deferred weight gradients, or torch's own walk of the autograd graph."""
+SplitBackward = Literal["deferred", "strict", "autograd"]
+"""How I and W share the backward: by zbpipe's deferred weight gradients, where "strict" refuses a stage that has none
+to defer, or by torch's own walk of the autograd graph."""
+
+_TELL_AFTER = 2
+"""So many I, because the first one may have run without the compiler (see `zbpipe.runtime.compiled`)."""
 
 logger = logging.getLogger(__name__)
 
 
-def split_backward(stages: Sequence[_torch.Stage], how: SplitBackward) -> None:
+def split_backward(
+    stages: Sequence[_torch.Stage], how: SplitBackward, gradients: WeightGradients | None = None
+) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W.
+
+    Args:
+        stages: they stay as they are with "autograd".
+        how: see `SplitBackward`.
+        gradients: the store that collects what I puts off; by default a new one.
 
     Raises:
         ValueError: `how` is unknown, or a stage's module cannot be split this way.
     """
-    if how not in ("deferred", "autograd"):
-        raise ValueError(f"split_backward={how!r} is unknown: use 'deferred' (zbpipe's) or 'autograd' (torch's own)")
-    compiled = [stage.stage_index for stage in stages if any(map(_torch.is_compiled, stage.submod.modules()))]
-    for stage in stages:
-        if isinstance(stage.submod, DistributedDataParallel):
-            raise ValueError(
-                f"stage {stage.stage_index} is wrapped by DistributedDataParallel, whose gradient hooks do not fit a"
-                " backward in two parts: use fully_shard or replicate instead, or a schedule without I and W"
-            )
-    if how == "autograd":
-        if compiled:
-            raise ValueError(
-                f"split_backward='autograd' cannot split the compiled modules of stages {compiled} (with"
-                " donated_buffer=False their weight gradients come out wrong): use split_backward='deferred'"
-            )
-        return
-    if compiled:
-        logger.warning(
-            "stages %s are compiled: their compiled regions compute weight gradients in I, not in W", compiled
+    if how not in get_args(SplitBackward):
+        raise ValueError(
+            f"split_backward={how!r} is unknown: use 'deferred' (zbpipe's), 'strict' (the same, or an error) or"
+            " 'autograd' (torch's own)"
         )
-    gradients = WeightGradients()
+    for stage in stages:
+        _refuse_early_reduction(stage)
+    if how == "autograd":
+        require_not_compiled(stages, "split_backward='autograd'")
+        return
+    gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, gradients)
+        if not deferrals(stage.submod):
+            _complain_of_nothing_to_defer(stage, how)
+
+
+def _refuse_early_reduction(stage: _torch.Stage) -> None:
+    """torch's stages put the reduction of gradients off until W only if the stage as a whole is an FSDP module."""
+    parts = list(stage.submod.modules())
+    if any(map(_torch.reduces_in_hooks, parts)):
+        raise ValueError(
+            f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
+            " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
+            " schedule without I and W"
+        )
+    if any(map(_torch.is_fsdp, parts)) and not _torch.is_fsdp(stage.submod):
+        raise ValueError(
+            f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
+            " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
+            " without I and W"
+        )
+
+
+def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
+    """Refuse torch's own split, for `what`, on compiled modules.
+
+    torch stops at the first W with an error about donated buffers; with `donated_buffer=False`, which that error
+    suggests, it goes on and accumulates wrong weight gradients (seen on torch 2.13 and 2.15).
+
+    Raises:
+        ValueError: a stage has a compiled module.
+    """
+    compiled = [stage.stage_index for stage in stages if any(map(_torch.is_compiled, stage.submod.modules()))]
+    if compiled:
+        raise ValueError(
+            f"{what} cannot split the compiled modules of stages {compiled} (with donated_buffer=False their weight"
+            " gradients come out wrong): use one of zbpipe's schedules with split_backward='deferred'"
+        )
+
+
+def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> None:
+    complaint = (
+        f"stage {stage.stage_index} has no layer that can put its weight gradient off, neither nn.Linear nor one with"
+        " weight_products"
+    )
+    if how == "strict":
+        raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
+    logger.warning("%s: its I is a full backward, its W does nothing", complaint)
+
+
+def _tell_what_is_left_in_i(stage: _torch.Stage) -> None:
+    """Once: whatever has a matrix for weight and did not put its gradient off."""
+    prepared = deferrals(stage.submod)
+    left = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in stage.submod.named_modules()
+        if _has_matrix(layer) and not (name in prepared and prepared[name].has_deferred)
+    ]
+    if left:
+        logger.warning(
+            "stage %d computes these weight gradients in I, not in W: %s", stage.stage_index, ", ".join(left)
+        )
+
+
+def _has_matrix(layer: nn.Module) -> bool:
+    """Whether it owns a weight with a product for a gradient; an embedding's gradient is no product."""
+    parameters = layer.parameters(recurse=False)
+    return not isinstance(layer, nn.Embedding) and any(p.requires_grad and p.dim() >= 2 for p in parameters)
 
 
 def _split(stage: _torch.Stage, gradients: WeightGradients) -> None:
     if not isinstance(stage, _SplitBackward):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
-        stage.__dict__.update(_gradients=gradients, _pending={})
-    defer_linears(stage.submod, stage.__dict__["_gradients"])
+        stage.__dict__.update(_pending={}, _num_split=0)
+    stage.__dict__["_gradients"] = gradients
+    defer_weights(stage.submod, gradients)
+    defer_in_compiled_regions(stage.submod)
 
 
 @cache
@@ -72,6 +142,8 @@ class _SplitBackward(_torch.Stage):
     _gradients: WeightGradients
     _pending: dict[int, list[PendingGradient]]
     """By microbatch, from its I to its W."""
+    _num_split: int
+    """How many I have run."""
 
     def backward_one_chunk(
         self,
@@ -86,6 +158,9 @@ class _SplitBackward(_torch.Stage):
         with self._gradients.record() as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
         self._pending[bwd_chunk_id] = pending
+        self._num_split += 1
+        if self._num_split == _TELL_AFTER:
+            _tell_what_is_left_in_i(self)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -94,6 +169,7 @@ class _SplitBackward(_torch.Stage):
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
             pending.pop().accumulate()
+        _torch.settle_gradients(self.submod)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""

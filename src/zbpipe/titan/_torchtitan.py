@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torchtitan.trainer
@@ -17,32 +18,37 @@ from torch.distributed.pipelining import PipelineStage
 from torchtitan.components import metrics
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
-from zbpipe.runtime._torch import PipelineSchedule
-from zbpipe.runtime.schedules import build_pipeline_schedule
+from zbpipe.runtime import _torch
+from zbpipe.runtime.products import GROUPED_MM
+from zbpipe.runtime.schedules import build_pipeline_schedule, require_splittable
+from zbpipe.titan.options import Options
 
-PipeliningFunction = Callable[..., tuple[PipelineSchedule, list[Any], bool, bool]]
+PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
 
 
-def pipeline_with(pipelining_fn: PipeliningFunction) -> PipeliningFunction:
+def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = _known(parallelism.pipeline_parallel_schedule)
         if traits is None or traits.source == "torch":
-            return pipelining_fn(model, parallelism=parallelism, **kwargs)
-        with _schedule_from_registry(traits):
+            built = pipelining_fn(model, parallelism=parallelism, **kwargs)
+            require_splittable(built[0], parallelism.pipeline_parallel_schedule)
+            return built
+        with _schedule_from_registry(traits, options):
             return pipelining_fn(model, parallelism=parallelism, **kwargs)
 
     return pipeline
 
 
 @contextmanager
-def _schedule_from_registry(traits: Traits) -> Iterator[None]:
+def _schedule_from_registry(traits: Traits, options: Options) -> Iterator[None]:
     """While a model is cut into stages, TorchTitan's helpers take placement and schedule from the registry."""
 
     def metadata(
@@ -79,7 +85,7 @@ def _schedule_from_registry(traits: Traits) -> Iterator[None]:
         stages: list[PipelineStage],
         loss_fn: Callable[..., tuple[Tensor, Any]],
         backward_requires_autograd: bool = True,
-    ) -> PipelineSchedule:
+    ) -> _torch.PipelineSchedule:
         n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
         logger.info(f"Using zbpipe's pipeline schedule {traits.name} with {n_microbatches} microbatches")
         if n_microbatches < stages[0].num_stages:
@@ -94,6 +100,7 @@ def _schedule_from_registry(traits: Traits) -> Iterator[None]:
             lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
             scale_grads=False,
             backward_requires_autograd=backward_requires_autograd,
+            **asdict(options),
         )
 
     helpers: dict[str, Callable[..., Any]] = {
@@ -129,6 +136,11 @@ def report_loss_where_it_is() -> None:
 
     metrics._get_metrics_rank = get_metrics_rank
     torchtitan.trainer.ensure_pp_loss_visible = ensure_pp_loss_visible
+
+
+def defer_experts() -> None:
+    """Let the grouped experts of TorchTitan's MoE models put their weight gradients off."""
+    GroupedExperts.weight_products = {_torch.GROUPED_MM: GROUPED_MM}
 
 
 def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:

@@ -1,4 +1,4 @@
-"""The config that `zbpipe demo` trains: TorchTitan's Llama 3 debug model on the text of the standard library.
+"""The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
 A module for TorchTitan's `--module`; everything but data, tokenizer and size of the batch is TorchTitan's own.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
@@ -50,9 +51,18 @@ class _Tee(BaseLogger):  # type: ignore[misc]
 
 
 def llama3_python_stdlib() -> Trainer.Config:
-    """The debug model in float32, so that losses of two schedules differ by rounding only."""
+    """Llama 3's debug model."""
+    return _on_python_stdlib(llama3_debugmodel())
+
+
+def deepseek_v3_python_stdlib() -> Trainer.Config:
+    """DeepSeek V3's debug model: latent attention, and experts in all layers but the first."""
+    return _on_python_stdlib(deepseek_v3_debugmodel())
+
+
+def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
+    """In float32, so that losses of two schedules differ by rounding only."""
     python_text.register()
-    config = llama3_debugmodel()
     config.tokenizer = python_text.ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)

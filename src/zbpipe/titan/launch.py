@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_CONFIG = ("--module", "zbpipe.titan.demo_config", "--config", "llama3_python_stdlib")
+_MODULE = "zbpipe.titan.demo_config"
 _POLL_SECONDS = 0.2
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -38,31 +39,27 @@ def train_on_cpu(
     num_ranks: int,
     folder: Path,
     timeout: float,
+    config: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
 ) -> Outcome:
-    """Train the model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
+    """Train a model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
 
     Args:
         arguments: those of `torchtitan.train`, without `--module` and `--config`, which are the demo's.
         num_ranks: processes; they share the cores evenly.
         folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
         timeout: seconds after which the job is ended.
+        config: a function of `zbpipe.titan.demo_config`.
         on_step: called with the metrics of each step as soon as they are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train", *_CONFIG),
-        *(
-            "--dump_folder",
-            str(folder),
-            "--metrics.json_lines",
-            str(metrics),
-            "--metrics.disable_color_printing",
-        ),
+        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
+        *demo_arguments(folder, config),
         *arguments,
     ]
     with (folder / "output.log").open("w") as log:
@@ -92,7 +89,15 @@ def train_on_cpu(
         read_steps()
     if timed_out:
         return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
-    return Outcome(tuple(steps), None if process.returncode == 0 else _error(folder))
+    return Outcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+
+
+def demo_arguments(folder: Path, config: str) -> list[str]:
+    """Those of `torchtitan.train` that name a model of `zbpipe.titan.demo_config` and put all output into `folder`."""
+    return [
+        *("--module", _MODULE, "--config", config, "--dump_folder", str(folder)),
+        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
+    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -106,7 +111,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _error(folder: Path) -> str:
+def first_error(folder: Path) -> str:
     """The error that came first: torchrun has every rank leave its exception and the time in a file."""
     messages = [json.loads(file.read_text())["message"] for file in (folder / "errors").rglob("error.json")]
     if messages:

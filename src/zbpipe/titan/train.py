@@ -1,6 +1,6 @@
 """`python -m zbpipe.titan.train`: TorchTitan's trainer, whose schedule field also takes zbpipe's names.
 
-It takes exactly the arguments of `torchtitan.train`:
+It takes the arguments of `torchtitan.train`, and those of `zbpipe.titan.options`:
 
     torchrun ... -m zbpipe.titan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBV ...
@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
 from zbpipe.titan import cpu
+from zbpipe.titan.options import Options, parse
 from zbpipe.validate import require_valid
 
 
@@ -49,27 +50,35 @@ def plug_in(on_cpu: bool) -> None:
             return config, rest
 
         def parse_args(self, args: list[str] | None = None) -> Any:
-            config = super().parse_args(args)
-            check(config)
+            options, rest = parse(sys.argv[1:] if args is None else args)
+            config = super().parse_args(rest)
+            check(config, options)
             spec = config.model_spec
             if spec is not None and spec.pipelining_fn is not None:
-                config.model_spec = replace(spec, pipelining_fn=_torchtitan.pipeline_with(spec.pipelining_fn))
+                config.model_spec = replace(spec, pipelining_fn=_torchtitan.pipeline_with(spec.pipelining_fn, options))
             return config
 
     _torchtitan.report_loss_where_it_is()
+    _torchtitan.defer_experts()
     torchtitan.train.ConfigManager = PluggedConfigManager
 
 
-def check(config: Any) -> None:
+def check(config: Any, options: Options) -> None:
     """Refuse pipeline settings that cannot run, before any process group exists.
 
     Raises:
-        ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field.
+        ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field; or
+            zbpipe's options stand beside a schedule of torch's.
     """
     from zbpipe.titan._torchtitan import NAMES_FOR_TITANS_CSV
 
     parallelism = config.parallelism
     name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if options != Options() and (name in NAMES_FOR_TITANS_CSV or lookup(name).source == "torch"):
+        raise ValueError(
+            f"--zbpipe.split-backward and --zbpipe.defer-loss are for zbpipe's schedules, not for torch's {name}: leave"
+            " them out"
+        )
     if degree <= 1 or name in NAMES_FOR_TITANS_CSV:
         return
     traits = lookup(name)

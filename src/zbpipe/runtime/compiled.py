@@ -1,0 +1,150 @@
+"""The backward split inside of compiled regions: slots carry x and dY of every linear layer out of the graph.
+
+A compiled backward is a pure function, so a layer in it cannot put (x, dY) aside. But a function may return them: each
+linear layer takes two more inputs, slots, tensors without memory in the shapes of x and of y, and its backward returns
+x and dY as their "gradients". For autograd they are outputs of one node before the region, and the backward of that
+node is where x and dY arrive.
+
+The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
+without the compiler. Usually that is torch's metadata inference before the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.deferred import Deferral, Slots, Spec, deferrals, spec
+from zbpipe.runtime.products import LINEAR, PendingGradient, WeightGradients
+
+_MOST_SHAPES = 16
+"""A region that meets still more shapes of inputs compiles those without slots."""
+
+logger = logging.getLogger(__name__)
+
+
+def defer_in_compiled_regions(module: nn.Module) -> None:
+    """Give slots to the prepared layers of `module` that run inside of `torch.compile(m)` or after `m.compile()`."""
+    compiled = [each for each in module.modules() if _torch.is_compiled(each)]
+    inner = {id(child) for each in compiled for child in each.modules() if child is not each}
+    for each in compiled:
+        # A compiled module within another is part of the outer one's region.
+        if id(each) not in inner and not isinstance(_torch.compiled_call(each), _Region):
+            _torch.divert_compiled_call(each, _Region(each))
+
+
+class _Site(NamedTuple):
+    """A layer in a region that has slots."""
+
+    deferral: Deferral
+    weight_name: str
+    x: Tensor
+    y: Tensor
+    """Both without memory: only what they look like counts."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter that is there now: FSDP changes it."""
+        return self.deferral.layer._parameters[self.weight_name]  # type: ignore[return-value]
+
+
+class _Region:
+    """What surrounds the calls of one compiled module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._deferrals = tuple(deferrals(module).values())
+        for deferral in self._deferrals:
+            deferral.is_compiled = True
+        self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
+        """By what the tensors among the inputs look like."""
+        self._next: tuple[_Site, ...] = ()
+        self._unshards = _torch.is_fsdp(module)
+        if self._unshards:
+            # After FSDP's own hook, when the weights are those that the region uses; and not compiled with the region.
+            module.register_forward_pre_hook(_torch.outside_of_graphs(lambda module, args: self._provide_slots()))
+
+    def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the region on these inputs."""
+        self._next = ()
+        for deferral in self._deferrals:
+            deferral.slots = None
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        inputs = tuple(spec(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
+            with self._learn(inputs):
+                return eager(*args, **kwargs)
+        self._next = self._sites.get(inputs, ())
+        if not self._unshards:
+            self._provide_slots()
+        return compiled(*args, **kwargs)
+
+    @contextmanager
+    def _learn(self, inputs: tuple[Any, ...]) -> Iterator[None]:
+        for deferral in self._deferrals:
+            deferral.seen = []
+        try:
+            yield
+            # A layer that is called twice would need two pairs of slots, and nothing tells the calls apart.
+            self._sites[inputs] = tuple(
+                _Site(deferral, name, _without_memory(x), _without_memory(y))
+                for deferral in self._deferrals
+                if len(deferral.seen or ()) == 1
+                for name, x, y in deferral.seen or ()
+            )
+        finally:
+            for deferral in self._deferrals:
+                deferral.seen = None
+
+    def _provide_slots(self) -> None:
+        found = [(site, weight) for site in self._next if _can_leave(weight := site.weight)]
+        if found:
+            sites, weights = zip(*found, strict=True)
+            slots = iter(_Slots.apply(sites, *weights))
+            for site in sites:
+                site.deferral.slots = Slots(next(slots), next(slots))
+                site.deferral.has_deferred = True
+
+
+def _can_leave(weight: Tensor) -> bool:
+    """Whether the gradient of `weight` can leave the region as x and dY."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.requires_grad and not _torch.has_hooks(weight)
+
+
+class _Slots(torch.autograd.Function):
+    """Makes the slots of a region; its backward receives every x and dY, and puts the weight gradients off.
+
+    If nothing records, it gives autograd the weight gradients, as the region itself would have done.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sites: tuple[_Site, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sites = sites
+        ctx.weights = weights
+        return tuple([each.detach() for site in sites for each in (site.x, site.y)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *carried: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * len(ctx.sites)
+        # From the back, as autograd goes: W takes them from the end of the list.
+        for n in reversed(range(len(ctx.sites))):
+            x, dy = carried[2 * n : 2 * n + 2]
+            if x is None or dy is None:  # the layer's result was not used
+                continue
+            store: WeightGradients = ctx.sites[n].deferral.gradients
+            if not store.defer(PendingGradient(LINEAR, ctx.weights[n], x, dy)):
+                gradients[n] = LINEAR.weight_gradient(dy, x).to(ctx.weights[n].dtype)
+        return None, *gradients
+
+
+def _without_memory(like: Spec) -> Tensor:
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)

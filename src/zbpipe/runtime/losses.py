@@ -1,0 +1,52 @@
+"""Losses that run backwards of their own during F, such as TorchTitan's chunked loss with the LM head in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbpipe.runtime.products import PendingGradient, WeightGradients
+
+
+def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
+    """`loss_fn`, which leaves the weight gradients of its own backwards to the W that belongs to the loss.
+
+    What it puts off in F is handed on by the backward of the loss, in I, to W. Until then it keeps the gradients of the
+    logits, which a chunked loss otherwise never holds all at once.
+    """
+
+    @wraps(loss_fn)
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        with gradients.record() as pending:
+            loss = loss_fn(*args, **kwargs)
+        if loss.requires_grad:
+            return _HandOn.apply(loss, pending, gradients)  # type: ignore[no-any-return]
+        _put_off_or_add(pending, gradients)
+        return loss
+
+    return compute
+
+
+def _put_off_or_add(pending: list[PendingGradient], gradients: WeightGradients) -> None:
+    while pending:
+        gradient = pending.pop(0)
+        if not gradients.defer(gradient):
+            gradient.accumulate()
+
+
+class _HandOn(torch.autograd.Function):
+    """The identity, whose backward hands on what computing the loss has put off."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, pending: list[PendingGradient], gradients: WeightGradients) -> Tensor:
+        ctx.pending, ctx.gradients = pending, gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        _put_off_or_add(ctx.pending, ctx.gradients)
+        return dloss, None, None

@@ -1,0 +1,123 @@
+"""Products with weights whose gradient can wait: what I leaves behind of one, and the store that keeps it until W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from zbpipe.runtime import _torch
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """How the backward of y = f(x, weight, ...) is split, for an f that is linear in x and in the weight.
+
+    A module that multiplies with own weights says so by an attribute, on its class or on itself:
+
+        weight_products = {torch.bmm: WeightProduct(
+            input_gradient=lambda dy, weight: dy @ weight.mT,
+            weight_gradient=lambda dy, x: x.mT @ dy,
+        )}
+
+    Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
+    a local part of one) as the second argument, leaves x and dY for W. See docs/deferring-a-layer.md.
+
+    Further arguments of f are handed on to both functions; those that need a gradient themselves make the call an
+    ordinary one.
+    """
+
+    input_gradient: Callable[..., Tensor]
+    """(dy, weight, ...) to dx."""
+    weight_gradient: Callable[..., Tensor]
+    """(dy, x, ...) to the gradient of the weight, in the weight's shape."""
+
+
+WeightProducts = Mapping[Callable[..., Any], WeightProduct]
+"""By the function that a module calls."""
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """All leading dimensions in one: (..., n) to (rows, n)."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+LINEAR = WeightProduct(
+    input_gradient=lambda dy, weight: dy.matmul(weight if weight.dtype == dy.dtype else weight.to(dy.dtype)),
+    weight_gradient=lambda dy, x: dy.t().mm(x),
+)
+"""`torch.nn.functional.linear` of x: (rows, in), whose bias gets its gradient in I."""
+
+
+def _grouped_mm_weight_gradient(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+    # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
+    return _torch.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
+
+
+GROUPED_MM = WeightProduct(
+    input_gradient=lambda dy, weight, offs: _torch.grouped_mm(dy, weight.transpose(-2, -1), offs=offs),
+    weight_gradient=_grouped_mm_weight_gradient,
+)
+"""`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each: (groups, in, out)."""
+
+
+class PendingGradient(NamedTuple):
+    """What W needs for one use of one weight."""
+
+    product: WeightProduct
+    weight: Tensor | GradientEdge
+    """The leaf itself, or where autograd takes the gradient of a tensor made from it."""
+    x: Tensor
+    dy: Tensor
+    """The gradient of the product's result."""
+    arguments: tuple[Any, ...] = ()
+    """Of the product, after x and the weight."""
+    options: Mapping[str, Any] = {}
+
+    def accumulate(self) -> None:
+        """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
+        product, weight, x, dy, arguments, options = self
+        if not isinstance(weight, Tensor):
+            torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
+            return
+        grad = weight.grad
+        if product is LINEAR and grad is not None and grad.dtype == dy.dtype and not grad.is_sparse:
+            grad.addmm_(dy.t(), x)
+            return
+        gradient = product.weight_gradient(dy, x, *arguments, **options)
+        if grad is None:
+            weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
+        elif grad.is_sparse:  # from an embedding that shares this weight
+            weight.grad = gradient + grad
+        else:
+            grad.add_(gradient)
+
+
+class WeightGradients:
+    """Collects the weight gradients that backwards put off. One per schedule and rank."""
+
+    def __init__(self) -> None:
+        # A plain attribute: autograd runs the backward of CUDA ops in threads of its own.
+        self._recording: list[PendingGradient] | None = None
+
+    @contextmanager
+    def record(self) -> Iterator[list[PendingGradient]]:
+        """Within, layers put their weight gradients off into the list that this gives."""
+        pending: list[PendingGradient] = []
+        self._recording = pending
+        try:
+            yield pending
+        finally:
+            self._recording = None
+
+    def defer(self, gradient: PendingGradient) -> bool:
+        """Take over `gradient`; False if nothing is recording and it has to be computed now."""
+        if self._recording is None:
+            return False
+        self._recording.append(gradient)
+        return True

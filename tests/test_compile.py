@@ -1,0 +1,267 @@
+"""The backward split inside of compiled regions: what leaves the graph, how often it compiles, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import SEQUENCE, WIDTH, Block, Checkpointing, batch, build_stage, gradients, loss_fn, reference
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime.compiled import defer_in_compiled_regions
+from zbpipe.runtime.deferred import defer_weights
+from zbpipe.runtime.products import PendingGradient, WeightGradients
+
+# The compiler changes the order of sums within a block (float32).
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+class FeedForward(nn.Module):
+    """Three plain linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def prepare(module: nn.Module) -> WeightGradients:
+    store = WeightGradients()
+    defer_weights(module, store)
+    defer_in_compiled_regions(module)
+    return store
+
+
+def run(module: nn.Module, x: Tensor, store: WeightGradients | None = None) -> list[PendingGradient]:
+    """Forward and backward of the sum of squares, as I if there is a store."""
+    loss = module(x).square().sum()
+    if store is None:
+        loss.backward()
+        return []
+    with store.record() as pending:
+        loss.backward()
+    return pending
+
+
+def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
+    for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, **TOLERANCE)
+
+
+def rows_of_input() -> Tensor:
+    return torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
+
+
+def compile_blocks(stage: nn.Module, backend: str) -> None:
+    """One by one and without graph breaks, as TorchTitan does it."""
+    for block in stage.children():
+        if not isinstance(block, (nn.Embedding, nn.Linear)):
+            block.compile(backend=backend, fullgraph=True)
+
+
+def test_x_and_dy_of_every_layer_leave_the_region() -> None:
+    blocks = nn.Sequential(FeedForward(), FeedForward(), FeedForward())
+    plain = copy.deepcopy(blocks)
+    compile_blocks(blocks, "aot_eager")
+    store = prepare(blocks)
+    for microbatch in range(4):
+        x = rows_of_input()
+        pending = run(blocks, x, store)
+        assert len(pending) == 9
+        before = [layer.weight.grad for layer in blocks.modules() if isinstance(layer, nn.Linear)]
+        assert all(grad is None for grad in before) == (microbatch == 0)
+        while pending:
+            pending.pop().accumulate()
+        run(plain, x.detach().requires_grad_())
+        assert_same_gradients(blocks, plain)
+    # The first microbatch runs without the compiler; then one graph does for all blocks and all microbatches.
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
+    block = FeedForward()
+    plain = copy.deepcopy(block)
+    block.compile(backend="aot_eager", fullgraph=True)
+    prepare(block)
+    for _ in range(3):
+        x = rows_of_input()
+        run(block, x)
+        run(plain, x.detach().requires_grad_())
+    assert_same_gradients(block, plain)
+    # torch's metadata inference asks for the gradient of the input alone, and must not leave any behind.
+    x, weight = rows_of_input(), block.up.weight
+    before = weight.grad.clone()  # type: ignore[union-attr]
+    torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(weight.grad, before)  # type: ignore[arg-type]
+
+
+def test_a_module_that_torch_compile_wrapped() -> None:
+    inner = FeedForward()
+    plain = copy.deepcopy(inner)
+    compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
+    store = prepare(compiled)
+    for _ in range(2):
+        x = rows_of_input()
+        pending = run(compiled, x, store)
+        assert len(pending) == 3
+        while pending:
+            pending.pop().accumulate()
+        run(plain, x.detach().requires_grad_())
+    assert_same_gradients(inner, plain)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:
+    block = FeedForward()
+    block.up.weight.requires_grad_(False)
+    plain = copy.deepcopy(block)
+    seen: list[str] = []
+    block.gate.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("gate"))
+    block.compile(backend="aot_eager", fullgraph=True)
+    store = prepare(block)
+    for _ in range(2):
+        x = rows_of_input()
+        pending = run(block, x, store)
+        assert [each.weight is block.down.weight for each in pending] == [True]
+        while pending:
+            pending.pop().accumulate()
+        run(plain, x.detach().requires_grad_())
+    assert seen == ["gate", "gate"]
+    assert_same_gradients(block, plain)
+
+
+def test_other_shapes_and_no_gradients() -> None:
+    """Every new shape is looked at once; what needs no gradient is compiled as it is."""
+    block = FeedForward()
+    plain = copy.deepcopy(block)
+    block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    store = prepare(block)
+    for length in (SEQUENCE, 3, SEQUENCE, 3):
+        x = torch.randn(2, length, WIDTH, requires_grad=True)
+        pending = run(block, x, store)
+        assert len(pending) == 3
+        while pending:
+            pending.pop().accumulate()
+        run(plain, x.detach().requires_grad_())
+        with torch.no_grad():
+            torch.testing.assert_close(block(x), plain(x), **TOLERANCE)
+    assert_same_gradients(block, plain)
+
+
+def test_autocast() -> None:
+    block = FeedForward()
+    plain = copy.deepcopy(block)
+    block.compile(backend="aot_eager", fullgraph=True)
+    store = prepare(block)
+    for _ in range(2):
+        x = rows_of_input()
+        with torch.autocast("cpu", torch.bfloat16):
+            pending = run(block, x, store)
+            run(plain, x.detach().requires_grad_())
+        assert {each.x.dtype for each in pending} == {torch.bfloat16}
+        while pending:
+            pending.pop().accumulate()
+    for found, expected in zip(block.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert found.grad.dtype == torch.float32
+        error = (found.grad - expected.grad).norm() / expected.grad.norm()  # type: ignore[operator]
+        assert error < 2**-6  # bfloat16 rounds to 8 bits
+
+
+def pipeline(modules: list[nn.Module], microbatches: int, **options: Any) -> Any:
+    """ZBV on this process alone: two stages."""
+    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
+    return zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, loss_fn, **options)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing) -> None:
+    modules = [build_stage(0, 2, checkpointing), build_stage(1, 2, checkpointing)]
+    for module in modules:
+        compile_blocks(module, "inductor")
+    schedule = pipeline(modules, 4)
+    tokens, targets = batch(4)
+    expected_losses, expected = reference(2, 4)
+    for _ in range(2):
+        for module in modules:
+            module.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(tokens, target=targets, losses=losses)
+        assert [loss.item() for loss in losses] == pytest.approx(expected_losses, rel=1e-5)
+        found = gradients(dict(enumerate(modules)))
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, **TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    modules = [build_stage(0, 2), build_stage(1, 2)]
+    compile_blocks(modules[0], "aot_eager")
+    schedule = pipeline(modules, 3)
+    tokens, targets = batch(3)
+    with caplog.at_level(logging.WARNING, "zbpipe"):
+        for _ in range(2):
+            schedule.step(tokens, target=targets)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("zbpipe")]
+    # `down` has a forward of its own, `twice` is called twice: neither can leave a compiled region.
+    assert told == [
+        "stage 0 computes these weight gradients in I, not in W: 1.down (DoubledLinear), 1.twice (Linear),"
+        " 2.down (DoubledLinear), 2.twice (Linear)"
+    ]
+
+
+@pytest.mark.parametrize("split", ["deferred", "strict"])
+def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCaptureFixture, split: str) -> None:
+    modules = [nn.Embedding(32, WIDTH), build_stage(1, 2)]
+    complaint = "stage 0 has no layer that can put its weight gradient off"
+    if split == "strict":
+        with pytest.raises(ValueError, match=complaint):
+            pipeline(modules, 2, split_backward=split)
+        return
+    with caplog.at_level(logging.WARNING, "zbpipe"):
+        schedule = pipeline(modules, 2, split_backward=split)
+    assert complaint in caplog.text
+    tokens, targets = batch(2)
+    schedule.step(tokens, target=targets)
+    assert gradients(dict(enumerate(modules))).keys() >= {"0.weight", "1.0.up.weight"}
+
+
+def test_torchs_own_split_on_compiled_stages_is_refused(one_rank: None) -> None:
+    """With donated buffers torch fails at the first W; without them it accumulates wrong gradients."""
+    block = Block()
+    block.compile(backend="aot_eager")
+    stages = [PipelineStage(block, i, 2, torch.device("cpu")) for i in range(2)]
+    for donated in (True, False):
+        with torch._functorch.config.patch(donated_buffer=donated):
+            with pytest.raises(ValueError, match=r"torch's own ZBVZeroBubble cannot split the compiled .* \[0, 1\]"):
+                zbpipe.build_pipeline_schedule("ZBVZeroBubble", stages, 2, loss_fn)
+            with pytest.raises(ValueError, match="split_backward='autograd' cannot split the compiled modules"):
+                zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward="autograd")
+    zbpipe.build_pipeline_schedule("Interleaved1F1B", stages, 2, loss_fn)  # has no split

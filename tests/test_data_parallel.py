@@ -1,0 +1,383 @@
+"""Stages under data parallelism: FSDP2 gathers, accumulates and reduces as ever, and every dW is there before it does.
+
+Four real processes over gloo: two pipeline ranks times two data-parallel ones. The model is cut into quarters, and a
+stage holds one of them or two neighbours, so all schedules train the same parameters under the same names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import dropwhile
+from typing import Any, Literal, NamedTuple, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import batch, build_stage, loss_fn
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+import zbpipe
+from zbpipe import registry
+from zbpipe.runtime import _torch
+
+QUARTERS, PIPELINE, DATA = 4, 2, 2
+
+DataParallel = Literal["fully_shard", "hybrid", "replicate"]
+WAYS: tuple[DataParallel, ...] = get_args(DataParallel)
+Gradients = dict[str, Tensor]
+
+
+class Training(NamedTuple):
+    """How one schedule trains the model; the gradients are kept from every step."""
+
+    schedule: str
+    microbatches: int = 4
+    steps: int = 2
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    reshard_after_forward: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Run(NamedTuple):
+    """What one rank saw of a training."""
+
+    gradients: list[Gradients]
+    """By step: those of this rank's stages, whole."""
+    events: list[list[tuple[int, str]]]
+    """By step: each B, I and W of a stage, and which parameter group of a stage was reduced, in order."""
+    left_to_w: dict[int, set[str]]
+    """By stage: the parameters that have no gradient after the first I."""
+
+
+# Sharding a stage between its actions and waiting late are options of newer versions of torch.
+SHARDED_OFTEN = {"max_active_stages": 1, "defer_reduce_grad_wait": True}
+TRAININGS = {
+    "ZBV": Training("ZBV"),
+    "ZBH1": Training("ZBH1"),
+    "1F1B": Training("1F1B"),
+    "ZBV, sharded often": Training(
+        "ZBV",
+        reshard_after_forward=True,
+        options={name: value for name, value in SHARDED_OFTEN.items() if name in _torch.SCHEDULE_OPTIONS},
+    ),
+}
+SPLIT = tuple(name for name in TRAININGS if name != "1F1B")
+
+
+@cache
+def all_runs() -> list[dict[DataParallel, dict[str, Run]]]:
+    """By rank. One start of the processes serves all tests."""
+    return run_ranks(PIPELINE * DATA, train_in_all_ways)
+
+
+def train_in_all_ways() -> dict[DataParallel, dict[str, Run]]:
+    return {parallel: train_all(parallel, TRAININGS) for parallel in WAYS}
+
+
+def train_all(parallel: DataParallel, trainings: dict[Any, Training]) -> dict[Any, Run]:
+    mesh = _mesh(parallel)
+    return {name: train(parallel, mesh, training) for name, training in trainings.items()}
+
+
+def _mesh(parallel: DataParallel) -> DeviceMesh:
+    if parallel == "hybrid":  # as TorchTitan builds it for data_parallel_replicate_degree
+        return init_device_mesh("cpu", (PIPELINE, DATA, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    return init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
+
+
+def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
+    run = Run([], [], {})
+    num_stages = registry.lookup(training.schedule).place(PIPELINE).num_stages
+    indices = zbpipe.stage_indices(training.schedule, rank=mesh.get_local_rank("pp"), num_ranks=PIPELINE)
+    modules = {index: _module(index, num_stages) for index in indices}
+    for index, module in modules.items():
+        for label, group in _groups(module):
+            _parallelize(parallel, mesh, training, group)
+            first = group[0] if isinstance(group, list) else group
+            first.set_all_reduce_hook(partial(_note_reduction, run, index, label))
+    stages = [
+        PipelineStage(module, index, num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
+        for index, module in modules.items()
+    ]
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        training.schedule, stages, training.microbatches, loss_fn, **training.options
+    )
+    for stage in stages:
+        _watch(stage, run)
+    for step in range(training.steps):
+        tokens, targets = (t.chunk(DATA)[mesh.get_local_rank(1)] for t in batch(DATA * training.microbatches, step))
+        for module in modules.values():
+            module.zero_grad()
+        run.events.append([])
+        schedule.step(*([tokens] if 0 in modules else []), target=targets if num_stages - 1 in modules else None)
+        run.gradients.append(_whole_gradients(modules.values()))
+    return run
+
+
+def _module(index: int, num_stages: int) -> nn.Sequential:
+    """One stage, whose layers and parameters bear the same names however many stages there are."""
+    held = range(QUARTERS * index // num_stages, QUARTERS * (index + 1) // num_stages)
+    return nn.Sequential(OrderedDict((str(quarter), build_stage(quarter, QUARTERS)) for quarter in held))
+
+
+def _groups(module: nn.Sequential) -> Iterator[tuple[str, Any]]:
+    """What TorchTitan wraps, in its order: each layer, the last two of the model as one group, and the stage."""
+    for quarter, layers in module.named_children():
+        groups: list[Any] = list(layers.children())
+        if int(quarter) == QUARTERS - 1:
+            groups[-2:] = [groups[-2:]]
+        for number, group in enumerate(groups):
+            yield f"{quarter}.{number}", group
+    yield "stage", module
+
+
+def _parallelize(parallel: DataParallel, mesh: DeviceMesh, training: Training, group: Any) -> None:
+    if parallel == "replicate":
+        replicate(group, mesh=mesh["dp"], mp_policy=training.policy)
+    else:
+        fully_shard(
+            group,
+            mesh=mesh["dp"] if parallel == "fully_shard" else mesh["dp_replicate", "dp_shard"],
+            mp_policy=training.policy,
+            reshard_after_forward=training.reshard_after_forward,
+        )
+    for module in group if isinstance(group, list) else [group]:
+        assert isinstance(module, FSDPModule)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+
+
+def _note_reduction(run: Run, stage: int, group: str, reduced: Tensor) -> None:
+    run.events[-1].append((stage, f"reduce {group}"))
+
+
+def _watch(stage: Any, run: Run) -> None:
+    """Write each backward of the stage down when it is done."""
+    backward, backward_weight = stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+    def noted_backward(*args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        backward(*args, full_backward=full_backward, **kwargs)
+        run.events[-1].append((stage.stage_index, "B" if full_backward else "I"))
+        without = {n for n, p in stage.submod.named_parameters() if p.requires_grad and p.grad is None}
+        run.left_to_w.setdefault(stage.stage_index, without)
+
+    def noted_backward_weight(*args: Any, **kwargs: Any) -> None:
+        backward_weight(*args, **kwargs)
+        run.events[-1].append((stage.stage_index, "W"))
+
+    stage.backward_one_chunk, stage.backward_weight_one_chunk = noted_backward, noted_backward_weight
+
+
+def _whole_gradients(modules: Any) -> Gradients:
+    return {
+        name: parameter.grad.full_tensor()
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@cache
+def plain_gradients(microbatches: int, step: int) -> Gradients:
+    """Those of the same model in one piece, over the batch of all ranks, of the mean of the microbatches' losses."""
+    model = _module(0, 1)
+    for tokens, targets in _microbatches(microbatches, step):
+        (loss_fn(model(tokens), targets) / (DATA * microbatches)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _microbatches(count: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All of them, `count` a rank."""
+    tokens, targets = batch(DATA * count, step)
+    yield from zip(tokens.chunk(DATA * count), targets.chunk(DATA * count), strict=True)
+
+
+# Both add the same float32 numbers in another order (see test_gradients.py).
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("parallel", WAYS)
+def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel, name: str) -> None:
+    for step in range(TRAININGS[name].steps):
+        expected = plain_gradients(TRAININGS[name].microbatches, step)
+        seen = set()
+        for runs in all_runs():
+            found = runs[parallel][name].gradients[step]
+            seen |= found.keys()
+            for parameter, gradient in found.items():
+                torch.testing.assert_close(
+                    gradient, expected[parameter], **TOLERANCE, msg=lambda m, p=parameter, s=step: f"{p}, step {s}: {m}"
+                )
+        assert seen == expected.keys()
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("parallel", WAYS)
+def test_every_weight_of_a_linear_layer_is_left_to_w(parallel: DataParallel, name: str) -> None:
+    """Else the other tests would see nothing but ordinary backwards."""
+    model = _module(0, 1)
+    linear = {f"{path}.weight" for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
+    for runs in all_runs():
+        run = runs[parallel][name]
+        held = run.gradients[0].keys()
+        assert set().union(*run.left_to_w.values()) == linear & trained & held
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("parallel", WAYS)
+def test_each_group_is_reduced_once_a_step_and_after_the_last_w(parallel: DataParallel, name: str) -> None:
+    count = TRAININGS[name].microbatches
+    for step in range(TRAININGS[name].steps):
+        reduced: list[str] = []
+        unsplit: list[str] = []
+        for runs in all_runs():
+            events = _by_stage(runs[parallel][name].events[step])
+            for of_stage in events.values():
+                assert sorted(of_stage[: 2 * count]) == count * ["I"] + count * ["W"]
+                reduced += of_stage[2 * count :]
+            for of_stage in _by_stage(runs[parallel]["1F1B"].events[step]).values():
+                unsplit += of_stage[count:]
+        # One for the embedding, seven for blocks and one for a block with the head; nothing is left for the stage.
+        assert len(set(reduced)) == 9
+        assert sorted(reduced) == sorted(DATA * list(set(reduced))) == sorted(unsplit)
+
+
+def _by_stage(events: list[tuple[int, str]]) -> dict[int, list[str]]:
+    """Without what comes before the first backward: torch finds out shapes by a forward and a backward of its own."""
+    by_stage = defaultdict(list)
+    for stage, event in dropwhile(lambda event: event[1].startswith("reduce"), events):
+        by_stage[stage].append(event)
+    return by_stage
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Older FSDP2 (torch 2.13) accumulates beside `.grad`, into which each backward puts a gradient in bfloat16.
+ACCUMULATES_ASIDE = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+
+
+class Products(TorchFunctionMode):
+    """Adds up the weight gradients of linear layers in float64, from the very inputs and gradients that they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: defaultdict[Tensor, Tensor | float] = defaultdict(float)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is F.linear and args[1].requires_grad:
+            output.register_hook(partial(self._add, args[1], args[0].detach()))
+        return output
+
+    def _add(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
+        self.sums[weight] += dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
+
+
+class Exact(NamedTuple):
+    """The gradients of bfloat16 forwards and backwards, added up exactly and one after the other in bfloat16."""
+
+    exact: Gradients
+    in_bf16: Gradients
+
+
+COUNTS = (64, 2)
+BF16_TRAININGS = {
+    (name, count): Training(name, count, steps=1, policy=BF16) for name in ("ZBV", "ZBH1", "1F1B") for count in COUNTS
+}
+
+
+@cache
+def bf16_runs() -> tuple[dict[tuple[str, int], Gradients], dict[int, Exact]]:
+    """By schedule and number of microbatches the gradients of the whole model, and what they should be."""
+    results = run_ranks(PIPELINE * DATA, train_with_bf16)
+    found: Any = defaultdict(dict)
+    for runs, _ in results:
+        for case, run in runs.items():
+            found[case] |= run.gradients[0]
+    return found, results[0][1]
+
+
+def train_with_bf16() -> tuple[dict[tuple[str, int], Run], dict[int, Exact]]:
+    """On rank 0 what it should have been, too: with one thread, as in training, products round in the same way."""
+    runs = train_all("fully_shard", BF16_TRAININGS)
+    return runs, {count: exact_gradients(count) for count in COUNTS if dist.get_rank() == 0}
+
+
+def exact_gradients(count: int) -> Exact:
+    model = _module(0, 1).bfloat16()
+    products = Products()
+    exact: Any = defaultdict(float)
+    in_bf16: Any = {}
+    for tokens, targets in _microbatches(count, step=0):
+        with products:
+            output = model(tokens)
+        model.zero_grad()
+        loss_fn(output, targets).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                exact[name] += parameter.grad.double()
+                in_bf16[name] = in_bf16.get(name, torch.zeros_like(parameter)) + parameter.grad
+    # Only the weights of linear layers have more exact gradients than the ones that autograd hands out in bfloat16.
+    exact |= {name: products.sums[p] for name, p in model.named_parameters() if p in products.sums}
+    total = DATA * count
+    return Exact({n: g / total for n, g in exact.items()}, {n: g / total for n, g in in_bf16.items()})
+
+
+@pytest.mark.parametrize("name", ["ZBV", "ZBH1"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_bf16_weights_with_fp32_gradients_lose_no_bits_over_many_microbatches(name: str, count: int) -> None:
+    """Every product rounds to bfloat16; what an unsplit schedule is off by is that, and what is allowed here."""
+    found, exactly = bf16_runs()
+    exact, in_bf16 = exactly[count]
+    assert found[name, count].keys() == exact.keys()
+    for parameter, truth in exact.items():
+        gradient, unsplit = found[name, count][parameter], found["1F1B", count][parameter]
+        assert gradient.dtype == torch.float32
+        allowed = 1.01 * distance(unsplit, truth) + 1e-7
+        assert distance(gradient, truth) <= allowed, parameter
+        if count == 64:
+            assert 4 * allowed < distance(in_bf16[parameter], truth), f"{parameter}: the test could not tell"
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    """Relative, over the whole tensor."""
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def by_ddp(stage: nn.Sequential) -> None:
+    replicate_by_ddp(stage)
+
+
+def part_by_ddp(stage: nn.Sequential) -> None:
+    replicate_by_ddp(stage[1])
+
+
+def part_in_ddp(stage: nn.Sequential) -> None:
+    stage[1] = DistributedDataParallel(stage[1])
+
+
+def part_fully_sharded(stage: nn.Sequential) -> None:
+    fully_shard(stage[1], mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("wrap", [by_ddp, part_by_ddp, part_in_ddp, part_fully_sharded])
+def test_what_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
+    """torch's stages put the reduction off for a stage that is an FSDP module as a whole, and for nothing else."""
+    modules = [build_stage(0, 2), build_stage(1, 2)]
+    wrap(modules[0])
+    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
+    for split in ("deferred", "autograd"):
+        with pytest.raises(ValueError, match=r"stage 0 .*fully_shard"):
+            zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward=split)

@@ -1,0 +1,259 @@
+"""What works together: TorchTitan jobs with a pipeline against the same jobs without one.
+
+`make matrix` runs it all and holds docs/compatibility.md against what it saw, `make compatibility` writes that page.
+`make test` leaves out most of what compiles, and other long cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import compatibility
+import pytest
+import torch.distributed as dist
+from compatibility import CHECKPOINTING, COMPILING, SCHEDULES, Row
+from models import build_stage, loss_fn
+from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, pipeline
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zbpipe
+
+pytest.importorskip("torchtitan")
+pytestmark = pytest.mark.timeout(500)
+
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A job that has to train as it does without a pipeline."""
+
+    feature: str = ""
+    """In words for the page; those of the matrix have a table of their own."""
+    schedule: str = "ZBV"
+    checkpointing: str = "selective"
+    compiled: bool = False
+    settings: tuple[str, ...] = ()
+    """Further ones, which the job without a pipeline has, too."""
+    ranks_per_stage: int = 1
+    model: str = LLAMA
+    tolerances: dict[str, float] = field(default_factory=dict)
+    recompilations: int = 0
+    """In all ranks together."""
+    stages_that_compute_in_i: int = 0
+
+
+MATRIX = {
+    f"{schedule} {checkpointing} {'compiled' if compiled else 'eager'}": Cell("", schedule, checkpointing, compiled)
+    for schedule in SCHEDULES
+    for checkpointing in CHECKPOINTING
+    for compiled in (False, True)
+}
+_SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
+_REPLICATED = (
+    *("--parallelism.data_parallel_replicate_degree", "2"),
+    *("--parallelism.data_parallel_shard_degree", "1"),
+)
+_HYBRID = (*_REPLICATED[:2], *_SHARDED)
+_TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
+_BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+_VALIDATION = (
+    *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
+    *("--validator.dataloader.dataset", "python_stdlib"),
+)
+COMBINATIONS = {
+    **{name: Cell(name, name) for name in ("ZBH2", "ZB1P", "ZB2P", "VMin")},
+    "dp_shard": Cell("ZBV, FSDP2 (`fully_shard`)", settings=_SHARDED, ranks_per_stage=2),
+    "dp_shard compiled": Cell("ZBV, FSDP2, torch.compile", settings=_SHARDED, ranks_per_stage=2, compiled=True),
+    # Products round to 8 bits, and without a pipeline they go over the whole batch at once.
+    "bfloat16": Cell(
+        "ZBV, FSDP2, bfloat16 parameters and float32 reduction (loss within 3e-4, norm within 1e-3)",
+        settings=(*_SHARDED, *_BFLOAT16),
+        ranks_per_stage=2,
+        tolerances={"losses": 3e-4, "norms": 1e-3},
+    ),
+    "dp_replicate": Cell("ZBV, replicated data parallelism by FSDP2", settings=_REPLICATED, ranks_per_stage=2),
+    "hsdp": Cell("ZBV, FSDP2, sharded and replicated (HSDP)", settings=_HYBRID, ranks_per_stage=4),
+    "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "tp compiled": Cell(
+        "ZBV, tensor parallelism, torch.compile", settings=_TENSOR_PARALLEL, ranks_per_stage=2, compiled=True
+    ),
+    "moe": Cell("ZBV, mixture of experts (DeepSeek V3)", model=DEEPSEEK),
+    # The first of six blocks has no experts, so its rank compiles for both kinds. The other three stages have some.
+    "moe compiled": Cell(
+        "ZBV, mixture of experts, torch.compile; the experts' weight gradients are computed in I, said once a stage",
+        model=DEEPSEEK,
+        compiled=True,
+        recompilations=1,
+        stages_that_compute_in_i=3,
+    ),
+    "validation": Cell("ZBV, TorchTitan's validation after each step", settings=_VALIDATION),
+}
+CELLS = MATRIX | COMBINATIONS
+
+seen: dict[str, str] = {}
+"""What became of each cell and each refusal, in words for the page."""
+
+
+def is_short(name: str) -> bool:
+    """Whether the cell belongs to `make test`: of those that compile, only one."""
+    cell = CELLS[name]
+    is_long = cell.compiled or cell.model == DEEPSEEK or cell.ranks_per_stage > 2
+    return not is_long or name == "ZBV selective compiled"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if is_short(name) else pytest.mark.matrix) for name in CELLS]
+)
+def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
+    cell = CELLS[name]
+    expected = titan.without_pipeline(*cell.settings, num_ranks=cell.ranks_per_stage, model=cell.model)
+    job = titan.train(
+        *cell.settings,
+        *pipeline(cell.schedule),
+        *(["--compile.enable"] if cell.compiled else []),
+        f"activation-checkpoint:{cell.checkpointing}",
+        num_ranks=2 * cell.ranks_per_stage,
+        model=cell.model,
+    )
+    print(job.log)
+    assert_trains_alike(job, expected, **cell.tolerances)
+    assert_is_what_was_asked_for(job.log, cell)
+    # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
+    assert job.log.count("Recompiling function") == cell.recompilations
+    assert "recompile_limit" not in job.log
+    assert job.log.count("computes these weight gradients in I, not in W") == cell.stages_that_compute_in_i
+    seen[name] = "works"
+
+
+def assert_is_what_was_asked_for(log: str, cell: Cell) -> None:
+    assert f"Using zbpipe's pipeline schedule {cell.schedule} with 4 microbatches" in log
+    assert ("Compiling each TransformerBlock" in log) == cell.compiled
+    applied = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}[cell.checkpointing]
+    assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)
+    assert ("activation checkpointing to the model" in log) == (applied is not None)
+
+
+def torch_refuses_compiled(titan: Titan, **functorch: Any) -> str:
+    """With every rank refusing in the same words before anything runs; the words of the first."""
+    job = titan.train(*pipeline("ZBVZeroBubble"), "--compile.enable", num_ranks=2, functorch=functorch)
+    assert_all_ranks_end(job)
+    assert not job.began, job.log
+    assert "donated_buffer=False" in job.errors[0]
+    assert all(error.startswith("ValueError: torch's own ZBVZeroBubble cannot split") for error in job.errors)
+    return f"refused: {job.errors[0].removeprefix('ValueError: ')}"
+
+
+def torch_compiled(titan: Titan) -> str:
+    return torch_refuses_compiled(titan)
+
+
+def torch_compiled_without_donation(titan: Titan) -> str:
+    return torch_refuses_compiled(titan, donated_buffer=False)
+
+
+def torch_selective(titan: Titan) -> str:
+    job = titan.train(*pipeline("ZBVZeroBubble"), "activation-checkpoint:selective", num_ranks=2)
+    assert_all_ranks_end(job)
+    assert job.began
+    assert "Trying to backward an extra time" in job.errors[0]
+    return f"fails in torch, in the first step: {job.errors[0].partition('. ')[0]}"
+
+
+def assert_all_ranks_end(job: Job) -> None:
+    assert len(job.errors) == 2, job.log
+    assert all(code > 0 for code in job.exit_codes), job.log
+    assert job.steps == ()
+
+
+def distributed_data_parallel(titan: Titan) -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return refusal(lambda index, total: DistributedDataParallel(build_stage(index, total)), num_ranks=1)
+
+
+def late_receives(titan: Titan) -> str:
+    # Nothing is sent, so the other ranks need not be there.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    return refusal(build_stage, num_ranks=4, defer_pp_recv=True)
+
+
+def refusal(build: Callable[[int, int], Any], num_ranks: int, **options: Any) -> str:
+    """What zbpipe says to ZBV on rank 0, whose stages are the first and the last."""
+    total = 2 * num_ranks
+    try:
+        stages = [PipelineStage(build(index, total), index, total, "cpu") for index in (0, total - 1)]
+        with pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
+            zbpipe.build_pipeline_schedule("ZBV", stages, 8, loss_fn, **options)
+    finally:
+        dist.destroy_process_group()
+    return f"refused: {refused.value}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What must not train."""
+
+    feature: str
+    how: str
+    outcome: Callable[[Titan], str]
+    """In words for the page, after it looked that this is what happens."""
+
+
+REFUSALS = {
+    "torch compiled": Refusal("torch's ZBVZeroBubble, torch.compile", "TorchTitan, 2 ranks", torch_compiled),
+    "torch compiled, donated_buffer=False": Refusal(
+        "the same with `torch._functorch.config.donated_buffer = False`",
+        "TorchTitan, 2 ranks",
+        torch_compiled_without_donation,
+    ),
+    "torch selective": Refusal(
+        "torch's ZBVZeroBubble, selective checkpointing", "TorchTitan, 2 ranks", torch_selective
+    ),
+    "ddp": Refusal("ZBV, stages in DistributedDataParallel", "construction, 1 rank", distributed_data_parallel),
+    "defer_pp_recv": Refusal("ZBV, `defer_pp_recv=True`", "construction as on 4 ranks", late_receives),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_does_not_train(titan: Titan, name: str) -> None:
+    seen[name] = REFUSALS[name].outcome(titan)
+
+
+@pytest.mark.matrix
+def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
+    everything = CELLS.keys() | REFUSALS.keys()
+    selected = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    if not everything <= selected:
+        pytest.skip("not all cells were selected")
+    assert everything - seen.keys() == set(), "these failed"
+    if request.config.getoption("--write-compatibility"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "look at what changed; `make compatibility` writes the page anew"
+
+
+def page() -> str:
+    """docs/compatibility.md as it should be."""
+    return compatibility.page(
+        {(cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()},
+        [Row(cell.feature, how(cell), seen[name]) for name, cell in COMBINATIONS.items()],
+        [Row(refusal.feature, refusal.how, seen[name]) for name, refusal in REFUSALS.items()],
+    )
+
+
+def how(cell: Cell) -> str:
+    """Its ranks and the other degrees of parallelism."""
+    degrees = [_SHORT[name] + degree for name, degree in pairwise(cell.settings) if name in _SHORT]
+    return f"{2 * cell.ranks_per_stage} ranks: {' x '.join(['pp=2', *degrees])}"
+
+
+_SHORT = {
+    "--parallelism.data_parallel_shard_degree": "dp_shard=",
+    "--parallelism.data_parallel_replicate_degree": "dp_replicate=",
+    "--parallelism.tensor_parallel_degree": "tp=",
+}

@@ -1,0 +1,182 @@
+"""Short TorchTitan jobs through `zbpipe.titan.train`, all from the same weights, by `titan_server.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from zbpipe.titan.launch import METRICS, Outcome, demo_arguments, first_error
+
+LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
+STEPS = 3
+SHORT = ("--training.steps", str(STEPS), "--training.local_batch_size", "4", "--training.seq_len", "64")
+JOB_TIMEOUT = 240.0
+"""Seconds. A job that compiles everything for the first time takes 30 on two cores of its own."""
+
+
+def pipeline(schedule: str) -> tuple[str, ...]:
+    """TorchTitan's arguments for two pipeline ranks."""
+    return (
+        *("--parallelism.pipeline_parallel_degree", "2"),
+        *("--parallelism.pipeline_parallel_schedule", schedule),
+    )
+
+
+def start_from(seed: Path) -> tuple[str, ...]:
+    """TorchTitan's arguments for a job that starts from a checkpoint and saves none."""
+    return ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed))
+
+
+@dataclass(frozen=True)
+class Job(Outcome):
+    """How a job ended."""
+
+    log: str
+    """What all ranks printed."""
+    exit_codes: tuple[int, ...]
+    """Of the ranks; empty if the job was ended because it took too long."""
+    errors: tuple[str, ...]
+    """Of all ranks that left one, by rank."""
+
+    @property
+    def began(self) -> bool:
+        """Whether everything was constructed and a rank was about to take the first step."""
+        return "Training starts at step" in self.log
+
+
+class Titan:
+    """Trains one job after the other, with one thread a rank. Call `close` at the end: then no process is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._server: subprocess.Popen[str] | None = None
+        self._num_jobs = 0
+        self._kept: dict[tuple[Any, ...], Job] = {}
+        self._seeds: dict[str, Path] = {}
+
+    def train(
+        self, *arguments: str, num_ranks: int, model: str = LLAMA, functorch: dict[str, Any] | None = None
+    ) -> Job:
+        """A job of a few small steps, from the model's seed checkpoint; `functorch` sets compiler options."""
+        return self._run((*SHORT, *start_from(self.seed(model)), *arguments), num_ranks, model, functorch or {})
+
+    def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
+        """What the pipelines are compared with: run once, and kept."""
+        key = (arguments, num_ranks, model)
+        if key not in self._kept:
+            self._kept[key] = self.train(*arguments, num_ranks=num_ranks, model=model)
+        return self._kept[key]
+
+    def close(self) -> None:
+        """End the server and all ranks, whatever they are doing."""
+        if self._server is not None:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.communicate()
+            self._server = None
+
+    def seed(self, model: str = LLAMA) -> Path:
+        """The checkpoint from which all jobs with `model` start."""
+        if model not in self._seeds:
+            job = self._run(("--checkpoint.enable", "--checkpoint.create_seed_checkpoint"), 1, model, {})
+            assert job.error is None, job.log
+            self._seeds[model] = self.folder / str(self._num_jobs) / "checkpoint" / "step-0"
+        return self._seeds[model]
+
+    def _run(self, arguments: tuple[str, ...], num_ranks: int, model: str, functorch: dict[str, Any]) -> Job:
+        self._num_jobs += 1
+        folder = self.folder / str(self._num_jobs)
+        folder.mkdir()
+        # As with torchrun, the store is held by none of the ranks.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = {
+            "arguments": [*demo_arguments(folder, model), *arguments],
+            "num_ranks": num_ranks,
+            "folder": str(folder),
+            "port": store.port,
+            "functorch": functorch,
+        }
+        return _job(folder, self._ask(job))
+
+    def _ask(self, job: dict[str, Any]) -> tuple[int, ...]:
+        """The ranks' exit codes, none if the job took too long."""
+        server = self._running()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        answer = None
+        try:
+            server.stdin.write(json.dumps(job) + "\n")
+            server.stdin.flush()
+            if select.select([server.stdout], [], [], JOB_TIMEOUT)[0]:
+                answer = server.stdout.readline()
+        finally:
+            if not answer:  # also when the test's own time is up: the answer of this job is not the next one's
+                self.close()
+        assert answer != "", "titan_server.py died; standard error has its last words"
+        return () if answer is None else tuple(json.loads(answer))
+
+    def _running(self) -> subprocess.Popen[str]:
+        settings = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            # Jobs that compile the same code find it there.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled"),
+            # In the rank itself: a pool of processes would import torch anew for every job.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCH_LOGS": "graph_breaks,recompiles",
+        }
+        self._server = self._server or subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("titan_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | settings,
+            start_new_session=True,
+        )
+        return self._server
+
+
+def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
+    log, metrics = folder / "output.log", folder / METRICS
+    steps = tuple(json.loads(line) for line in metrics.read_text().splitlines()) if metrics.exists() else ()
+    files = sorted((folder / "errors").glob("*/error.json"), key=lambda file: int(file.parent.name))
+    error = first_error(folder) if any(exit_codes) else None
+    return Job(
+        steps,
+        error if exit_codes else f"no end after {JOB_TIMEOUT:.0f} seconds",
+        log.read_text() if log.exists() else "",
+        exit_codes,
+        tuple(" ".join(json.loads(file.read_text())["message"]["message"].split()) for file in files),
+    )
+
+
+def assert_trains_alike(job: Outcome, expected: Outcome, losses: float = 1e-5, norms: float = 1e-4) -> None:
+    """The same loss and the same norm of the gradients in every step, within these relative tolerances.
+
+    Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not.
+    """
+    assert (job.error, expected.error) == (None, None)
+    found, wanted = _values(job, "loss_metrics/global_avg_loss"), _values(expected, "loss_metrics/global_avg_loss")
+    assert len(found) == STEPS
+    assert found == pytest.approx(wanted, rel=losses)
+    # The optimizer does not mind a wrong scale of all gradients, so the losses alone would not show it.
+    assert _values(job, "grad_norm") == pytest.approx(_values(expected, "grad_norm"), rel=norms)
+    validation = "validation_metrics/loss"
+    assert _values(job, validation) == pytest.approx(_values(expected, validation), rel=losses)
+    # It learned something, so equal losses mean something.
+    assert found[-1] < found[0] - 0.5
+
+
+def _values(outcome: Outcome, name: str) -> list[float]:
+    """One of TorchTitan's metrics, from all steps that have it."""
+    return [step[name] for step in outcome.steps if name in step]

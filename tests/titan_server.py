@@ -1,0 +1,115 @@
+"""Trains TorchTitan jobs one after the other, each in fresh processes, but imports TorchTitan only once.
+
+Importing it takes longer than a short job. So this program imports it and forks the ranks of every job from what it
+has. It reads one job a line, and answers each by a line with the exit codes of the ranks. `titan_jobs.py` is the other
+end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 10.0
+"""Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
+
+
+def import_titan() -> None:
+    """All that the ranks would import."""
+    from zbpipe.titan import cpu
+
+    cpu.stand_in()
+    import torch._inductor.compile_fx  # noqa: F401
+    import torchtitan.train
+
+    import zbpipe.titan._torchtitan
+    import zbpipe.titan.demo_config
+    import zbpipe.titan.train  # noqa: F401
+
+    # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
+    torchtitan.trainer.time = _WithoutSleep()
+
+
+class _WithoutSleep:
+    def __getattr__(self, name: str) -> Any:
+        return (lambda seconds: None) if name == "sleep" else getattr(time, name)
+
+
+def run(job: dict[str, Any]) -> list[int]:
+    """Train; the exit codes of the ranks, negative for a signal."""
+    ranks = [_fork(job, rank) for rank in range(job["num_ranks"])]
+    codes: dict[int, int] = {}
+    deadline = float("inf")
+    while len(codes) < len(ranks):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid] != 0:
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+        elif time.monotonic() > deadline:
+            for left in set(ranks) - codes.keys():
+                os.kill(left, signal.SIGKILL)
+            deadline = float("inf")
+        else:
+            time.sleep(0.02)
+    return [codes[pid] for pid in ranks]
+
+
+def _fork(job: dict[str, Any], rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _train(job, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(job: dict[str, Any], rank: int) -> None:
+    """What torchrun does for a rank, and then `python -m zbpipe.titan.train`."""
+    import torch._functorch.config
+
+    from zbpipe.titan import train
+
+    folder = Path(job["folder"])
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    errors = folder / "errors" / str(rank)
+    errors.mkdir(parents=True)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job["num_ranks"]),
+        "LOCAL_WORLD_SIZE": str(job["num_ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job["port"]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(errors / "error.json"),
+    }
+    for name, value in job["functorch"].items():
+        setattr(torch._functorch.config, name, value)
+    sys.argv = ["zbpipe.titan.train", *job["arguments"]]
+    train.main()
+
+
+def main() -> None:
+    import_titan()
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
