@@ -16,6 +16,8 @@ from zbpipe.planner.search import Progress, Search
 from zbpipe.simulate import Timeline, simulate
 
 Costs = CostModel | tuple[float, float, float] | Callable[[Placement], CostModel]
+Limit = float | Sequence[float] | Callable[[Placement, CostModel], Sequence[float]]
+"""Peak activations in a rank's share of one microbatch: for all ranks, by rank, or by rank from placement and costs."""
 Objective = Literal["makespan", "longest_rank_span"]
 
 PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
@@ -45,7 +47,7 @@ class Plan:
     objective: Objective
     """Which time was to be short."""
     limits: tuple[float, ...] | None
-    """What each rank may hold."""
+    """What each rank may hold, on this placement."""
     bounds: Mapping[str, float]
     """For each placement tried a time below which no schedule can be, by the objective."""
 
@@ -80,7 +82,7 @@ def plan(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit | None = None,
     *,
     placements: Iterable[str | Placement] = DEFAULT_PLACEMENTS,
     objective: Objective = "makespan",
@@ -99,7 +101,8 @@ def plan(
         costs: seconds of F, I and W that a rank spends on one microbatch, all its stages together; or a function that
             gives a CostModel for a placement; or a CostModel, and then only placements with so many stages are tried.
         memory_limit: peak activations, one number or one per rank, in units of the rank's share of one microbatch (what
-            all its stages keep of it); at least 1. Default: no limit.
+            all its stages keep of it); at least 1. Or a function that gives one per rank for a placement and its
+            costs. Default: no limit.
         placements: names out of `PLACEMENTS`, or placements. "wave" is not tried unless it is named.
         objective: what is to be short: "makespan", the synchronous step, or "longest_rank_span", which counts when
             ranks run on into the next step.
@@ -119,12 +122,11 @@ def plan(
         raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {objective!r}")
     if budget is not None and not budget > 0:
         raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {8e7:g} is usual")
-    limits = _limits(ranks, memory_limit)
-    wanted = list(_placements(ranks, placements))
+    wanted = list(named_placements(ranks, placements))
     if not wanted:
         raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
     problems = [
-        _problem(name, placement, _cost_model(costs, placement), microbatches, limits, objective)
+        problem_of(name, placement, _cost_model(costs, placement), microbatches, memory_limit, objective)
         for name, placement in wanted
         if not isinstance(costs, CostModel) or costs.num_stages == placement.num_stages
     ]
@@ -149,7 +151,7 @@ def plan(
         placement=found.problem.name,
         found_by=found.by,
         objective=objective,
-        limits=limits,
+        limits=limits_of(found.problem.placement, found.problem.costs, memory_limit),
         bounds=MappingProxyType(bounds),
     )
 
@@ -164,22 +166,28 @@ def _silent(share: float, best: float) -> None:
     pass
 
 
-def _limits(ranks: int, memory_limit: float | Sequence[float] | None) -> tuple[float, ...] | None:
+def limits_of(placement: Placement, costs: CostModel, memory_limit: Limit | None) -> tuple[float, ...] | None:
+    """A memory limit by rank.
+
+    Raises:
+        ValueError: another number of limits than ranks.
+    """
+    ranks = placement.num_ranks
     if memory_limit is None:
         return None
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * ranks
+    limit = memory_limit(placement, costs) if callable(memory_limit) else memory_limit
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * ranks
     if len(limits) != ranks:
         raise ValueError(f"memory_limit has to be one number or one per rank, got {len(limits)} for {ranks} ranks")
-    least = min(limits)
-    if not least >= 1:
-        raise ValueError(
-            f"memory_limit={least:g} on rank {limits.index(least)} is less than one microbatch, of which every rank"
-            " holds all its activations at some time; give at least 1, or cut the batch into more microbatches"
-        )
     return limits
 
 
-def _placements(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
+def named_placements(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
+    """The placements that are wanted, with their names.
+
+    Raises:
+        ValueError: an unknown name, or a placement for another number of ranks.
+    """
     for each in (wanted,) if isinstance(wanted, (str, Placement)) else wanted:
         if isinstance(each, Placement):
             if each.num_ranks != ranks:
@@ -198,18 +206,25 @@ def _cost_model(costs: Costs, placement: Placement) -> CostModel:
     return costs(placement) if callable(costs) else CostModel.uniform(placement, *costs)
 
 
-def _problem(
+def problem_of(
     name: str,
     placement: Placement,
     costs: CostModel,
     microbatches: int,
-    limits: tuple[float, ...] | None,
+    memory_limit: Limit | None,
     objective: Objective,
 ) -> Problem:
+    """The search's problem on one placement, with the limits in the unit of `costs.activations`."""
     shares = [
         sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
     ]
-    limits = limits or (float(microbatches),) * placement.num_ranks
+    limits = limits_of(placement, costs, memory_limit) or (float(microbatches),) * placement.num_ranks
+    least = min(limits)
+    if not least >= 1:
+        raise ValueError(
+            f"memory_limit={least:g} on rank {limits.index(least)} is less than one microbatch, of which every rank"
+            " holds all its activations at some time; give at least 1, or cut the batch into more microbatches"
+        )
     absolute = tuple(limit * share for limit, share in zip(limits, shares, strict=True))
     return Problem(name, placement, costs, microbatches, absolute, objective == "longest_rank_span")
 
