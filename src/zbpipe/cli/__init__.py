@@ -5,6 +5,7 @@ import click
 from zbpipe.cli.base import Group
 from zbpipe.cli.demo import demo
 from zbpipe.cli.files import export, validate
+from zbpipe.cli.planning import plan
 from zbpipe.cli.schedules import compare, list_, show, simulate
 
 
@@ -21,5 +22,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, export, validate, demo):
+for command in (list_, show, simulate, compare, plan, export, validate, demo):
     main.add_command(command)

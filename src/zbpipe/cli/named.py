@@ -67,13 +67,20 @@ def simulated(
     return simulate(schedule, costs, **how)
 
 
-def all_simulated(ranks: int, microbatches: int, costs_of: CostsOf) -> list[Timeline]:
-    """The timelines of all schedules with a name. Those that cannot have these numbers are reported and left out."""
+def all_simulated(
+    ranks: int, microbatches: int, costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda placement: True
+) -> list[Timeline]:
+    """The timelines of all schedules with a name and a placement that has costs.
+
+    Those that cannot have these numbers are reported and left out.
+    """
     from zbpipe.registry import schedules
 
     timelines = []
     for traits in schedules().values():
         try:
+            if not has_costs(traits.place(ranks)):
+                continue
             timelines.append(simulated(traits.name, ranks, microbatches, costs_of))
         except ValueError as error:
             click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)

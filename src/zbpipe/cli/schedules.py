@@ -195,7 +195,8 @@ def compare(
     """
     from zbpipe.views import report
 
-    standings = report.compare(all_simulated(ranks, microbatches, uniform(costs, comm)), memory_limit)
+    limits = None if memory_limit is None else (memory_limit,) * ranks
+    standings = report.compare(all_simulated(ranks, microbatches, uniform(costs, comm)), limits)
     if as_json:
         print_json([standing.record() for standing in standings])
         return
