@@ -182,7 +182,7 @@ def anneal(
         op = path[seed % len(path)]
         seed = seed * 48271 % 2147483647
         share = seed / 2147483647.0
-        jump = 1 + int(8 * share * share * share)
+        jump = 1 + int(30 * share * share * share)
         seed = seed * 48271 % 2147483647
         later = seed % 2 == 0
         other = reach(job, op, later, jump, place, before, after, held)

@@ -25,9 +25,10 @@ _SHARE_OF_SHAPES = 0.25
 """Of the budget, for list scheduling."""
 _WORTH = 1.1
 """By how much an order may be longer than the best one and still be annealed."""
-_HEAT = 0.06
+_HEAT = 0.08
 """What annealing may lose in one move at the beginning, in mean times of an op, if it times each op 1000 times. It
-goes with the root of that: with more time to cool down it can begin hotter."""
+goes with the root of that: with more time to cool down it can begin hotter, up to a point."""
+_MOST_HEAT = 0.4
 _NEAR = 1 + 1e-9
 
 
@@ -106,7 +107,7 @@ class Search:
         """The same or a better order."""
         problem = start.problem
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
-        heat = _HEAT * mean * sqrt(max(work, 1) / problem.num_ops / 1000)
+        heat = mean * min(_HEAT * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
         _, order, done = self.engine.anneal(
             self.engine.prepare(problem.job),
             self.engine.integers(start.order),
