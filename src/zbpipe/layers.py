@@ -101,10 +101,19 @@ def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
     Raises:
         ValueError: fewer layers than stages.
     """
+    require_enough(num_layers, num_stages)
+    each, more = divmod(num_layers, num_stages)
+    return (each + 1,) * more + (each,) * (num_stages - more)
+
+
+def require_enough(num_layers: int, num_stages: int) -> None:
+    """Refuse fewer layers than stages.
+
+    Raises:
+        ValueError: just that.
+    """
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"
             " a placement with fewer stages a rank"
         )
-    each, more = divmod(num_layers, num_stages)
-    return (each + 1,) * more + (each,) * (num_stages - more)

@@ -11,14 +11,16 @@ from types import MappingProxyType
 
 from zbpipe.costs import shares_within
 from zbpipe.ir import Placement
-from zbpipe.layers import LayerCosts, Split, even_sizes, split_of
+from zbpipe.layers import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.planner.plan import DEFAULT_PLACEMENTS, Limit, Objective, Plan, named_placements, plan, problem_of
 from zbpipe.planner.search import Progress
 
-_TRIES = 60
-"""Splits of a placement that are looked at by a short search."""
+_MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
+"""Splits of a placement that are looked at by a short search; the fewer the more ops a schedule has."""
 _EFFORT = 200
 """How often a short search may time each op."""
+_FINALISTS, _SECOND_EFFORT = 6, 4000
+"""So many of the best splits get a second search, which may time each op so often."""
 _RANKS = 8
 """So many ranks with the most work give layers, and so many with the least take some."""
 _NEAR = 1 - 1e-9
@@ -32,7 +34,7 @@ class LayerPlan:
 
     plan: Plan
     costs: LayerCosts
-    splits: Mapping[str, Split]
+    splits: Mapping[Placement, Split]
     """The best one found on each placement that has no more stages than there are layers."""
     even: Plan | None
     """What the same search finds for TorchTitan's even split; None if that one does not keep to the limit."""
@@ -40,7 +42,7 @@ class LayerPlan:
     @property
     def split(self) -> Split:
         """That of the plan: by stage the layers that it holds."""
-        return self.splits[self.plan.placement]
+        return self.splits[self.plan.schedule.placement]
 
     @property
     def module_fqns_per_model_part(self) -> list[list[str]]:
@@ -76,28 +78,27 @@ def plan_layers(
         ValueError: as `zbpipe.plan`, or fewer layers than stages on all placements.
     """
     limit = as_limit(costs, ranks, memory_limit)
-    wanted = dict(named_placements(ranks, placements))
-    possible = {name: each for name, each in wanted.items() if each.num_stages <= len(costs.layers)}
-    if not possible:  # says so
-        for each in wanted.values():
-            even_sizes(len(costs.layers), each.num_stages)
+    wanted = dict.fromkeys(placement for _, placement in named_placements(ranks, placements))
+    possible = [placement for placement in wanted if placement.num_stages <= len(costs.layers)]
+    if wanted and not possible:
+        require_enough(len(costs.layers), min(placement.num_stages for placement in wanted))
     report = progress or (lambda share, best: None)
-    splits: dict[str, Split] = {}
-    for number, (name, placement) in enumerate(possible.items()):
+    splits: dict[Placement, Split] = {}
+    for number, placement in enumerate(possible):
         part = _part(report, number / len(possible) / 2, 1 / len(possible) / 2)
-        splits[name] = split_layers(
+        splits[placement] = split_layers(
             costs, placement, microbatches, limit, objective=objective, seed=seed, progress=part
         )
-    even = {name: split_of(even_sizes(len(costs.layers), each.num_stages)) for name, each in possible.items()}
+    even = {placement: split_of(even_sizes(len(costs.layers), placement.num_stages)) for placement in possible}
+    fitting = {placement: split for placement, split in even.items() if _fits(costs, placement, split, limit)}
 
-    def planned(split: Mapping[str, Split], names: Iterable[str], report: Progress) -> Plan:
-        by_placement = {possible[name]: costs.stages(split[name]) for name in names}
+    def planned(splits: Mapping[Placement, Split], report: Progress) -> Plan:
         return plan(
             ranks,
             microbatches,
-            by_placement.__getitem__,
+            lambda placement: costs.stages(splits[placement]),
             limit,
-            placements=by_placement,
+            placements=splits,
             objective=objective,
             budget=budget,
             seed=seed,
@@ -105,12 +106,11 @@ def plan_layers(
             progress=report,
         )
 
-    best = planned(splits, possible, _part(report, 0.5, 0.25))
-    fitting = [name for name, each in possible.items() if _fits(costs, each, even[name], limit)]
-    rival = planned(even, fitting, _part(report, 0.75, 0.25)) if fitting else None
+    best = planned(splits, _part(report, 0.5, 0.25))
+    rival = planned(fitting, _part(report, 0.75, 0.25)) if fitting else None
     # A long search may find for the even split what the short ones did not see.
     if rival is not None and getattr(rival, objective) < getattr(best, objective):
-        best, splits = rival, {**splits, rival.placement: even[rival.placement]}
+        best, splits = rival, splits | {rival.schedule.placement: even[rival.schedule.placement]}
     return LayerPlan(best, costs, MappingProxyType(splits), rival)
 
 
@@ -122,7 +122,7 @@ def split_layers(
     *,
     objective: Objective = "makespan",
     seed: int = 0,
-    tries: int = _TRIES,
+    tries: int | None = None,
     progress: Progress | None = None,
 ) -> Split:
     """The split with the shortest step on one placement, as far as short searches show.
@@ -134,7 +134,7 @@ def split_layers(
         memory_limit: as for `plan_layers`.
         objective: which time is to be short.
         seed: of the searches' random numbers.
-        tries: how many splits to look at.
+        tries: how many splits to look at. Default: 60, fewer in large jobs.
         progress: called with the share of the tries that are made, and the shortest time so far.
 
     Returns:
@@ -143,24 +143,14 @@ def split_layers(
     Raises:
         ValueError: fewer layers than stages.
     """
-    trials = _Trials(
-        costs, placement, microbatches, as_limit(costs, placement.num_ranks, memory_limit), objective, seed, tries
-    )
-    even = even_sizes(len(costs.layers), placement.num_stages)
-    best = min((balanced(costs, placement), even), key=trials.length)
-    while True:
-        length = trials.length(best)
-        neighbours = sorted((trials.bound(each), each) for each in _moved(best, *trials.heavy_and_light(best)))
-        for bound, each in neighbours:
-            if bound >= length * _NEAR or not trials.left:
-                return split_of(best)
-            if progress is not None:
-                progress(1 - trials.left / tries, length)
-            if trials.length(each) < length * _NEAR:
-                best = each
-                break
-        else:
-            return split_of(best)
+    limit = as_limit(costs, placement.num_ranks, memory_limit)
+    if tries is None:
+        tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * microbatches)))
+    trials = _Trials(costs, placement, microbatches, limit, objective, seed, tries)
+    best = min((balanced(costs, placement), even_sizes(len(costs.layers), placement.num_stages)), key=trials.length)
+    while better := trials.better_neighbour(best, progress or (lambda share, best: None)):
+        best = better
+    return split_of(trials.winner())
 
 
 def balanced(costs: LayerCosts, placement: Placement) -> _Sizes:
@@ -207,7 +197,7 @@ class _Trials:
         self.limit = limit
         self.objective: Objective = objective
         self.seed = seed
-        self.left = tries
+        self.tries = tries
         self.known: dict[_Sizes, float] = {}
 
     def bound(self, sizes: _Sizes) -> float:
@@ -220,11 +210,27 @@ class _Trials:
     def length(self, sizes: _Sizes) -> float:
         """Seconds that a short search reaches."""
         if sizes not in self.known:
-            self.left -= 1
-            self.known[sizes] = self._search(sizes)
+            self.known[sizes] = self._search(sizes, _EFFORT)
         return self.known[sizes]
 
-    def _search(self, sizes: _Sizes) -> float:
+    def better_neighbour(self, sizes: _Sizes, progress: Progress) -> _Sizes | None:
+        """The first one found, those with the lowest bound before the others. None if there is none, or no try left."""
+        length = self.length(sizes)
+        moved = _moved(sizes, *self._heavy_and_light(sizes))
+        for bound, each in sorted((self.bound(each), each) for each in moved):
+            if bound >= length * _NEAR or len(self.known) >= self.tries:
+                return None
+            progress(len(self.known) / self.tries, length)
+            if self.length(each) < length * _NEAR:
+                return each
+        return None
+
+    def winner(self) -> _Sizes:
+        """The best after a longer search."""
+        finalists = sorted(self.known, key=self.length)[:_FINALISTS]
+        return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))
+
+    def _search(self, sizes: _Sizes, effort: int) -> float:
         if self.bound(sizes) == inf:
             return inf
         found = plan(
@@ -234,12 +240,12 @@ class _Trials:
             self.limit,
             placements=[self.placement],
             objective=self.objective,
-            budget=_EFFORT * 3 * self.placement.num_stages * self.microbatches,
+            budget=effort * 3 * self.placement.num_stages * self.microbatches,
             seed=self.seed,
         )
         return float(getattr(found, self.objective))
 
-    def heavy_and_light(self, sizes: _Sizes) -> tuple[list[int], list[int]]:
+    def _heavy_and_light(self, sizes: _Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""
         work = _work(self.costs, self.placement, sizes)
         ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
