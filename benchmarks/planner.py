@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from zbpipe import CostModel, Placement, Plan, plan, registry, simulate, validate
+from zbpipe import CostModel, Placement, Plan, generate, plan, registry, simulate, validate
 from zbpipe.planner.plan import DEFAULT_PLACEMENTS, PLACEMENTS
 
 PEERS = Path(__file__).parent / "peer_frontier.csv"
@@ -116,22 +116,26 @@ def frontier(path: Path, budget: float | None) -> None:
     ranks, microbatches, times = 8, 32, (1.0, 1.2, 0.8)
     costs = partial(CostModel.uniform, f=times[0], i=times[1], w=times[2])
     limits = [3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8, 9, 10, 12, 14, 16]
-    curves: dict[str, list[tuple[float, float]]] = {"two stages": [], "four stages": [], "bound, four stages": []}
+    curves: dict[str, list[tuple[float, float]]] = {
+        "plans, two stages": [],
+        "plans, four stages": [],
+        "bound, four stages": [],
+    }
     for limit in limits:
         two = plan(ranks, microbatches, costs, limit, budget=budget)
         four = plan(ranks, microbatches, costs, limit, placements=PLACEMENTS, budget=budget)
-        curves["two stages"].append((limit, two.makespan))
-        curves["four stages"].append((limit, four.makespan))
+        curves["plans, two stages"].append((limit, two.makespan))
+        curves["plans, four stages"].append((limit, four.makespan))
         curves["bound, four stages"].append((limit, four.lower_bound))
         print(f"{limit:g}: {two.makespan:.2f} {four.makespan:.2f} {four.lower_bound:.2f}", file=sys.stderr)
     # A schedule for less memory fits into more.
-    for name in ("two stages", "four stages"):
+    for name in ("plans, two stages", "plans, four stages"):
         best = float("inf")
         curves[name] = [(limit, best := min(best, length)) for limit, length in curves[name]]
     points = {}
     for traits in registry.schedules().values():
-        schedule = traits.generate(ranks, microbatches)
-        timeline = simulate(schedule, costs(schedule.placement))
+        placed = costs(traits.place(ranks))
+        timeline = simulate(generate(traits.name, ranks, microbatches, costs=placed), placed)
         points[traits.name] = (max(timeline.peak_activations), timeline.makespan)
     path.write_text(draw(curves, points))
 
@@ -139,7 +143,7 @@ def frontier(path: Path, budget: float | None) -> None:
 def draw(curves: dict[str, list[tuple[float, float]]], points: dict[str, tuple[float, float]]) -> str:
     """An SVG picture of the curves and the points that lie within the axes."""
     left, top, width, height = 60, 30, 620, 380
-    (low_x, high_x), (low_y, high_y) = (3.0, 16.0), (95.0, 145.0)
+    (low_x, high_x), (low_y, high_y) = (3.0, 16.0), (95.0, 150.0)
 
     def x(limit: float) -> float:
         return left + width * (limit - low_x) / (high_x - low_x)
@@ -154,7 +158,7 @@ def draw(curves: dict[str, list[tuple[float, float]]], points: dict[str, tuple[f
     ]
     for tick in range(3, 17):
         out.append(f'<text x="{x(tick):.1f}" y="{top + height + 18}" text-anchor="middle">{tick}</text>')
-    for tick in range(95, 146, 10):
+    for tick in range(100, 151, 10):
         out.append(f'<path d="M{left} {y(tick):.1f}h{width}" stroke="#ddd"/>')
         out.append(f'<text x="{left - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick}</text>')
     out.append(
@@ -173,14 +177,18 @@ def draw(curves: dict[str, list[tuple[float, float]]], points: dict[str, tuple[f
         out.append(
             f'<path d="M{left + width - 190} {row}h24" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
         )
-        out.append(f'<text x="{left + width - 160}" y="{row + 4}">plans, {escape(name)}</text>')
+        out.append(f'<text x="{left + width - 160}" y="{row + 4}">{escape(name)}</text>')
     labels: dict[tuple[float, float], list[str]] = {}
     for name, (limit, length) in points.items():
         if low_x <= limit <= high_x and low_y <= length <= high_y:
             labels.setdefault((limit, round(length, 1)), []).append(name)
-    for (limit, length), names in labels.items():
+    beside, lowest = 0.0, 0.0
+    for (limit, length), names in sorted(labels.items(), key=lambda label: -label[0][1]):
         out.append(f'<circle cx="{x(limit):.1f}" cy="{y(length):.1f}" r="4"/>')
-        out.append(f'<text x="{x(limit) + 7:.1f}" y="{y(length) - 6:.1f}">{escape(", ".join(names))}</text>')
+        # Points that are close to each other have their labels one below the other.
+        line = max(y(length) - 6, lowest + 13 if abs(limit - beside) < 3 else 0.0)
+        beside, lowest = limit, line
+        out.append(f'<text x="{x(limit) + 7:.1f}" y="{line:.1f}">{escape(", ".join(names))}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 

@@ -159,7 +159,7 @@ def plan(
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
     """A second or so of one core for 8 ranks and 32 microbatches, and no less; larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
-    return max(8e7, 1e5 * most**0.85) / (1 if engine.compiled else 30)
+    return max(8e7, 1e5 * float(most**0.85)) / (1 if engine.compiled else 30)
 
 
 def _silent(share: float, best: float) -> None:
