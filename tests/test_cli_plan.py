@@ -21,6 +21,7 @@ from test_gradients import assert_like_reference, train_from_file
 import zbpipe
 from zbpipe import CostModel, Placement, cli
 from zbpipe.costs_file import JobCosts, dump
+from zbpipe.layers import Layer, LayerCosts
 
 QUICK = "--budget 2e5"
 SIMULATE_KEYS = {
@@ -257,3 +258,24 @@ def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.Fixt
     print(job.log)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"Using zbpipe's pipeline schedule {table} with 4 microbatches" in job.log
+
+
+def test_torchtitan_trains_a_model_that_is_cut_as_planned(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    from titan_jobs import assert_trains_alike, pipeline
+
+    titan = request.getfixturevalue("titan")
+    layers = (
+        Layer(("tok_embeddings",), 0.1, 0, 0.1, 0),
+        *(Layer((f"layers.{number}",), 1, 1, 1, 1) for number in range(6)),
+        Layer(("norm", "lm_head"), 4, 4, 4, 1),
+    )
+    dump(JobCosts(LayerCosts(layers)), tmp_path / "costs.toml")
+    table, split = tmp_path / "plan.csv", titan.folder / "plan.json"
+    answer(f"-p 2 -m 4 --costs-file {tmp_path / 'costs.toml'} --placement v -o {table} --json {split} {QUICK}")
+    parts = json.loads(split.read_text())["module_fqns_per_model_part"]
+    assert parts[-1] == ["norm", "lm_head"]
+    job = titan.train(*pipeline(str(table)), "--module", "split_config", "--config", "llama3_split", num_ranks=2)
+    print(job.log)
+    assert_trains_alike(job, titan.without_pipeline())
+    assert f"building stage_idx 3 with modules {parts[3]}" in job.log
