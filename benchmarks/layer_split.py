@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from zbpipe import CostModel, Link, Placement, generate, simulate
-from zbpipe.layers import Layer, LayerCosts, Split
-from zbpipe.planner.layers import LayerPlan, plan_layers
+from zbpipe import CostModel, Layer, LayerCosts, Link, Placement, generate, plan_layers, simulate
+from zbpipe.layers import Split
 
 RANKS, MICROBATCHES = 8, 32
 BLOCKS, DIM, KV_DIM, FFN_DIM, TOKENS = 32, 4096, 1024, 14336, 8192
@@ -73,7 +72,7 @@ def sizes(split: Split) -> str:
 
 def row(vocabulary: int, placement: str, named: str, budget: float | None) -> Sequence[str]:
     costs = model(vocabulary)
-    found: LayerPlan = plan_layers(RANKS, MICROBATCHES, costs, float(RANKS), placements=[placement], budget=budget)
+    found = plan_layers(RANKS, MICROBATCHES, costs, float(RANKS), placements=[placement], budget=budget)
     assert found.even is not None
     where = found.plan.schedule.placement
     reached, even = found.plan.makespan, found.even.makespan
