@@ -29,7 +29,7 @@ SIMULATE_KEYS = {
     "peak_activations",
     "lower_bound",
 }
-COMMANDS = ("list", "show", "simulate", "compare", "export", "validate")
+COMMANDS = ("list", "show", "simulate", "compare", "plan", "export", "validate")
 
 
 def run(line: str) -> Result:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
 from zbpipe.costs import CostModel, Link
-from zbpipe.simulate import Idle, Timeline, lower_bound, simulate
+from zbpipe.planner.bound import lower_bound
+from zbpipe.simulate import Idle, Timeline, simulate
 from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
 
 # The searched schedules and the random orders take a while to draw; a busy machine is no failure.

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.layers import Layer, LayerCosts
 from zbpipe.registry import generate, register, stage_indices
 from zbpipe.simulate import Timeline, simulate
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.planner.layers import LayerPlan, plan_layers
+    from zbpipe.planner.plan import Plan, plan
     from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
@@ -33,10 +36,14 @@ __all__ = [
     "LINEAR",
     "CostModel",
     "Finding",
+    "Layer",
+    "LayerCosts",
+    "LayerPlan",
     "Link",
     "Op",
     "OpKind",
     "Placement",
+    "Plan",
     "Schedule",
     "ScheduleVHalf",
     "ScheduleVMin",
@@ -49,6 +56,8 @@ __all__ = [
     "WeightProduct",
     "build_pipeline_schedule",
     "generate",
+    "plan",
+    "plan_layers",
     "register",
     "simulate",
     "stage_indices",
@@ -57,6 +66,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("LayerPlan", "Plan", "plan", "plan_layers"):  # the search is not needed for anything else
+        module = "layers" if name in ("LayerPlan", "plan_layers") else "plan"
+        return getattr(import_module(f"zbpipe.planner.{module}"), name)
     if name in __all__:  # public, but not imported above: it needs torch
         module = "products" if name in ("GROUPED_MM", "LINEAR", "WeightProduct") else "schedules"
         return getattr(import_module(f"zbpipe.runtime.{module}"), name)

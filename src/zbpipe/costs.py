@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -110,3 +110,18 @@ class CostModel:
         if sender == receiver:
             return 0.0
         return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
+
+
+def shares_within(memory: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, how many of its shares of one microbatch (what its stages keep of one) fit into `memory`.
+
+    Args:
+        memory: for all ranks or by rank, in the unit of `costs.activations`.
+        placement: where the stages are.
+        costs: of these stages.
+    """
+    ranks = range(placement.num_ranks)
+    rooms = tuple(memory) if isinstance(memory, Sequence) else (memory,) * len(ranks)
+    shares = [sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in ranks]
+    # One that keeps nothing could hold any number; 1 is the least that a limit can say.
+    return tuple(room / share if share else 1.0 for room, share in zip(rooms, shares, strict=True))

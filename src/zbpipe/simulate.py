@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.planner.bound import lower_bound
 from zbpipe.validate import require_valid
 
 
@@ -250,54 +251,3 @@ def _inputs(op: Op, num_stages: int) -> tuple[Op, ...]:
     if op.kind is OpKind.W or op.stage == num_stages - 1:
         return ()
     return (Op(op.stage + 1, OpKind.I, op.microbatch), Op(op.stage + 1, OpKind.B, op.microbatch))
-
-
-def lower_bound(placement: Placement, costs: CostModel, num_microbatches: int) -> float:
-    """A time below which no order of the ops can bring the synchronous step, in seconds.
-
-    Two things have to fit: one microbatch goes down all stages and up again, and ends with a W; and each rank does
-    all its work after its first input can have come, and before its last gradient has reached the first stage.
-    """
-    path = _arrivals(placement, costs)
-    round_trip = max(path.backward_end[stage] + costs.w[stage] for stage in range(costs.num_stages))
-    ranks = (
-        _rank_bound(placement.stages_on(rank), path, costs, num_microbatches) for rank in range(placement.num_ranks)
-    )
-    return max(round_trip, *ranks)
-
-
-class _Path(NamedTuple):
-    """One microbatch alone in the pipeline, in seconds by stage."""
-
-    forward_start: list[float]
-    backward_end: list[float]
-    tail: list[float]
-    """From the end of a stage's I to the end of the pipeline's last W, at the least."""
-
-
-def _arrivals(placement: Placement, costs: CostModel) -> _Path:
-    rank_of, num_stages = placement.rank_of, costs.num_stages
-    forward_start, now = [], 0.0
-    for stage in range(num_stages):
-        now += costs.transfer(rank_of[stage - 1], rank_of[stage]) if stage else 0.0
-        forward_start.append(now)
-        now += costs.f[stage]
-    backward_end, tail = [0.0] * num_stages, [0.0] * num_stages
-    for stage in reversed(range(num_stages)):
-        now += costs.transfer(rank_of[stage + 1], rank_of[stage]) if stage < num_stages - 1 else 0.0
-        now += costs.i[stage]
-        backward_end[stage] = now
-    for stage in range(num_stages):
-        onward = 0.0
-        if stage:
-            onward = costs.transfer(rank_of[stage], rank_of[stage - 1]) + costs.i[stage - 1] + tail[stage - 1]
-        tail[stage] = max(costs.w[stage], onward)
-    return _Path(forward_start, backward_end, tail)
-
-
-def _rank_bound(stages: tuple[int, ...], path: _Path, costs: CostModel, num_microbatches: int) -> float:
-    """All F and I come between the first input and the last I; then all W, or the rest of the way to the front."""
-    forwards_and_inputs = num_microbatches * sum(costs.f[stage] + costs.i[stage] for stage in stages)
-    weights = num_microbatches * sum(costs.w[stage] for stage in stages)
-    head = min(path.forward_start[stage] for stage in stages)
-    return head + forwards_and_inputs + max(weights, min(path.tail[stage] for stage in stages))

@@ -1,168 +1,165 @@
-"""List scheduling: a clock runs, and a rank that is free takes the most urgent op that is ready and fits into memory.
+"""What list scheduling shall prefer: urgencies of all ops, from a few numbers.
 
-The idea of the searched schedules of the zero-bubble paper (2401.10241, section 3.1): I first, because the rank before
-waits for it, then F as far as memory allows, and W where nothing else is ready or memory is full.
+The urgency of an op is when it would start if the microbatches followed each other at a regular interval, each as a
+*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
+blocks are the schedule and must not collide. Here they only say what comes first; list scheduling (`kernel`) gives the
+ranks something to do at any time, and sees to the limits. So any shape goes, whatever the times of the stages are.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from dataclasses import dataclass
+from itertools import product
+from random import Random
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.planner.compiled import Engine
+from zbpipe.planner.kernel import NEVER, Job
+from zbpipe.planner.problem import Problem
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a rank prefers when several ops are ready."""
+class Shape:
+    """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
 
+    forward: tuple[float, ...]
+    """By leg: from the F of a stage to the F of the next, in times of that F."""
+    backward: tuple[float, ...]
+    """By leg: from the I of a stage to the I of the one before, in times of that I."""
+    turn_forward: tuple[float, ...]
+    """By leg: what is added at its end, in times of F."""
+    turn_backward: tuple[float, ...]
+    """By leg: what is added before its begin, in times of I."""
+    turn_loss: float
+    """From the last F to the first I, in times of that I."""
+    weight: tuple[float, ...]
+    """By leg: from the end of I to W, in intervals between microbatches."""
     patience: float = 0.0
-    """Rather than start a W, wait for an F or I that is on its way and arrives within this share of the W's time."""
-    weights_before_forwards: bool = False
-    """Whether W comes before F in the steady state."""
-    forward_first: bool = False
-    """Whether F comes before I."""
+    """How long a rank waits for an op that is more urgent, in times of a W."""
+    pace: float = 0.0
+    """How far apart the microbatches have to enter the first stage, in times of a rank's work on one."""
+    spare: float = 0.0
+    """What stays free for the last leg, in its activations of a microbatch."""
+
+    @classmethod
+    def plain(cls, legs: int) -> Shape:
+        """A microbatch that nothing holds up, with W when there is time for it."""
+        return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs)
+
+    @classmethod
+    def random(cls, legs: int, random: Random) -> Shape:
+        """Any shape that may be good."""
+
+        def draw(low: float, high: float) -> tuple[float, ...]:
+            return tuple(random.uniform(low, high) for _ in range(legs))
+
+        return cls(
+            forward=draw(0, 4),
+            backward=draw(0, 4),
+            turn_forward=draw(-1, 4),
+            turn_backward=draw(-1, 4),
+            turn_loss=random.uniform(-1, 6),
+            weight=draw(0, 3),
+            patience=_perhaps(random, 0.5, 0, 1),
+            pace=_perhaps(random, 0.8, 0.4, 0.9),
+            spare=_perhaps(random, 0.3, 0, 2),
+        )
+
+    def vary(self, random: Random) -> Shape:
+        """A shape like this one."""
+
+        def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
+            return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
+
+        return Shape(
+            forward=near(self.forward, 0.7),
+            backward=near(self.backward, 0.7),
+            turn_forward=near(self.turn_forward, 1),
+            turn_backward=near(self.turn_backward, 1),
+            turn_loss=near((self.turn_loss,), 1)[0],
+            weight=near(self.weight, 1),
+            patience=self.patience if random.random() < 0.8 else _perhaps(random, 0.6, 0, 1),
+            pace=self.pace if random.random() < 0.8 else _perhaps(random, 0.9, 0.4, 0.8),
+            spare=self.spare if random.random() < 0.9 else _perhaps(random, 0.5, 0, 2),
+        )
 
 
-def list_schedule(
-    name: str,
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostModel,
-    limits: tuple[float, ...],
-    policy: Policy,
-) -> Schedule:
-    """A schedule in which no rank ever holds more activations than its limit.
-
-    Args:
-        name: of the schedule.
-        placement: where the stages are.
-        num_microbatches: from 1 on.
-        costs: for the placement's stages.
-        limits: by rank, in the unit of `costs.activations`; at least what one microbatch takes on the rank.
-        policy: what to prefer.
-    """
-    return _Run(placement, num_microbatches, costs, limits, policy).schedule(name)
+def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
+    return random.uniform(low, high) if random.random() < chance else 0.0
 
 
-class _Run:
-    """The state of all ranks while the clock runs."""
+class ListScheduler:
+    """List scheduling of one problem."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        costs: CostModel,
-        limits: tuple[float, ...],
-        policy: Policy,
-    ) -> None:
-        self.placement = placement
-        self.num_microbatches = num_microbatches
-        self.costs = costs
-        self.policy = policy
-        self.free = list(limits)
-        self.ops: list[list[Op]] = [[] for _ in limits]
-        # Per stage the ops whose inputs have arrived or are on their way: (arrival, microbatch), in order.
-        self.forwards: list[deque[tuple[float, int]]] = [deque() for _ in placement.rank_of]
-        self.inputs: list[deque[tuple[float, int]]] = [deque() for _ in placement.rank_of]
-        self.weights: list[deque[int]] = [deque() for _ in placement.rank_of]
-        self.forwards[0].extend((0.0, microbatch) for microbatch in range(num_microbatches))
-        # What has to stay free on a rank when a stage takes a microbatch: room for one to go on through the rank's
-        # later stages, or all ranks could fill up with microbatches of which none can.
-        self.reserve = [
-            sum(costs.activations[later] for later in placement.stages_on(rank) if later > stage)
-            for stage, rank in enumerate(placement.rank_of)
-        ]
+    def __init__(self, problem: Problem, engine: Engine) -> None:
+        self.engine = engine
+        self.job: Job = engine.prepare(problem.job)
+        self.problem = problem
+        placement = problem.placement
+        self.leg = [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
+        self.legs = max(self.leg) + 1
+        nodes = range(len(problem.job.rank))
+        self.interval = max(
+            sum(problem.job.seconds[node] for node in nodes if problem.job.rank[node] == rank)
+            for rank in range(placement.num_ranks)
+        )
+        self.weight = max(problem.job.seconds[2::3])
 
-    def schedule(self, name: str) -> Schedule:
-        """Run the clock until every op has run."""
-        total = 3 * self.num_microbatches
-        todo = [total * len(self.placement.stages_on(rank)) for rank in range(len(self.ops))]
-        # (when a rank may act again, rank); a rank can stand in the queue several times, which does no harm.
-        queue = [(0.0, rank) for rank in range(len(self.ops))]
-        busy_until = [0.0] * len(self.ops)
-        while queue:
-            now, rank = heapq.heappop(queue)
-            if now < busy_until[rank] or not todo[rank]:
-                continue
-            op, wake = self.choose(rank, now)
-            if op is None:
-                if wake is not None:
-                    heapq.heappush(queue, (wake, rank))
-                continue
-            end = now + self.costs.seconds(op.stage, op.kind)
-            busy_until[rank] = end
-            todo[rank] -= 1
-            self.ops[rank].append(op)
-            heapq.heappush(queue, (end, rank))
-            for arrival, receiver in self.run(op, rank, end):
-                heapq.heappush(queue, (max(arrival, busy_until[receiver]), receiver))
-        assert not any(todo), f"list scheduling got stuck: {self.ops}"
-        return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, self.ops)))
+    def run(self, shape: Shape, cutoff: float = NEVER) -> tuple[float, list[int]]:
+        """The makespan and the order that a shape leads to; infinity if it is not below `cutoff`."""
+        return self.engine.list_schedule(
+            self.job._replace(reserve=self.engine.floats(self._reserve(shape.spare))),
+            self.engine.floats(self._urgency(shape)),
+            self.interval,
+            shape.patience * self.weight,
+            shape.pace * self.interval,
+            cutoff,
+        )
 
-    def choose(self, rank: int, now: float) -> tuple[Op | None, float | None]:
-        """The op to start now, or when to look again (None: when something arrives)."""
-        ready: list[tuple[tuple[float, ...], Op]] = []
-        coming: list[float] = []
-        waiting: list[Op] = []
-        forward_rank, input_rank = (0.0, 1.0) if self.policy.forward_first else (1.0, 0.0)
-        for stage in self.placement.stages_on(rank):
-            if self.inputs[stage]:
-                arrival, microbatch = self.inputs[stage][0]
-                if arrival <= now:
-                    ready.append(((input_rank, microbatch, -stage), Op(stage, OpKind.I, microbatch)))
-                else:
-                    coming.append(arrival)
-            if self.forwards[stage] and self.fits(rank, stage):
-                arrival, microbatch = self.forwards[stage][0]
-                if arrival <= now:
-                    ready.append(((forward_rank, -stage, microbatch), Op(stage, OpKind.F, microbatch)))
-                else:
-                    coming.append(arrival)
-            if self.weights[stage]:
-                waiting.append(Op(stage, OpKind.W, self.weights[stage][0]))
-        urgent = min(ready)[1] if ready else None
-        weight = min(waiting, key=lambda op: (op.microbatch, -op.stage)) if waiting else None
-        if urgent is not None and not (
-            weight is not None and self.policy.weights_before_forwards and urgent.kind is OpKind.F
-        ):
-            return urgent, None
-        if weight is not None:
-            wake = min(coming, default=None)
-            if wake is not None and wake - now < self.policy.patience * self.costs.w[weight.stage] and urgent is None:
-                return None, wake
-            return weight, None
-        return urgent, min(coming, default=None)
+    def by_kind(self) -> list[tuple[float, list[int]]]:
+        """Orders by kind alone: I or F first, W last or before F, with and without patience."""
+        stages = range(self.problem.placement.num_stages)
+        results = []
+        for patience, ranking in product((0.0, 0.5, 1.0), ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))):
+            urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
+            results.append(
+                self.engine.list_schedule(
+                    self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, NEVER
+                )
+            )
+        return results
 
-    def fits(self, rank: int, stage: int) -> bool:
-        return self.costs.activations[stage] + self.reserve[stage] <= self.free[rank] + 1e-9
+    def _urgency(self, shape: Shape) -> list[float]:
+        job, leg = self.problem.job, self.leg
+        last = len(leg) - 1
+        urgency = [0.0] * len(job.rank)
+        now = 0.0
+        for stage in range(last + 1):
+            urgency[3 * stage] = now
+            now += shape.forward[leg[stage]] * job.seconds[3 * stage]
+            if stage < last:
+                now += job.lag[3 * stage + 3]
+                if leg[stage + 1] != leg[stage]:
+                    now += shape.turn_forward[leg[stage]] * job.seconds[3 * stage]
+        now += shape.turn_loss * job.seconds[3 * last + 1]
+        for stage in reversed(range(last + 1)):
+            urgency[3 * stage + 1] = now
+            urgency[3 * stage + 2] = now + job.seconds[3 * stage + 1] + shape.weight[leg[stage]] * self.interval
+            now += shape.backward[leg[stage]] * job.seconds[3 * stage + 1]
+            if stage:
+                now += job.lag[3 * stage - 2]
+                if leg[stage - 1] != leg[stage]:
+                    now += shape.turn_backward[leg[stage]] * job.seconds[3 * stage + 1]
+        return urgency
 
-    def run(self, op: Op, rank: int, end: float) -> list[tuple[float, int]]:
-        """Account for `op`, and tell which ranks get something from it, and when."""
-        stage, kind, microbatch = op
-        last = self.placement.num_stages - 1
-        size = self.costs.activations[stage]
-        if kind is OpKind.W:
-            self.weights[stage].popleft()
-            self.free[rank] += size * (1 - self.costs.freed_by_i)
-            return []
-        if kind is OpKind.F:
-            self.forwards[stage].popleft()
-            self.free[rank] -= size
-            return [
-                self.send(self.forwards if stage < last else self.inputs, stage, min(stage + 1, last), end, microbatch)
-            ]
-        self.inputs[stage].popleft()
-        self.free[rank] += size * self.costs.freed_by_i
-        self.weights[stage].append(microbatch)
-        return [self.send(self.inputs, stage, stage - 1, end, microbatch)] if stage else []
-
-    def send(
-        self, queues: list[deque[tuple[float, int]]], stage: int, to: int, end: float, microbatch: int
-    ) -> tuple[float, int]:
-        receiver = self.placement.rank_of[to]
-        arrival = end + self.costs.transfer(self.placement.rank_of[stage], receiver)
-        queues[to].append((arrival, microbatch))
-        return arrival, receiver
+    def _reserve(self, spare: float) -> list[float]:
+        """Enough that nothing gets stuck, and `spare` more where that leaves room for a microbatch."""
+        job = self.problem.job
+        reserve = list(job.reserve)
+        for stage, leg in enumerate(self.leg):
+            more = spare * job.takes[3 * stage]
+            if (
+                leg < self.legs - 1
+                and job.takes[3 * stage] + reserve[3 * stage] + more <= job.limit[job.rank[3 * stage]]
+            ):
+                reserve[3 * stage] += more
+        return reserve

@@ -1,18 +1,145 @@
-"""The best of several schedules under a memory limit, by simulation."""
+"""The way to a good schedule: many starts, of which the better ones are annealed for longer and longer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, sqrt
+from random import Random
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
-from zbpipe.planner.greedy import Policy, list_schedule
+from zbpipe.planner.compiled import PLAIN, Engine
+from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.problem import Problem
 from zbpipe.simulate import Timeline, simulate
 
-POLICIES = tuple(Policy(*choice) for choice in product((0.0, 0.5, 1.0), (False, True), (False, True)))
-_ROUNDING = 1e-9
+Progress = Callable[[float, float], None]
+"""Called with the share of the budget that is used up, and the shortest time found so far in seconds."""
+
+_LISTING = 10
+"""What it takes to place one op by list scheduling, in ops that annealing times anew."""
+_ROUNDS = 3
+"""Of annealing before the last one: 8 orders, then 4, then 2."""
+_SHARE_OF_SHAPES = 0.25
+"""Of the budget, for list scheduling."""
+_WORTH = 1.1
+"""By how much an order may be longer than the best one and still be annealed."""
+_HEAT = 0.08
+"""What annealing may lose in one move at the beginning, in mean times of an op, if it times each op 1000 times. It
+goes with the root of that: with more time to cool down it can begin hotter, up to a point."""
+_MOST_HEAT = 0.4
+_NEAR = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sound order within the limits of its problem."""
+
+    problem: Problem
+    order: tuple[int, ...]
+    length: float
+    """Seconds: what is to be short."""
+    by: str
+    """The searches that led to it."""
+
+
+class Search:
+    """One search over several placements, with a budget that counts ops placed and timed."""
+
+    def __init__(
+        self, problems: Sequence[Problem], budget: float, seed: int, engine: Engine, progress: Progress
+    ) -> None:
+        self.problems = problems
+        self.engine = engine
+        self.budget = budget
+        self.left = budget
+        self.random = Random(seed)
+        self.progress = progress
+        self.best: Found | None = None
+        self.by_placement: dict[str, Found] = {}
+        """The best on each."""
+
+    def run(self, seeds: Iterable[tuple[Problem, Schedule]]) -> Found:
+        """The best order found, from known schedules and from list scheduling."""
+        found = [self.keep(problem, problem.order(schedule), schedule.name) for problem, schedule in seeds]
+        share = _SHARE_OF_SHAPES * self.budget / len(self.problems)
+        for problem in self.problems:
+            scheduler = ListScheduler(problem, self.engine)
+            found.append(self.keep(problem, self.shapes(problem, scheduler, share), "list scheduling"))
+        return self.race(found)
+
+    def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
+        """Shapes at random, then more and more shapes like the best one."""
+        best = Shape.plain(scheduler.legs)
+        length, order = scheduler.run(best)
+        tries = max(int(budget / (_LISTING * problem.num_ops)), 10)
+        for number in range(tries):
+            if length <= problem.lower_bound * _NEAR:
+                break
+            fresh = number < tries / 4 or self.random.random() < 0.1
+            shape = Shape.random(scheduler.legs, self.random) if fresh else best.vary(self.random)
+            trial, listed = scheduler.run(shape, length * _NEAR)
+            self.spend(_LISTING * len(listed))
+            if trial <= length:
+                best, length, order = shape, trial, listed
+        return order
+
+    def race(self, found: list[Found]) -> Found:
+        """Anneal all for a while, then the better half of them for longer, and the best as long as the budget lasts."""
+        rounds = _ROUNDS
+        for rest in reversed(range(rounds + 1)):
+            worth = [
+                each
+                for each in found
+                if each.problem.lower_bound * _NEAR < self.shortest and each.length < _WORTH * self.shortest
+            ]
+            found = sorted({each.order: each for each in worth}.values(), key=lambda each: each.length)
+            found = found[: 2**rest]
+            if not found or self.left <= 0:
+                break
+            work = self.left / (rest + 2 if rest else 1) / len(found)
+            found = [self.anneal(each, work) for each in found]
+        assert self.best is not None
+        return self.best
+
+    def anneal(self, start: Found, work: float) -> Found:
+        """The same or a better order."""
+        problem = start.problem
+        mean = sum(problem.job.seconds) / len(problem.job.seconds)
+        heat = mean * min(_HEAT * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
+        _, order, done = self.engine.anneal(
+            self.engine.prepare(problem.job),
+            self.engine.integers(start.order),
+            problem.lower_bound * _NEAR,
+            problem.by_span,
+            heat,
+            max(int(work), 1),
+            self.random.randrange(1, 2**31 - 1),
+        )
+        self.spend(done)
+        by = start.by if start.by.endswith("annealing") else f"{start.by}, annealing"
+        better = self.keep(problem, problem.in_time(order), by)
+        return better if better.length < start.length else start
+
+    @property
+    def shortest(self) -> float:
+        """Seconds; infinite before the first order is known."""
+        return self.best.length if self.best else inf
+
+    def keep(self, problem: Problem, order: list[int], by: str) -> Found:
+        """Remember the order if it is the best one so far."""
+        found = Found(problem, tuple(order), problem.length(order), by)
+        if found.length < self.shortest:
+            self.best = found
+        known = self.by_placement.setdefault(problem.name, found)
+        if found.length < known.length:
+            self.by_placement[problem.name] = found
+        return found
+
+    def spend(self, work: float) -> None:
+        self.left -= work
+        self.progress(min(1 - self.left / self.budget, 1.0), self.shortest)
 
 
 def best_within(
@@ -23,7 +150,7 @@ def best_within(
     costs: CostModel | None = None,
     seeds: Iterable[Schedule] = (),
 ) -> Schedule:
-    """List scheduling under every policy, and `seeds`: the one with the shortest synchronous step.
+    """List scheduling by kind, and `seeds`: the one with the shortest synchronous step. Takes no time to speak of.
 
     Among equally long ones that with the shortest span of a single rank wins, which counts without synchronisation.
 
@@ -36,18 +163,20 @@ def best_within(
         seeds: schedules with this placement to try besides; those that do not fit into the limit are passed over.
     """
     costs = costs or CostModel.uniform(placement)
-    limits = tuple(
+    problem = Problem("", placement, costs, num_microbatches, absolute(limit, placement, costs))
+    orders = [order for _, order in ListScheduler(problem, PLAIN).by_kind()]
+    found = [problem.schedule(name, order) for order in orders]
+    found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
+
+    def length(timeline: Timeline) -> tuple[float, float]:
+        return timeline.makespan, timeline.longest_rank_span
+
+    return min((simulate(schedule, costs) for schedule in found), key=length).schedule
+
+
+def absolute(limit: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, what so many of its shares of one microbatch take, in the unit of `costs.activations`."""
+    return tuple(
         limit * sum(costs.activations[stage] for stage in placement.stages_on(rank))
         for rank in range(placement.num_ranks)
     )
-
-    def candidates() -> Iterator[Timeline]:
-        for policy in POLICIES:
-            yield simulate(list_schedule(name, placement, num_microbatches, costs, limits, policy), costs)
-        for seed in seeds:
-            timeline = simulate(seed, costs)
-            if max(timeline.peak_activations) <= limit + _ROUNDING:
-                yield timeline
-
-    best = min(candidates(), key=lambda timeline: (timeline.makespan, timeline.longest_rank_span))
-    return replace(best.schedule, name=name)

@@ -56,8 +56,8 @@ class Standing:
     """A schedule in a comparison."""
 
     timeline: Timeline
-    memory_limit: float | None
-    """The most activations that a rank may hold, in its share of one microbatch."""
+    limits: tuple[float, ...] | None
+    """By rank the most activations that it may hold, in its share of one microbatch."""
 
     @property
     def peak(self) -> float:
@@ -71,7 +71,17 @@ class Standing:
 
     @property
     def fits(self) -> bool:
-        return self.memory_limit is None or self.peak <= self.memory_limit * (1 + _ROUNDING)
+        return self.broken is None
+
+    @property
+    def broken(self) -> float | None:
+        """The limit that is exceeded by the most, None if all are kept to."""
+        excess = [
+            (peak - limit, limit)
+            for peak, limit in zip(self.timeline.peak_activations, self.limits or (), strict=bool(self.limits))
+            if peak > limit * (1 + _ROUNDING)
+        ]
+        return max(excess)[1] if excess else None
 
     @property
     def rank(self) -> tuple[bool, float, float, str]:
@@ -83,9 +93,9 @@ class Standing:
         return {**record(self.timeline), "gap": self.gap, "fits": self.fits}
 
 
-def compare(timelines: Sequence[Timeline], memory_limit: float | None) -> list[Standing]:
-    """The best first; those that exceed `memory_limit` (a rank's shares of one microbatch) after all others."""
-    return sorted((Standing(timeline, memory_limit) for timeline in timelines), key=lambda standing: standing.rank)
+def compare(timelines: Sequence[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
+    """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
+    return sorted((Standing(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
 
 
 def comparison(standings: Sequence[Standing]) -> Iterator[str]:
@@ -98,13 +108,41 @@ def comparison(standings: Sequence[Standing]) -> Iterator[str]:
             percent(standing.timeline.bubble),
             number(standing.peak),
             percent(standing.gap),
-            *([] if standing.fits else [f"  over the limit of {number(standing.memory_limit or 0.0)}"]),
+            *_mark(standing),
         )
         for standing in standings
     ]
     yield from table(("schedule", "stages", "makespan", "bubble", "peak", "gap"), rows)
     yield ""
     yield f"stages: per rank; peak: activations on the worst rank ({UNIT_OF_ACTIVATIONS}); gap: to the lower bound"
+
+
+def _mark(standing: Standing) -> Iterator[str]:
+    if standing.broken is not None:
+        yield f"  over the limit of {number(standing.broken)}"
+
+
+def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
+    """The lines of a table of a plan among other schedules, with a mark at what does not fit."""
+    rows = [
+        (
+            standing.timeline.schedule.name,
+            str(most_stages(standing.timeline.schedule.placement)),
+            number(standing.timeline.makespan),
+            "" if standing is plan else f"{standing.timeline.makespan / plan.timeline.makespan - 1:+.1%}",
+            number(standing.timeline.longest_rank_span),
+            percent(standing.timeline.bubble),
+            number(standing.peak),
+            *_mark(standing),
+        )
+        for standing in sorted((plan, *others), key=lambda standing: standing.rank)
+    ]
+    yield from table(("schedule", "stages", "makespan", "to the plan", "span", "bubble", "peak"), rows)
+    yield ""
+    yield (
+        "stages: per rank; span: the longest time from a rank's first op to its last; peak: activations on the worst"
+        f" rank ({UNIT_OF_ACTIVATIONS})"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -1,0 +1,69 @@
+"""Commands that write and check schedule files: `export`, `validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zbpipe.cli.base import FILE, Command, Times, name_argument, one_line, size_options, stages_option
+from zbpipe.cli.named import generated, uniform
+
+
+@click.command(cls=Command)
+@name_argument
+@size_options
+@stages_option
+@click.option("-o", "--output", type=FILE, required=True, help="The CSV file to write.")
+def export(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, output: Path) -> None:
+    """Write a schedule as torch's compute-only CSV.
+
+    A row per rank, a cell per op. torch and TorchTitan load it as it is, for instance with
+    --parallelism.pipeline_parallel_schedule_csv.
+
+    \b
+    Example:
+      zbpipe export ZBV -p 4 -m 8 -o zbv.csv
+    """
+    from zbpipe.views.style import counted
+
+    schedule, _ = generated(name, ranks, microbatches, uniform(Times(1, 1, 1), 0), stages_per_rank)
+    output.write_text(schedule.to_csv(), encoding="utf-8")
+    ops = sum(map(len, schedule))
+    click.echo(f"wrote {output}: {schedule.name}, {counted(schedule.num_ranks, 'rank')}, {counted(ops, 'op')}")
+
+
+@click.command(cls=Command)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--memory-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Peak activations that a rank may hold, in shares of one microbatch.",
+)
+def validate(file: Path, memory_limit: float | None) -> None:
+    """Check a schedule in a CSV file.
+
+    Is it complete, in an order that each rank can run, and free of deadlock? The format is torch's compute-only table,
+    or its table with communication, in which sends and receives have to match as well. Prints everything that is wrong
+    with it, a line each, and ends with exit code 1 if anything is.
+
+    \b
+    Example:
+      zbpipe validate mine.csv --memory-limit 4
+    """
+    from zbpipe.lowered import check_table
+    from zbpipe.views.style import counted
+
+    try:
+        schedule, findings = check_table(file.read_text(encoding="utf-8"), str(file), memory_limit)
+    except ValueError as error:
+        click.echo(f"table: {one_line(str(error))}")
+        raise SystemExit(1) from None
+    for finding in findings:
+        click.echo(str(finding))
+    if findings:
+        raise SystemExit(1)
+    click.echo(
+        f"{file}: valid; {counted(schedule.num_ranks, 'rank')}, {counted(schedule.placement.num_stages, 'stage')},"
+        f" {counted(schedule.num_microbatches, 'microbatch')}, {counted(sum(map(len, schedule)), 'op')}"
+    )

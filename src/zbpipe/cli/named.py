@@ -1,0 +1,87 @@
+"""Schedules by name, as the commands take them: made, checked and run on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zbpipe.cli.base import Times, one_line
+
+if TYPE_CHECKING:
+    from zbpipe.costs import CostModel
+    from zbpipe.ir import Placement, Schedule
+    from zbpipe.simulate import Timeline
+
+    CostsOf = Callable[[Placement], CostModel]
+    """The costs of a placement's stages. A ValueError if there are none for it."""
+
+
+def uniform(times: Times, comm: float) -> CostsOf:
+    """The same times on every rank."""
+    from zbpipe.costs import CostModel
+
+    return partial(CostModel.uniform, f=times.f, i=times.i, w=times.w, comm=comm)
+
+
+def generated(
+    name: str, ranks: int | None, microbatches: int | None, costs_of: CostsOf, stages_per_rank: int | None = None
+) -> tuple[Schedule, CostModel]:
+    """The schedule of that name or file, valid, and its costs."""
+    from zbpipe.registry import generate, lookup
+    from zbpipe.validate import validate
+
+    traits = lookup(name)
+    if traits.table is not None:
+        ranks = traits.table.placement.num_ranks if ranks is None else ranks
+        microbatches = traits.table.num_microbatches if microbatches is None else microbatches
+    if ranks is None or microbatches is None:
+        missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
+        raise ValueError(f"{traits.name} needs {missing}; for example: {traits.name} -p 4 -m 8")
+    costs = costs_of(traits.place(ranks, stages_per_rank))
+    schedule = generate(name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=costs)
+    if findings := validate(schedule):
+        more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
+        raise ValueError(
+            f"{traits.name} cannot run: {findings[0]}{more}; `zbpipe validate FILE.csv` lists all findings"
+        )
+    # A function may call what it makes as it likes; people look for the name that they gave.
+    return replace(schedule, name=traits.name), costs
+
+
+def simulated(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    costs_of: CostsOf,
+    stages_per_rank: int | None = None,
+    **how: Any,
+) -> Timeline:
+    """Its timeline; `how` is for `zbpipe.simulate.simulate`."""
+    from zbpipe.simulate import simulate
+
+    schedule, costs = generated(name, ranks, microbatches, costs_of, stages_per_rank)
+    return simulate(schedule, costs, **how)
+
+
+def all_simulated(
+    ranks: int, microbatches: int, costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda placement: True
+) -> list[Timeline]:
+    """The timelines of all schedules with a name and a placement that has costs.
+
+    Those that cannot have these numbers are reported and left out.
+    """
+    from zbpipe.registry import schedules
+
+    timelines = []
+    for traits in schedules().values():
+        try:
+            if not has_costs(traits.place(ranks)):
+                continue
+            timelines.append(simulated(traits.name, ranks, microbatches, costs_of))
+        except ValueError as error:
+            click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)
+    return timelines

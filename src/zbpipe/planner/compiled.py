@@ -1,0 +1,65 @@
+"""The inner loops, as they are or as machine code.
+
+numba takes a third of a second to import and compiles once per installation (some seconds, then it reads its cache), so
+it is for searches that take longer than that. Both give the same results, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from zbpipe.planner import kernel
+from zbpipe.planner.kernel import Job
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`kernel.list_schedule` and `kernel.anneal`, and what makes of a list what they take."""
+
+    list_schedule: Callable[..., tuple[float, list[int]]]
+    anneal: Callable[..., tuple[float, list[int], int]]
+    integers: Callable[[Sequence[int]], Any]
+    floats: Callable[[Sequence[float]], Any]
+    compiled: bool
+
+    def prepare(self, job: Job) -> Job:
+        """The job in the sequences that the loops take."""
+        return Job(
+            job.ranks,
+            job.microbatches,
+            self.integers(job.rank),
+            self.integers(job.feeder),
+            self.floats(job.lag),
+            self.integers(job.fed),
+            self.floats(job.seconds),
+            self.floats(job.takes),
+            self.floats(job.reserve),
+            self.floats(job.limit),
+        )
+
+
+PLAIN = Engine(kernel.list_schedule, kernel.anneal, list, list, compiled=False)
+
+
+@cache
+def fastest() -> Engine:
+    """Machine code where numba is installed, else `PLAIN`, which is some 30 times as slow."""
+    try:
+        import numba
+    except ImportError:
+        return PLAIN
+    import numpy as np
+
+    for helper in (kernel.choose, *kernel.ANNEALING):
+        numba.extending.register_jitable(helper)
+    jit = numba.njit(cache=True)
+    return Engine(
+        jit(kernel.list_schedule),
+        jit(kernel.anneal),
+        lambda numbers: np.array(numbers, dtype=np.int64),
+        lambda numbers: np.array(numbers, dtype=np.float64),
+        compiled=True,
+    )

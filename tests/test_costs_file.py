@@ -1,0 +1,173 @@
+"""Cost files: what is written is read as equal, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_docs import ROOT, blocks
+
+from zbpipe import CostModel, Link, Placement
+from zbpipe.costs_file import JobCosts, dump, from_data, load
+from zbpipe.layers import Layer, LayerCosts
+from zbpipe.testing import placements
+
+amounts = st.floats(0, 1e12)
+links = st.builds(Link, amounts, st.just(float("inf")) | st.floats(1e-3, 1e15))
+shared = st.fixed_dictionaries(
+    {},
+    optional={
+        "freed_by_i": st.floats(0, 1),
+        "link": links,
+        "links": st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, 1)), links, max_size=3),
+        "message_bytes": amounts,
+    },
+)
+names = st.lists(
+    st.sampled_from(["norm", "lm_head", "layers.0", "layers.1", "layers.2", "layers.02", "3", 'a "b" \\ é']),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+few_costs = st.sampled_from([0.0, 1.5])
+layers = st.lists(st.builds(Layer, names, few_costs, amounts, few_costs, few_costs), min_size=1, max_size=8).map(tuple)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> JobCosts:
+    common = draw(shared)
+    if draw(st.booleans()):
+        return JobCosts(LayerCosts(draw(layers), **common), None, draw(st.none() | amounts | st.tuples(amounts)))
+    placement = draw(placements(max_ranks=4).filter(lambda placement: placement.num_ranks > 1))
+    stages, ranks = placement.num_stages, placement.num_ranks
+    columns = [tuple(draw(st.lists(amounts, min_size=stages, max_size=stages))) for _ in range(4)]
+    memory = draw(st.none() | amounts | st.lists(amounts, min_size=ranks, max_size=ranks).map(tuple))
+    return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(job=jobs(), ending=st.sampled_from(["toml", "json"]))
+def test_what_is_written_is_read_as_equal(tmp_path: Path, job: JobCosts, ending: str) -> None:
+    file = tmp_path / f"costs.{ending}"
+    dump(job, file)
+    assert load(file) == job
+
+
+def test_equal_layers_take_one_table(tmp_path: Path) -> None:
+    blocks = tuple(Layer((f"layers.{n}",), 1, 1, 1, 1 + (n == 9)) for n in range(10))
+    dump(JobCosts(LayerCosts((Layer(("tok_embeddings",), 0, 0, 1, 0), *blocks))), tmp_path / "a.json")
+    tables = json.loads((tmp_path / "a.json").read_text())["layers"]
+    assert [(table["modules"], table.get("count")) for table in tables] == [
+        (["tok_embeddings"], None),
+        (["layers.0"], 9),
+        (["layers.9"], None),
+    ]
+
+
+def test_the_page_shows_files_that_can_be_read(tmp_path: Path) -> None:
+    for name, text in zip(("stages", "layers"), blocks(ROOT / "docs" / "costs-file.md", "toml"), strict=True):
+        (tmp_path / f"{name}.toml").write_text(text)
+    stages, layered = load(tmp_path / "stages.toml"), load(tmp_path / "layers.toml")
+    assert stages.placement == Placement.v(2)
+    assert isinstance(stages.costs, CostModel)
+    assert stages.costs.f == (0.021, 0.020, 0.020, 0.027)
+    assert stages.costs.transfer(0, 1) == pytest.approx(33554432 / 1e11)
+    assert stages.costs.transfer(1, 0) == pytest.approx(1e-5 + 33554432 / 2.5e10)
+    assert stages.memory_limit is not None
+    assert stages.memory_limit(stages.placement, stages.costs) == pytest.approx((6.5 / 2.5, 4.0))
+    assert isinstance(layered.costs, LayerCosts)
+    assert len(layered.costs.layers) == 18
+    assert layered.costs.layers[16].modules == ("layers.15",)
+
+
+STAGES = {"f": [1, 1], "i": [1, 1], "w": [1, 1], "activations": [1, 1]}
+LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([1], "the file has to be a table of keys and values, got [1]"),
+        ({}, "it needs either a table [stages] or tables [[layers]]"),
+        ({"stages": STAGES, "layers": [LAYER]}, "not both"),
+        ({"stages": 3}, "[stages] has to be a table of keys and values, got 3"),
+        ({"layers": LAYER}, "expected a list of tables, in TOML [[layers]]"),
+        ({"stages": STAGES, "message_byte": 3}, "message_byte = 3: unknown key; did you mean message_bytes?"),
+        ({"stages": STAGES | {"zz": 3}}, "[stages] zz = 3: unknown key; known are rank_of, f, i, w, activations"),
+        ({"stages": {"f": [1]}}, "[stages] i is missing: expected a list with a number from zero on for each stage"),
+        ({"stages": STAGES | {"w": [1]}}, "[stages] w has 1 numbers, but f has 2: give one a stage"),
+        ({"stages": STAGES | {"i": [1, -1]}}, "[stages] i = [1, -1]: expected a list with a number from zero on"),
+        ({"stages": STAGES | {"i": [1, True]}}, "[stages] i = [1, True]: expected"),
+        ({"stages": STAGES | {"i": [1, 10**400]}}, "[stages] i = [1, 1000"),
+        ({"stages": STAGES | {"f": []}}, "[stages] f = []: expected"),
+        ({"stages": STAGES | {"f": "1"}}, "[stages] f = '1': expected"),
+        ({"stages": STAGES | {"rank_of": [0, 2]}}, "a placement needs a stage on every rank, got the ranks (0, 2)"),
+        ({"stages": STAGES | {"rank_of": [0]}}, "rank_of = [0] places 1 stages, but the costs are of 2"),
+        ({"stages": STAGES | {"rank_of": [0, 1.0]}}, "[stages] rank_of = [0, 1.0]: expected a list with the rank"),
+        ({"stages": STAGES, "freed_by_i": 2}, "freed_by_i = 2: expected a number from 0 to 1"),
+        ({"stages": STAGES, "message_bytes": "1 MB"}, "message_bytes = '1 MB': expected a number from zero on"),
+        (
+            {"stages": STAGES, "memory_bytes": [1, "x"]},
+            "memory_bytes = [1, 'x']: expected a number of bytes, or a list",
+        ),
+        (
+            {"stages": STAGES | {"rank_of": [0, 1]}, "memory_bytes": [1]},
+            "memory_bytes = [1.0] has to be one number, or one for each of the 2 ranks",
+        ),
+        ({"stages": STAGES, "link": {"bandwidth": 0}}, "[link] bandwidth = 0: expected bytes per second"),
+        ({"stages": STAGES, "link": {"latency": "x"}}, "[link] latency = 'x': expected seconds"),
+        ({"stages": STAGES, "links": [{"from": 0}]}, "[[links]] number 1 to is missing: expected a rank"),
+        (
+            {"stages": STAGES, "links": [{"from": 0, "to": 1}] * 2},
+            "number 2 from = 0, to = 1: this link is there already",
+        ),
+        (
+            {"stages": STAGES | {"rank_of": [0, 1]}, "links": [{"from": 0, "to": 2}]},
+            "links has one from 0 to 2, but the ranks are 0 to 1",
+        ),
+        ({"layers": [LAYER, LAYER | {"f": -1}]}, "[[layers]] number 2 f = -1: expected a number from zero on"),
+        ({"layers": [LAYER | {"modules": "norm"}]}, "modules = 'norm': expected a list of names"),
+        ({"layers": [LAYER | {"modules": []}]}, "modules = []: expected a list of names"),
+        ({"layers": [LAYER | {"count": 0}]}, "count = 0: expected a whole number from 1 on"),
+        (
+            {"layers": [LAYER | {"count": 2, "modules": ["norm"]}]},
+            "modules = ['norm']: expected one name that ends in a number, for example ['layers.0']",
+        ),
+        ({"layers": [LAYER | {"name": "x"}]}, "[[layers]] number 1 name = 'x': unknown key"),
+    ],
+)
+def test_what_is_wrong_is_named(data: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_data(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "", "has to end in .toml or .json"),
+        ("a.toml", "f = [", "is no TOML: "),
+        ("a.json", "{", "is no JSON: "),
+        ("a.toml", "f = 3", "f = 3: unknown key"),
+    ],
+)
+def test_errors_name_the_file(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"cost file .*a\.") as error:
+        load(tmp_path / name)
+    assert words in str(error.value)
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match="has to end in"):
+        dump(JobCosts(CostModel((1,), (1,), (1,), (1,))), tmp_path / "a.csv")
+
+
+def test_a_job_for_other_ranks_is_refused() -> None:
+    costs = CostModel((1, 1), (1, 1), (1, 1), (1, 1))
+    with pytest.raises(ValueError, match=r"rank_of = \[0, 1\] is for 2 ranks, but the job has 3"):
+        JobCosts(costs, Placement.loop(2)).require_ranks(3)
+    with pytest.raises(ValueError, match="places stages, but the costs are of layers"):
+        JobCosts(LayerCosts((Layer(("a",), 1, 1, 1, 1),)), Placement.loop(1))

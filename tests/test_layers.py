@@ -1,0 +1,159 @@
+"""Layer splits are partitions, keep to the limit, and never make a longer step than TorchTitan's even split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from zbpipe import CostModel, Link, Placement, plan, simulate, validate
+from zbpipe.layers import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.planner.layers import as_limit, balanced, plan_layers, split_layers
+from zbpipe.planner.plan import PLACEMENTS
+
+LITTLE = 1e5
+patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def llm(blocks: int, head: float) -> LayerCosts:
+    """Equal blocks, next to no embedding, and a head that is worth `head` blocks."""
+    return LayerCosts(
+        (
+            Layer(("tok_embeddings",), 0.1, 0.0, 0.1, 0.0),
+            *(Layer((f"layers.{number}",), 1.0, 1.2, 0.8, 1.0) for number in range(blocks)),
+            Layer(("norm", "lm_head"), head, head, head, head),
+        ),
+        link=Link(0.05),
+    )
+
+
+amounts = st.sampled_from([0.0, 0.5, 1.0, 1.7, 4.0])
+layer_costs = st.lists(
+    st.builds(Layer, st.just(("a",)), amounts, amounts, amounts, amounts), min_size=2, max_size=12
+).map(lambda layers: LayerCosts(tuple(layers), freed_by_i=0.25, link=Link(0.1)))
+
+
+def assert_partition(split: Split, placement: Placement, costs: LayerCosts) -> None:
+    assert len(split) == placement.num_stages
+    assert all(split), "no stage is empty"
+    assert [layer for stage in split for layer in stage] == list(range(len(costs.layers)))
+
+
+def work(split: Split, placement: Placement, costs: LayerCosts) -> list[float]:
+    stages = costs.stages(split)
+    return [
+        sum(stages.f[stage] + stages.i[stage] + stages.w[stage] for stage in placement.stages_on(rank))
+        for rank in range(placement.num_ranks)
+    ]
+
+
+@settings(patient, max_examples=40)
+@given(
+    costs=layer_costs,
+    ranks=st.integers(1, 4),
+    name=st.sampled_from(sorted(PLACEMENTS)),
+    microbatches=st.integers(1, 4),
+    limit=st.sampled_from([None, 1.0, 2.5]),
+)
+def test_a_split_is_a_partition_and_its_plan_no_longer_than_the_even_splits(
+    costs: LayerCosts, ranks: int, name: str, microbatches: int, limit: float | None
+) -> None:
+    placement = PLACEMENTS[name](ranks)
+    assume(placement.num_stages <= len(costs.layers))
+    assume(any(layer.seconds for layer in costs.layers))
+    assert_partition(split_of(balanced(costs, placement)), placement, costs)
+    even = costs.even(placement)
+    memory = as_limit(costs, ranks, limit)
+    assume(memory is None or (callable(memory) and min(memory(placement, even)) >= 1))
+    found = plan_layers(ranks, microbatches, costs, limit, placements=[name], budget=LITTLE)
+    assert_partition(found.split, placement, costs)
+    stages = costs.stages(found.split)
+    timeline = simulate(found.plan.schedule, stages)
+    assert validate(found.plan.schedule) == []
+    assert timeline.makespan == pytest.approx(found.plan.makespan)
+    assert found.plan.makespan <= plan(
+        ranks, microbatches, even, memory, placements=[placement], budget=LITTLE
+    ).makespan * (1 + 1e-9)
+    if limit is not None:
+        room = limit * sum(layer.activations for layer in costs.layers) / ranks
+        assert max(timeline.peak_memory) <= room * (1 + 1e-6)
+
+
+@given(costs=layer_costs, ranks=st.integers(1, 4), name=st.sampled_from(sorted(PLACEMENTS)))
+def test_balance_lightens_the_heaviest_rank(costs: LayerCosts, ranks: int, name: str) -> None:
+    placement = PLACEMENTS[name](ranks)
+    assume(placement.num_stages <= len(costs.layers))
+    even = split_of(even_sizes(len(costs.layers), placement.num_stages))
+    assert max(work(split_of(balanced(costs, placement)), placement, costs)) <= max(work(even, placement, costs))
+
+
+@given(costs=layer_costs, data=st.data())
+def test_stages_cost_what_their_layers_cost(costs: LayerCosts, data: st.DataObject) -> None:
+    sizes = even_sizes(len(costs.layers), data.draw(st.integers(1, len(costs.layers))))
+    stages = costs.stages(split_of(sizes))
+    for name in ("f", "i", "w", "activations"):
+        assert sum(getattr(stages, name)) == pytest.approx(sum(getattr(layer, name) for layer in costs.layers))
+    assert (stages.link, stages.freed_by_i) == (costs.link, costs.freed_by_i)
+
+
+@given(num_layers=st.integers(1, 40), num_stages=st.integers(2, 20))
+def test_the_even_split_is_torchtitans(num_layers: int, num_stages: int) -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    assume(num_stages <= num_layers + 2)
+    costs = llm(num_layers, 1)
+    split = split_of(even_sizes(num_layers + 2, num_stages))
+    assert costs.modules(split) == _generate_llm_fqn_per_model_part(num_stages, num_layers)
+
+
+@pytest.mark.parametrize("name", ["single", "v"])
+def test_a_heavy_head_has_few_layers_beside_it(name: str) -> None:
+    """The even split gives its rank as many blocks as the others, which wait for it."""
+    found = plan_layers(4, 16, llm(16, 4.0), placements=[name], budget=1e6)
+    assert found.even is not None
+    assert found.plan.makespan < 0.85 * found.even.makespan
+    loads = work(found.split, found.plan.schedule.placement, found.costs)
+    assert max(loads) < 1.3 * sum(loads) / len(loads)
+    parts = found.module_fqns_per_model_part
+    assert parts[0][0] == "tok_embeddings"
+    assert parts[-1][-2:] == ["norm", "lm_head"]
+    assert len(parts) == found.plan.schedule.placement.num_stages
+
+
+def test_the_same_seed_gives_the_same_split() -> None:
+    costs = llm(10, 3.0)
+    splits = {split_layers(costs, Placement.v(2), 6, 2.5, seed=3, tries=12) for _ in range(2)}
+    assert len(splits) == 1
+
+
+def test_placements_with_more_stages_than_layers_are_left_out() -> None:
+    found = plan_layers(3, 4, llm(3, 1), placements=["single", "v"], budget=LITTLE)
+    assert found.splits.keys() == {Placement.loop(3)}
+    with pytest.raises(ValueError, match="5 layers cannot be cut into 12 stages, one layer each at least"):
+        plan_layers(6, 4, llm(3, 1), placements=["v"])
+
+
+def test_a_rank_with_more_layers_has_no_more_room() -> None:
+    """Limits are in a mean rank's share, and those of a function are taken as they are."""
+    costs = llm(6, 2.0)
+    limit = as_limit(costs, 2, [2, 3])
+    assert callable(limit)
+    stages = CostModel((1, 1), (1, 1), (1, 1), (2, 6))
+    assert limit(Placement.loop(2), stages) == pytest.approx((2 * 4 / 2, 3 * 4 / 6))
+    assert as_limit(costs, 2, limit) is limit
+
+
+def test_an_even_split_that_does_not_fit_is_no_rival() -> None:
+    """Its last rank keeps more than there is room for; with fewer layers there it works."""
+    costs = llm(7, 3.0)
+    found = plan_layers(2, 4, costs, 1.1, placements=["single"], budget=LITTLE)
+    assert found.even is None
+    assert max(found.plan.timeline.peak_memory) <= 1.1 * 10 / 2 * (1 + 1e-6)
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    shares: list[float] = []
+    plan_layers(2, 4, llm(6, 2.0), budget=LITTLE, progress=lambda share, best: shares.append(share))
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < shares[-1] <= 1

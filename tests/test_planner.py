@@ -1,0 +1,360 @@
+"""Plans are valid, within their limits, never below the bound, and as good as the best known schedules."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import zbpipe
+from zbpipe import CostModel, Link, OpKind, Placement, Schedule, generate, simulate
+from zbpipe.planner.bound import lower_bound, span_bound
+from zbpipe.planner.compiled import PLAIN, Engine, fastest
+from zbpipe.planner.exact import solve
+from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.plan import PLACEMENTS, plan
+from zbpipe.planner.problem import Problem
+from zbpipe.planner.search import absolute
+from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
+
+PEERS = Path(__file__).parent.parent / "benchmarks" / "peer_frontier.csv"
+LITTLE = 2e5
+"""A budget for tests that look at whether plans are right, not at how good they are."""
+patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def problem(placement: Placement, costs: CostModel | None = None, microbatches: int = 4, limit: float = 2.0) -> Problem:
+    costs = costs or CostModel.uniform(placement)
+    return Problem("tested", placement, costs, microbatches, absolute(limit, placement, costs))
+
+
+# --- the bound ---
+
+
+def held(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
+    return simulate(schedule, costs).peak_memory
+
+
+@settings(patient, max_examples=150)
+@given(st.data())
+def test_no_schedule_beats_the_bound_for_the_memory_that_it_takes(data: st.DataObject) -> None:
+    """Whatever a schedule holds at most is a limit that it keeps to."""
+    schedule = data.draw(schedules(max_ranks=6, max_microbatches=12) | runnable_schedules())
+    costs = data.draw(cost_models(schedule.placement))
+    timeline = simulate(schedule, costs)
+    arguments = schedule.placement, costs, schedule.num_microbatches, timeline.peak_memory
+    assert lower_bound(*arguments) <= timeline.makespan * (1 + 1e-9)
+    assert span_bound(*arguments) <= timeline.longest_rank_span * (1 + 1e-9)
+
+
+@settings(patient, max_examples=30)
+@given(st.data())
+def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 3.5]))
+    microbatches = data.draw(st.integers(1, 8))
+    tested = problem(placement, costs, microbatches, limit)
+    scheduler = ListScheduler(tested, PLAIN)
+    for length, order in (scheduler.run(Shape.plain(scheduler.legs)), *scheduler.by_kind()):
+        schedule = tested.schedule("listed", order)
+        check_schedule(schedule)
+        assert tested.fits(schedule)
+        assert tested.lower_bound <= tested.length(order) * (1 + 1e-9)
+        assert length == pytest.approx(tested.length(order), rel=1e-6)
+
+
+class Reached(NamedTuple):
+    """A case in which a schedule of this length is known."""
+
+    schedule: str
+    costs: tuple[float, float, float]
+    limit: float
+    makespan: float
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # ZBV fills the time before its first I with F for all its memory, and that is too little if I takes long.
+        Reached("ZBV", (1, 1, 1), 8, 99.5),
+        Reached("ZBV", (1, 1.2, 0.8), 8, 100.2),
+        Reached("ZBV", (1, 2, 1), 8, 135),
+        Reached("ZBH1", (1, 1, 1), 8, 103),
+    ],
+    ids=str,
+)
+def test_the_bound_is_reached(case: Reached) -> None:
+    schedule = generate(case.schedule, 8, 32)
+    costs = CostModel.uniform(schedule.placement, *case.costs)
+    bound = lower_bound(schedule.placement, costs, 32, absolute(case.limit, schedule.placement, costs))
+    assert bound == pytest.approx(case.makespan)
+    assert simulate(schedule, costs).makespan == pytest.approx(case.makespan)
+
+
+def test_the_bound_knows_warm_up_cool_down_and_littles_law() -> None:
+    """8 ranks, 32 microbatches, half of the memory of 1F1B; the numbers are worked out by hand.
+
+    On rank 7 of a V its first I starts after 8 (all F) and 7 steps of 0.6; 11 F of 0.5 fit before. After its last F,
+    at least 3.5 + 9.6 + 0.4 are to come, and only 11 I and W, of 1.0 each, are left to do. The rest is work, 96.
+    """
+    v, single = Placement.v(8), Placement.loop(8)
+    costs = CostModel.uniform(v, 1, 1.2, 0.8)
+    bound = lower_bound(v, costs, 32, absolute(5.5, v, costs))
+    assert bound == pytest.approx(96 + (8 + 7 * 0.6 - 5.5) + (3.5 + 9.6 + 0.4 - 11))
+    # Rank 0 holds a microbatch from its F over 7 F and 8 I elsewhere and its own to its W, and only 5 at a time.
+    costs = CostModel.uniform(single, 1, 2, 1)
+    assert lower_bound(single, costs, 32, absolute(5.5, single, costs)) == pytest.approx(32 * (8 + 8 * 2 + 1) / 5)
+
+
+exact_cases = st.tuples(
+    st.sampled_from([Placement.loop(2), Placement.loop(3), Placement.v(2), Placement.loop(2, 2), Placement.v(1)]),
+    st.integers(1, 3),
+    st.sampled_from([1.0, 1.5, 2.0, 3.0]),
+)
+
+
+@settings(patient, max_examples=25)
+@given(exact_cases, st.data())
+def test_the_exact_solver_finds_nothing_below_the_bound(
+    case: tuple[Placement, int, float], data: st.DataObject
+) -> None:
+    pytest.importorskip("ortools")
+    placement, microbatches, limit = case
+    costs = data.draw(cost_models(placement))
+    tested = problem(placement, costs, microbatches, limit)
+    scheduler = ListScheduler(tested, PLAIN)
+    known = min((each for each in scheduler.by_kind()), key=lambda each: each[0])[1]
+    # The solver is told the bound, so that it can stop there: give it none.
+    object.__setattr__(blind := replace(tested), "lower_bound", 0.0)
+    proof = solve(blind, known, effort=2.0)
+    assert proof.order is not None
+    best = tested.schedule("exact", proof.order)
+    check_schedule(best)
+    assert tested.fits(best)
+    length = tested.length(proof.order)
+    assert tested.lower_bound <= length * (1 + 1e-9)
+    assert proof.lower_bound <= length * (1 + 1e-6)
+    assert length <= tested.length(known) * (1 + 1e-6)
+
+
+def test_the_exact_solver_finds_what_the_search_missed() -> None:
+    pytest.importorskip("ortools")
+    searched = plan(2, 4, (1, 2, 1), 1.5, placements=["v"], budget=1)
+    solved = plan(2, 4, (1, 2, 1), 1.5, placements=["v"], budget=1, exact=True)
+    assert (solved.makespan, solved.optimal, solved.found_by) == (18, True, "CP-SAT")
+    assert searched.makespan > 18
+    check_schedule(solved.schedule, memory_limit=1.5)
+
+
+# --- plans ---
+
+
+@settings(patient, max_examples=25)
+@given(st.data())
+def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    ranks = placement.num_ranks
+    limits = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.5]), min_size=ranks, max_size=ranks))
+    microbatches = data.draw(st.integers(1, 7))
+    found = plan(ranks, microbatches, costs, limits, placements=[placement], budget=LITTLE)
+    check_schedule(found.schedule)
+    assert (found.schedule.num_ranks, found.schedule.num_microbatches) == (ranks, microbatches)
+    assert all(peak <= limit + 1e-6 for peak, limit in zip(found.timeline.peak_activations, limits, strict=True))
+    assert found.timeline == simulate(found.schedule, costs)
+    assert found.lower_bound <= found.makespan * (1 + 1e-9)
+
+
+@settings(patient, max_examples=15)
+@given(st.sampled_from(["1F1B", "ZBH1", "Interleaved1F1B", "ZBV", "VHalf", "VMin"]), st.data())
+def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: str, data: st.DataObject) -> None:
+    known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
+    costs = data.draw(cost_models(known.placement))
+    limits = [max(peak, 1.0) for peak in simulate(known, costs).peak_activations]
+    found = plan(known.num_ranks, known.num_microbatches, costs, limits, placements=[known.placement], budget=LITTLE)
+    assert found.makespan <= simulate(known, costs).makespan * (1 + 1e-9)
+
+
+class Cell(NamedTuple):
+    """One row of the peers' figures."""
+
+    ranks: int
+    microbatches: int
+    times: tuple[float, float, float]
+    comm: float
+    limit: float
+    best: float
+
+    def costs(self, placement: Placement) -> CostModel:
+        return CostModel.uniform(placement, *self.times, comm=self.comm)
+
+
+def cells() -> list[Cell]:
+    with PEERS.open() as file:
+        return [
+            Cell(
+                int(row["ranks"]),
+                int(row["microbatches"]),
+                (float(row["t_F"]), float(row["t_I"]), float(row["t_W"])),
+                float(row["t_comm"]),
+                float(row["memory_limit"]),
+                float(row["best_peer_makespan"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 4], ids=str)
+def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
+    """The whole grid, with 8 ranks, too, is `benchmarks/planner.py`."""
+    budget = 1e7 if fastest().compiled else 3e5
+    if not fastest().compiled:
+        pytest.skip("too slow without numba")
+    found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit, placements=PLACEMENTS, budget=budget)
+    check_schedule(found.schedule, memory_limit=cell.limit)
+    assert found.makespan <= cell.best + 1e-9
+    assert found.lower_bound <= cell.best
+
+
+def test_per_stage_costs_and_links() -> None:
+    """A heavy first and last stage, a slow link, and I that frees half: all of it counts."""
+    placement = Placement.v(4)
+    costs = CostModel(
+        f=(2, 1, 1, 1, 1, 1, 1, 3),
+        i=(1, 1, 1, 1, 1, 1, 1, 4),
+        w=(1, 1, 1, 1, 1, 1, 1, 2),
+        activations=(2, 1, 1, 1, 1, 1, 1, 3),
+        freed_by_i=0.5,
+        links={(0, 1): Link(0.75)},
+    )
+    found = plan(4, 8, costs, [3, 2, 2, 2], budget=2e6)
+    assert found.placement in ("loop", "v")  # it has as many stages as the costs
+    on_v = plan(4, 8, costs, [3, 2, 2, 2], placements=[placement], budget=2e6)
+    assert on_v.placement == "v"
+    assert all(peak <= limit + 1e-9 for peak, limit in zip(on_v.timeline.peak_activations, (3, 2, 2, 2), strict=True))
+    assert found.makespan <= on_v.makespan * 1.05
+    assert found.gap < 0.1
+
+
+def test_the_placement_with_the_shortest_step_is_chosen() -> None:
+    found = plan(4, 8, (1, 1, 1), 4, placements=["single", "v"], budget=LITTLE)
+    assert (found.placement, found.makespan, found.optimal) == ("v", 25.5, True)
+    assert found.bounds == {"single": 27, "v": 25.5}
+    assert found.schedule.placement == Placement.v(4)
+    waves = plan(4, 8, (1, 1, 1), 4, placements=PLACEMENTS, budget=5e6)
+    assert (waves.placement, waves.makespan) == ("wave", 24.75)
+    assert waves.schedule.placement == Placement.v(4, 4)
+
+
+def test_the_span_of_the_ranks_can_be_the_objective() -> None:
+    """Without a limit and synchronisation nothing has to be lost: the work is 24."""
+    found = plan(4, 8, (1, 1, 1), placements=["single"], objective="longest_rank_span", budget=2e6)
+    assert found.longest_rank_span == found.lower_bound == 24
+    assert found.optimal
+    assert found.makespan >= 27
+
+
+def test_same_seed_and_budget_same_plan() -> None:
+    def schedule(seed: int) -> Schedule:
+        return plan(3, 6, (1, 1.2, 0.8), 2, placements=["v"], budget=3e5, seed=seed).schedule
+
+    assert schedule(1) == schedule(1)
+    assert len({schedule(seed) for seed in range(4)}) > 1
+
+
+def test_progress_goes_from_nothing_to_all_and_the_time_falls() -> None:
+    calls: list[tuple[float, float]] = []
+    found = plan(3, 6, (1, 1.2, 0.8), 2, budget=1e6, progress=lambda share, best: calls.append((share, best)))
+    shares, best = zip(*calls, strict=True)
+    assert list(shares) == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 1
+    assert list(best) == sorted(best, reverse=True)
+    assert best[-1] == found.makespan
+
+
+# --- the inner loops ---
+
+
+def test_machine_code_gives_the_same_results() -> None:
+    pytest.importorskip("numba")
+    tested = problem(Placement.v(4), CostModel.uniform(Placement.v(4), 1, 1.2, 0.8, comm=0.05), 8, 3.5)
+
+    def results(engine: Engine) -> tuple[object, ...]:
+        job = engine.prepare(tested.job)
+        scheduler = ListScheduler(tested, engine)
+        length, order = scheduler.run(Shape.plain(scheduler.legs))
+        return length, order, engine.anneal(job, engine.integers(order), 0.0, False, 0.1, 100_000, 7)
+
+    assert results(fastest()) == results(PLAIN)
+
+
+@settings(patient, max_examples=20)
+@given(st.data())
+def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) -> None:
+    placement = data.draw(placements(max_ranks=3))
+    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 6)), 2.0)
+    scheduler = ListScheduler(tested, PLAIN)
+    before, order = scheduler.run(Shape.plain(scheduler.legs))
+    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, False, 0.2, 20_000, data.draw(st.integers(1, 99)))
+    schedule = tested.schedule("annealed", better)
+    check_schedule(schedule)
+    assert tested.fits(schedule)
+    assert length <= before
+    assert length == pytest.approx(tested.length(better), rel=1e-6)
+
+
+@settings(patient, max_examples=40)
+@given(schedules(max_ranks=5, max_microbatches=8))
+def test_orders_and_schedules_are_the_same_thing(schedule: Schedule) -> None:
+    tested = problem(schedule.placement, microbatches=schedule.num_microbatches, limit=99)
+    back = tested.schedule(schedule.name, tested.order(schedule))
+    check_schedule(back)
+    for ours, theirs in zip(back, schedule, strict=True):
+        whole = [each for op in theirs for each in ([op] if op.kind is not OpKind.B else _halves(op))]
+        assert list(ours) == whole
+
+
+def _halves(op: zbpipe.Op) -> list[zbpipe.Op]:
+    return [op._replace(kind=OpKind.I), op._replace(kind=OpKind.W)]
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: plan(0, 4, (1, 1, 1)), "at least 1 rank and 1 microbatch, got 0 and 4"),
+        (lambda: plan(2, 4, (1, 1, 1), 0.5), "memory_limit=0.5 on rank 0 is less than one microbatch.*at least 1"),
+        (lambda: plan(2, 4, (1, 1, 1), [2, 0.9]), "memory_limit=0.9 on rank 1"),
+        (lambda: plan(2, 4, (1, 1, 1), [2.0]), "one number or one per rank, got 1 for 2 ranks"),
+        (lambda: plan(2, 4, (1, 1, 1), placements=["spiral"]), "unknown placement 'spiral'.*single, loop, v, wave"),
+        (lambda: plan(2, 4, (1, 1, 1), placements=[Placement.v(3)]), "for 3 ranks, but the job has 2"),
+        (lambda: plan(2, 4, (1, 1, 1), placements=[]), "no placement"),
+        (lambda: plan(2, 4, (1, 1, 1), budget=0), "budget=0"),
+        (lambda: plan(2, 4, CostModel.uniform(Placement.loop(3))), "for 3 stages.*on 2 ranks"),
+        (lambda: plan(2, 4, (1, 1, 1), objective="speed"), "'makespan' or 'longest_rank_span', got 'speed'"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_plain_import_is_light() -> None:
+    """Neither the package nor a picture of a searched schedule loads the compiler, the solver or torch."""
+    script = (
+        "import sys, zbpipe; zbpipe.generate('ZB1P', 4, 8); zbpipe.plan;"
+        "sys.exit(', '.join({'numba', 'ortools', 'torch', 'numpy'} & sys.modules.keys()) or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
