@@ -17,7 +17,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
 
 import zbpipe
 from zbpipe import cli
-from zbpipe.titan import demo, launch
+from zbpipe.titan import demo, launch, options
 from zbpipe.titan.launch import Outcome, train_on_cpu
 
 pytest.importorskip("torchtitan")
@@ -57,6 +57,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
         ),
         (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
+        (
+            [*pipeline("1F1B"), "--zbpipe.defer-loss"],
+            "for zbpipe's schedules, not for torch's 1F1B: leave them out",
+        ),
     ],
 )
 def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
@@ -67,6 +71,22 @@ def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Seque
     assert len(job.errors) == 2
     assert all(error in each for each in job.errors), job.errors
     assert not job.began
+
+
+def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.parse(["--training.steps", "3"]) == (options.Options(), ["--training.steps", "3"])
+    found, rest = options.parse(["--a", "--zbpipe.split-backward", "strict", "b", "--zbpipe.defer-loss"])
+    assert (found, rest) == (options.Options("strict", defer_loss=True), ["--a", "b"])
+    for wrong in (["--zbpipe.defer"], ["--zbpipe.split-backward", "half"]):
+        with pytest.raises(SystemExit):
+            options.parse(wrong)
+        assert wrong[-1] in capsys.readouterr().err
+
+
+def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
+    """TorchTitan's chunked loss runs the head's backward in F."""
+    expected = titan.without_pipeline()
+    assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
