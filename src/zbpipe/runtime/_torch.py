@@ -224,13 +224,8 @@ def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Groups of rows of `x`, each times its own weight."""
-    return torch._grouped_mm(x, weight, offs=offs)
-
-
-GROUPED_MM = torch._grouped_mm
-"""The function under which TorchTitan's experts call it."""
+grouped_mm = torch._grouped_mm
+"""Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it by this name."""
 
 
 def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:

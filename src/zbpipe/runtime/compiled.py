@@ -6,12 +6,11 @@ x and dY as their "gradients". For autograd they are outputs of one node before 
 node is where x and dY arrive.
 
 The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
-without the compiler. Usually that is torch's metadata inference before the first step.
+without the compiler: torch's metadata inference before the first step, or where shapes are given, the first microbatch.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,13 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import Deferral, Slots, Spec, deferrals, spec
-from zbpipe.runtime.products import LINEAR, PendingGradient, WeightGradients
+from zbpipe.runtime.deferred import PLAIN, Deferral, Slots, Spec, deferrals, put_off, spec
+from zbpipe.runtime.products import LINEAR, PendingGradient
 
 _MOST_SHAPES = 16
 """A region that meets still more shapes of inputs compiles those without slots."""
-
-logger = logging.getLogger(__name__)
 
 
 def defer_in_compiled_regions(module: nn.Module) -> None:
@@ -115,7 +112,7 @@ class _Region:
 
 def _can_leave(weight: Tensor) -> bool:
     """Whether the gradient of `weight` can leave the region as x and dY."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.requires_grad and not _torch.has_hooks(weight)
+    return type(weight) in PLAIN and weight.requires_grad and not _torch.has_hooks(weight)
 
 
 class _Slots(torch.autograd.Function):
@@ -140,8 +137,7 @@ class _Slots(torch.autograd.Function):
             x, dy = carried[2 * n : 2 * n + 2]
             if x is None or dy is None:  # the layer's result was not used
                 continue
-            store: WeightGradients = ctx.sites[n].deferral.gradients
-            if not store.defer(PendingGradient(LINEAR, ctx.weights[n], x, dy)):
+            if not put_off(ctx.sites[n].deferral.gradients, PendingGradient(LINEAR, ctx.weights[n], x, dy)):
                 gradients[n] = LINEAR.weight_gradient(dy, x).to(ctx.weights[n].dtype)
         return None, *gradients
 

@@ -212,7 +212,7 @@ def _target(x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
     """Where W adds the gradient of `weight`; None if it cannot be put off."""
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return None
-    plain = type(x) in _PLAIN and type(weight) in _PLAIN
+    plain = type(x) in PLAIN and type(weight) in PLAIN
     if plain and weight.is_leaf:
         return weight
     if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
@@ -220,7 +220,8 @@ def _target(x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
     return _torch.edge_to_leaf(weight)
 
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""The types of tensors whose gradient is nothing but a product of x and dY."""
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ class _DeferredLinear(torch.autograd.Function):
             dx = LINEAR.input_gradient(dy, weight)
         dy = rows(dy)
         # x is detached, because it would keep the whole graph that made it alive until W.
-        if not _put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, rows(x.detach()), dy)):
+        if not put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, rows(x.detach()), dy)):
             dw = LINEAR.weight_gradient(dy, rows(x)).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=ctx.bias_dtype)
@@ -297,12 +298,12 @@ class _DeferredProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
         pending = PendingGradient(call.product, call.target, x.detach(), dy, call.arguments, call.options)
-        if not _put_off(call.gradients, pending):
+        if not put_off(call.gradients, pending):
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
         return dx, dw, None
 
 
-def _put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
+def put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
     """False if dW is to be computed now: nothing records, the backward is to be differentiated itself, or hooks on the
     weight wait for its gradient."""
     if torch.is_grad_enabled() or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)):

@@ -140,7 +140,7 @@ def report_loss_where_it_is() -> None:
 
 def defer_experts() -> None:
     """Let the grouped experts of TorchTitan's MoE models put their weight gradients off."""
-    GroupedExperts.weight_products = {_torch.GROUPED_MM: GROUPED_MM}
+    GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
 
 
 def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
