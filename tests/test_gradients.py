@@ -79,6 +79,18 @@ def test_zbv(num_ranks: int, checkpointing: Checkpointing) -> None:
     assert_like_reference(run_ranks(num_ranks, train, "ZBV", MICROBATCHES, checkpointing), 2 * num_ranks)
 
 
+def train_with_late_receives() -> dict[str, list[Result]]:
+    return {name: train(name, MICROBATCHES, "none", defer_pp_recv=True) for name in ("ZBV", "VHalf", "ZBH1")}
+
+
+def test_late_receives() -> None:
+    """With torch's own way to do so, ZBV takes activations for gradients."""
+    per_rank = run_ranks(4, train_with_late_receives, timeout=240)
+    for name in per_rank[0]:
+        num_stages = registry.lookup(name).place(4).num_stages
+        assert_like_reference([results[name] for results in per_rank], num_stages)
+
+
 NEW = ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin")
 TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 

@@ -13,8 +13,16 @@ from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSc
 
 from zbpipe import Schedule, generate, testing
 from zbpipe.cli import main
-from zbpipe.lowered import Action, Rows, has_communication, mixed_up_messages, parse, validate_lowered
-from zbpipe.runtime._torch import free_sends_early, lower, lowered_table
+from zbpipe.lowered import (
+    Action,
+    Rows,
+    blocked_queues,
+    has_communication,
+    mixed_up_messages,
+    parse,
+    validate_lowered,
+)
+from zbpipe.runtime._torch import free_sends_early, lower, lowered_table, receive_late
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
@@ -193,3 +201,61 @@ def test_open_sends_do_not_grow_with_the_microbatches(name: str, most: int) -> N
         assert open_sends(runtime.pipeline_order_with_comms.values()) >= microbatches
         free_sends_early(runtime)
         assert open_sends(runtime.pipeline_order_with_comms.values()) == most
+
+
+@given(testing.runnable_schedules())
+def test_late_receives_are_sound_and_no_message_changes_its_place(schedule: Schedule) -> None:
+    runtime = lowered_runtime(schedule)
+    before = parse(lowered_table(runtime))
+    receive_late(runtime)
+    free_sends_early(runtime)
+    after = parse(lowered_table(runtime))
+    for row, late in zip(before, after, strict=True):
+        assert sorted(row) == sorted(late)
+        assert [a for a in row if is_message(a)] == [a for a in late if is_message(a)]
+    assert validate_lowered(after) == []
+    assert blocked_queues(after) == []
+
+
+def is_message(action: Action) -> bool:
+    return action.kind.startswith(("SEND", "RECV"))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ZBH2", "VMin", "DualPipeV", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 8), (8, 32)])
+def test_both_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
+    runtime = lowered_runtime(generate(name, ranks, microbatches))
+    for late in (False, True):
+        if late:
+            receive_late(runtime)
+        free_sends_early(runtime)
+        rows = parse(lowered_table(runtime))
+        assert validate_lowered(rows) + blocked_queues(rows) == []
+
+
+def test_a_late_receive_stands_behind_the_computations_that_do_not_need_it() -> None:
+    runtime = lowered_runtime(generate("ZBH1", 3, 4))
+
+    def around_f3() -> list[str]:
+        row = [str(each) for each in runtime.pipeline_order_with_comms[0]]
+        return row[row.index("0F3") - 1 : row.index("0SEND_F3") + 1]
+
+    assert around_f3() == ["0RECV_B1", "0F3", "0SEND_F3"]
+    receive_late(runtime)
+    assert around_f3() == ["0W0", "0F3", "0RECV_B1", "0SEND_F3"]
+
+
+def test_messages_that_block_each_others_queue() -> None:
+    """Each rank sends before it receives. gloo runs that; in one queue of large messages neither send can end."""
+    table = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+    rows = parse(table)
+    assert validate_lowered(rows) == []
+    (finding,) = blocked_queues(rows)
+    assert finding.rule == "deadlock"
+    assert "0SEND_F1" in finding.message
+    assert "1SEND_B0" in finding.message
+
+
+def test_torchs_own_late_receives_block_queues() -> None:
+    assert blocked_queues(parse(lowered("1F1B", 4, 8))) == []
+    assert blocked_queues(parse(lowered("1F1B", 4, 8, defer_pp_recv=True))) != []

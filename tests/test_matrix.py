@@ -184,16 +184,16 @@ def distributed_data_parallel(titan: Titan) -> str:
 def late_receives(titan: Titan) -> str:
     # Nothing is sent, so the other ranks need not be there.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    return refusal(build_stage, num_ranks=4, defer_pp_recv=True)
+    return refusal(build_stage, num_ranks=4, schedule="ZBVZeroBubble", defer_pp_recv=True)
 
 
-def refusal(build: Callable[[int, int], Any], num_ranks: int, **options: Any) -> str:
-    """What zbpipe says to ZBV on rank 0, whose stages are the first and the last."""
+def refusal(build: Callable[[int, int], Any], num_ranks: int, schedule: str = "ZBV", **options: Any) -> str:
+    """What zbpipe says to a V on rank 0, whose stages are the first and the last."""
     total = 2 * num_ranks
     try:
         stages = [PipelineStage(build(index, total), index, total, "cpu") for index in (0, total - 1)]
         with pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
-            zbpipe.build_pipeline_schedule("ZBV", stages, 8, loss_fn, **options)
+            zbpipe.build_pipeline_schedule(schedule, stages, 8, loss_fn, **options)
     finally:
         dist.destroy_process_group()
     return f"refused: {refused.value}"
@@ -220,7 +220,9 @@ REFUSALS = {
         "torch's ZBVZeroBubble, selective checkpointing", "TorchTitan, 2 ranks", torch_selective
     ),
     "ddp": Refusal("ZBV, stages in DistributedDataParallel", "construction, 1 rank", distributed_data_parallel),
-    "defer_pp_recv": Refusal("ZBV, `defer_pp_recv=True`", "construction as on 4 ranks", late_receives),
+    "defer_pp_recv": Refusal(
+        "torch's ZBVZeroBubble, `defer_pp_recv=True`", "construction as on 4 ranks", late_receives
+    ),
 }
 
 

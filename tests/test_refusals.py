@@ -22,7 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
 from zbpipe import registry
+from zbpipe.runtime import _torch
 from zbpipe.runtime.schedules import RegisteredSchedule, schedule_class
+
+
+def receives_late(schedule: Any) -> bool:
+    """Whether the lowered list is the one that `receive_late` makes."""
+    before = _torch.lowered_table(schedule)
+    _torch.receive_late(schedule)
+    return before == _torch.lowered_table(schedule)
 
 
 def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:
@@ -61,7 +69,7 @@ def test_torchs_constructor_arguments(one_rank: None) -> None:
         defer_pp_recv=True,
     )
     assert schedule.scale_grads is False
-    assert schedule._defer_pp_recv is True
+    assert receives_late(schedule)
 
 
 def test_stages_may_come_in_any_order(one_rank: None) -> None:
@@ -151,28 +159,32 @@ def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypa
     assert type(schedule).__name__ == "ScheduleTwin"
 
 
-def late_receives() -> list[str]:
+def late_receives_by_default() -> list[bool]:
     rank = dist.get_rank()
-    messages = []
-    for name, indices, num_stages in (
-        ("ZBV", (rank, 7 - rank), 8),
-        ("ZBVZeroBubble", (rank, 7 - rank), 8),
-        ("ZBH1", (rank,), 4),
-    ):
-        try:
-            build(name, stages(*indices, num_stages=num_stages), 8, defer_pp_recv=True)
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+
+    def built(**options: Any) -> Any:
+        return build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
+
+    found = [receives_late(built()), receives_late(built(defer_pp_recv=True))]
+    _torch.ON_ROCM = True
+    return [*found, receives_late(built()), receives_late(built(defer_pp_recv=False))]
 
 
-def test_late_receives_that_would_mix_up_messages() -> None:
-    """torch 2.13 and 2.15 take ZBV's gradients for activations with defer_pp_recv, without a word."""
-    for zbv, torchs, zbh1 in run_ranks(4, late_receives):
-        assert "defer_pp_recv=True makes torch receive the messages of ZBV in another order" in zbv
-        assert "the messages of ZBVZeroBubble" in torchs
-        assert zbh1 == ""
+def test_receives_are_late_on_rocm_or_where_asked_for() -> None:
+    assert run_ranks(4, late_receives_by_default) == [[False, True, True, False]] * 4
+
+
+def torchs_late_receives() -> str:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="ZBVZeroBubble") as refused:
+        build("ZBVZeroBubble", stages(rank, 7 - rank, num_stages=8), 8, defer_pp_recv=True)
+    return str(refused.value)
+
+
+def test_torchs_late_receives_that_would_mix_up_messages() -> None:
+    """torch 2.13 and 2.15 take activations for gradients, without a word."""
+    for refusal in run_ranks(4, torchs_late_receives):
+        assert "defer_pp_recv=True makes torch receive the messages of ZBVZeroBubble in another order" in refusal
 
 
 def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:

@@ -59,7 +59,11 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
         (
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
-            "for zbpipe's schedules, not for torch's 1F1B: leave them out",
+            "only those that torch has, too, fit torch's 1F1B: leave the others out",
+        ),
+        (
+            [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
+            "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
         ),
     ],
 )
@@ -77,16 +81,41 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.parse(["--training.steps", "3"]) == (options.Options(), ["--training.steps", "3"])
     found, rest = options.parse(["--a", "--zbpipe.split-backward", "strict", "b", "--zbpipe.defer-loss"])
     assert (found, rest) == (options.Options("strict", defer_loss=True), ["--a", "b"])
-    for wrong in (["--zbpipe.defer"], ["--zbpipe.split-backward", "half"]):
+    given = ["defer-pp-recv on", "max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
+    words = [word for each in given for word in f"--zbpipe.{each}".split()]
+    found, _ = options.parse([*words, "--zbpipe.defer-reduce-grad-wait"])
+    assert found.for_torch == options.ForTorch(True, 2, (1, 2), True, 3)
+    assert not found.need_zbpipes_schedule()
+    assert options.parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
+    assert options.parse(["--zbpipe.defer-pp-recv", "auto"])[0].for_torch.given() == {}
+    for wrong in (
+        ["--zbpipe.defer"],
+        ["--zbpipe.split-backward", "half"],
+        ["--zbpipe.max-active-stages", "-1"],
+        ["--zbpipe.unshard-lookahead", "1,x"],
+        ["--zbpipe.defer-pp-recv", "maybe"],
+    ):
         with pytest.raises(SystemExit):
             options.parse(wrong)
-        assert wrong[-1] in capsys.readouterr().err
+        assert wrong[-1].split(",")[-1] in capsys.readouterr().err
 
 
 def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     """TorchTitan's chunked loss runs the head's backward in F."""
     expected = titan.without_pipeline()
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
+
+
+RUNTIME = ("defer-pp-recv on", "max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
+
+
+@pytest.mark.parametrize("schedule", ["VHalf", "Interleaved1F1B"])
+def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
+    """They reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them."""
+    given = [word for each in RUNTIME for word in f"--zbpipe.{each}".split()]
+    job = titan.train(*pipeline(schedule), *given, num_ranks=2)
+    assert_trains_alike(job, titan.without_pipeline())
+    assert f"pipeline schedule {schedule} with" in job.log
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from zbpipe.ir import Op, OpKind, Schedule
@@ -32,6 +33,15 @@ _NEEDS: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
     "RECV_B": ((("SEND_B", 1),),),
     "WAIT_SEND_F": ((("SEND_F", 0),), (("RECV_F", 1),)),
     "WAIT_SEND_B": ((("SEND_B", 0),), (("RECV_B", -1),)),
+}
+
+
+# By action the send at the other end of its message: (kind, how many stages on).
+_MESSAGE_OF = {
+    **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
+    **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
+    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -1)),
+    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
 }
 
 
@@ -110,6 +120,47 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
 def mixed_up_messages(rows: Rows) -> list[Finding]:
     """Receives that take a message which was meant for another one: they give wrong numbers and no error."""
     return list(_Lowered(rows, _compute_ops(rows, "")).crossed())
+
+
+def blocked_queues(rows: Rows) -> list[Finding]:
+    """A circle of messages that wait for each other if a rank sends and receives one at a time, in its order.
+
+    That is the strictest reading of NCCL and RCCL: all messages of a rank stand in one queue, where each begins when
+    the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds
+    sound.
+    """
+    sends = {action for row in rows for action in row if action.kind.startswith("SEND")}
+    waits: dict[Action, list[Action]] = defaultdict(list)
+    """Send and receive are one thing here, called as the send."""
+    for row in rows:
+        last: dict[bool, Action] = {}
+        """In the queue of messages, and among the computations."""
+        for action in row:
+            if action.kind in _SHARDING:
+                continue
+            is_message = action.kind.startswith(("SEND", "RECV"))
+            message = _message_of(action)
+            node = message if is_message and message else action
+            waits[node] += last.values() if is_message else [last[False]] if False in last else []
+            if not is_message and message in sends:
+                waits[node].append(message)
+            last[is_message] = node
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle: list[Action] = error.args[1]
+        rank = next(rank for rank, row in enumerate(rows) if circle[0] in row)
+        text = "messages wait for each other: " + " before ".join(map(str, circle))
+        return [Finding("deadlock", rank, rows[rank].index(circle[0]), circle[0], text)]
+    return []
+
+
+def _message_of(action: Action) -> Action | None:
+    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank."""
+    if action.kind not in _MESSAGE_OF:
+        return None
+    kind, step = _MESSAGE_OF[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
 
 
 def _compute_ops(rows: Rows, name: str) -> Schedule:

@@ -49,6 +49,13 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 """The keyword arguments that the installed torch's multi-stage schedules take."""
 
 
+ON_ROCM = torch.version.hip is not None
+"""Whether this torch was built for AMD's GPUs."""
+
+_Key = tuple[str, int, int | None]
+"""What an action does, its stage and its microbatch."""
+
+
 def torch_class(name: str) -> type[_PipelineSchedule]:
     """torch's own class under torch's name for it."""
     return cast(type[_PipelineSchedule], get_schedule_class(name))
@@ -58,6 +65,41 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Hand `schedule` to torch: it checks the order once more, adds the communication and keeps both lists."""
     runtime.pipeline_order = {rank: [_action(op) for op in ops] for rank, ops in enumerate(schedule)}
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+
+
+def receive_late(runtime: _PipelineScheduleRuntime) -> None:
+    """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
+
+    torch posts receives early. On AMD GPUs one that waits for its message holds up other traffic of its rank
+    (pytorch #172668). torch's own `defer_pp_recv` goes further back, past other messages: on a V it then takes F and
+    I, which come from the same rank, for one another, and with all messages of a rank in one queue it can hang.
+    """
+    table = runtime.pipeline_order_with_comms
+    for rank, row in table.items():
+        table[rank] = _with_late_receives(row)
+
+
+def _with_late_receives(row: list[_Action]) -> list[_Action]:
+    held: list[_Action] = []
+    reordered: list[_Action] = []
+    for action in row:
+        kind = action.computation_type.value
+        if kind.startswith("RECV"):
+            held.append(action)
+            continue
+        needed = {_receive_for(part) for part in action.sub_actions or (action,)}
+        release = max((n for n, each in enumerate(held, start=1) if _key(each) in needed), default=0)
+        if kind.startswith("SEND"):
+            release = len(held)
+        reordered += [*held[:release], action]
+        held = held[release:]
+    return reordered
+
+
+def _receive_for(action: _Action) -> _Key:
+    """The receive that a computation waits for, if its input comes from another rank."""
+    kind, stage, microbatch = _key(action)
+    return {"F": "RECV_F", "I": "RECV_B", "B": "RECV_B"}.get(kind, ""), stage, microbatch
 
 
 def free_sends_early(runtime: _PipelineScheduleRuntime) -> None:
@@ -72,10 +114,6 @@ def free_sends_early(runtime: _PipelineScheduleRuntime) -> None:
     places = {_key(action): n for row in table.values() for n, action in enumerate(row)}
     for rank, row in table.items():
         table[rank] = _with_early_waits(row, places, runtime.stage_index_to_group_rank)
-
-
-_Key = tuple[str, int, int | None]
-"""What an action does, its stage and its microbatch."""
 
 
 def _key(action: _Action) -> _Key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.lowered import mixed_up_messages, parse
+from zbpipe.lowered import blocked_queues, mixed_up_messages, parse, validate_lowered
 from zbpipe.runtime import _torch
 from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
@@ -38,9 +38,13 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
             leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.
         costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
+        defer_pp_recv: whether receives wait until shortly before they are needed, as they should on AMD's GPUs; by
+            default there only. zbpipe's way to do so (`_torch.receive_late`) is right for all schedules, V-shaped ones
+            as well, and works with every torch.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
-            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `defer_pp_recv` and so on.
-            Unless `max_outstanding_sends` is among them, sent tensors are freed as soon as they were surely received.
+            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
+            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one,
+            sent tensors are freed as soon as they were surely received.
 
     Raises:
         ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
@@ -58,10 +62,11 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
         costs: CostModel | None = None,
+        defer_pp_recv: bool | None = None,
         **options: Any,
     ) -> None:
         traits = registry.lookup(self.schedule_name)
-        _require_options(traits.name, options, _torch.SCHEDULE_OPTIONS)
+        require_options(traits.name, options)
         _require_microbatches(traits.name, n_microbatches, loss_fn)
         stages = _in_order(stages, traits.name)
         per_rank = _stages_per_rank(traits, stages)
@@ -70,18 +75,31 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         schedule = registry.generate(
             traits.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
         )
-        _require_runnable(schedule, placement)
-        self.schedule = schedule
         gradients = WeightGradients()
         if defer_loss and loss_fn is not None and split_backward != "autograd":
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
-        _torch.lower(self, self.schedule)
-        if "max_outstanding_sends" not in options:
-            _torch.free_sends_early(self)
-        _require_matching_messages(self, traits.name, options)
-        if any(op.kind is OpKind.I for ops in self.schedule for op in ops):
+        self._receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
+        self._frees_sends_early = options.get("max_outstanding_sends") is None
+        self._placement = placement
+        self.adopt(schedule)
+        if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
+
+        Raises:
+            ValueError: it has another placement or another number of microbatches, or could not run.
+        """
+        _require_runnable(schedule, self._placement, self._n_microbatches)
+        _torch.lower(self, schedule)
+        if self._receives_late:
+            _torch.receive_late(self)
+        if self._frees_sends_early:
+            _torch.free_sends_early(self)
+        _require_sound_messages(self, schedule.name)
+        self.schedule = schedule
 
 
 class ScheduleZBH1(RegisteredSchedule):
@@ -170,7 +188,7 @@ def build_pipeline_schedule(
     runtime = schedule_class(traits.name)
     if issubclass(runtime, RegisteredSchedule):
         return runtime(stages, n_microbatches, loss_fn, **options)
-    _require_options(traits.name, options, inspect.signature(runtime.__init__).parameters.keys())
+    require_options(traits.name, options)
     _require_microbatches(traits.name, n_microbatches, loss_fn)
     ordered = _in_order(stages, traits.name)
     _require_placement(ordered, traits.name, traits.place(ordered[0].group_size, _stages_per_rank(traits, ordered)))
@@ -180,6 +198,22 @@ def build_pipeline_schedule(
     _require_matching_messages(built, traits.name, options)
     require_splittable(built, traits.name)
     return built
+
+
+def require_options(name: str, options: Iterable[str]) -> None:
+    """Refuse options that the schedule called `name` does not take, because it or the installed torch has none such.
+
+    Raises:
+        ValueError: the message lists those that it takes.
+    """
+    runtime = schedule_class(name)
+    known = set(inspect.signature(runtime.__init__).parameters) - {"self", "stage", "stages", "args", "options"}
+    if issubclass(runtime, RegisteredSchedule):
+        known |= _torch.SCHEDULE_OPTIONS
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(sorted(known - {"n_microbatches", "loss_fn"}))
+            raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
 def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
@@ -195,13 +229,6 @@ def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
 def _stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
     """As many as were built where the schedule leaves it open, else the schedule's own number."""
     return len(stages) if traits.any_stages_per_rank else None
-
-
-def _require_options(name: str, options: dict[str, Any], known: Any) -> None:
-    for option in options:
-        if option not in known:
-            allowed = ", ".join(sorted(set(known) - {"self", "stage", "stages", "n_microbatches"}))
-            raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
 def _require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
@@ -255,12 +282,26 @@ def _require_matching_messages(runtime: _torch.PipelineSchedule, name: str, opti
         )
 
 
-def _require_runnable(schedule: Schedule, placement: Placement) -> None:
+def _require_sound_messages(runtime: _torch.ScheduleRuntime, name: str) -> None:
+    rows = parse(_torch.lowered_table(runtime))
+    findings = validate_lowered(rows) or blocked_queues(rows)
+    if findings:
+        raise ValueError(
+            f"schedule {name} with its messages would not run: {findings[0]}. Leave max_outstanding_sends out if it is"
+            " set; otherwise this is a fault of zbpipe's"
+        )
+
+
+def _require_runnable(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
     """Refuse what torch could not run, before anything is launched."""
     if schedule.placement != placement:
         raise ValueError(
             f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but it is registered"
             f" with a placement that puts them on {placement.rank_of}"
+        )
+    if schedule.num_microbatches != n_microbatches:
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
         )
     require_valid(schedule)
     last = placement.num_stages - 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torchtitan.trainer
@@ -37,19 +36,34 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = _known(parallelism.pipeline_parallel_schedule)
-        if traits is None or traits.source == "torch":
+        helpers = {} if traits is None else _helpers(traits, options)
+        with _in_place(helpers):
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
+        if traits is None or traits.source == "torch":
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
-            return built
-        with _schedule_from_registry(traits, options):
-            return pipelining_fn(model, parallelism=parallelism, **kwargs)
+        return built
 
     return pipeline
 
 
 @contextmanager
-def _schedule_from_registry(traits: Traits, options: Options) -> Iterator[None]:
-    """While a model is cut into stages, TorchTitan's helpers take placement and schedule from the registry."""
+def _in_place(helpers: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """While a model is cut into stages, these stand in the place of TorchTitan's helpers."""
+    originals = {name: getattr(pipeline_parallel, name) for name in helpers}
+    try:
+        for name, helper in helpers.items():
+            setattr(pipeline_parallel, name, helper)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(pipeline_parallel, name, original)
+
+
+def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
+    """What cuts the model, places its stages and builds the schedule as the registry says.
+
+    With torch's names TorchTitan does so itself, unless it would not pass on an option.
+    """
 
     def metadata(
         parallel_dims: ParallelDims, parallelism: ParallelismConfig, model_config: Any
@@ -87,12 +101,13 @@ def _schedule_from_registry(traits: Traits, options: Options) -> Iterator[None]:
         backward_requires_autograd: bool = True,
     ) -> _torch.PipelineSchedule:
         n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        logger.info(f"Using zbpipe's pipeline schedule {traits.name} with {n_microbatches} microbatches")
+        logger.info(f"Using {traits.source}'s pipeline schedule {traits.name} with {n_microbatches} microbatches")
         if n_microbatches < stages[0].num_stages:
             logger.warning(
                 f"{n_microbatches} microbatches are less than the {stages[0].num_stages} stages, so the pipeline never"
                 " fills: raise training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size"
             )
+        own = {} if traits.source == "torch" else options.for_schedule()
         return build_pipeline_schedule(
             traits.name,
             stages,
@@ -100,22 +115,16 @@ def _schedule_from_registry(traits: Traits, options: Options) -> Iterator[None]:
             lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
             scale_grads=False,
             backward_requires_autograd=backward_requires_autograd,
-            **asdict(options),
+            **options.for_torch.given() | own,
         )
 
-    helpers: dict[str, Callable[..., Any]] = {
+    if traits.source == "torch":
+        return {"_build_pipeline_schedule": build} if options.for_torch.given() else {}
+    return {
         "_get_pipeline_metadata": metadata,
         "_get_pp_rank_to_stage_indices_mapping": stages_on,
         "_build_pipeline_schedule": build,
     }
-    originals = {name: getattr(pipeline_parallel, name) for name in helpers}
-    try:
-        for name, helper in helpers.items():
-            setattr(pipeline_parallel, name, helper)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(pipeline_parallel, name, original)
 
 
 def report_loss_where_it_is() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
+from zbpipe.runtime.schedules import require_options
 from zbpipe.titan import cpu
 from zbpipe.titan.options import Options, parse
 from zbpipe.validate import require_valid
@@ -74,11 +75,18 @@ def check(config: Any, options: Options) -> None:
 
     parallelism = config.parallelism
     name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    if options != Options() and (name in NAMES_FOR_TITANS_CSV or lookup(name).source == "torch"):
+    is_torchs = name in NAMES_FOR_TITANS_CSV or lookup(name).source == "torch"
+    if is_torchs and options.need_zbpipes_schedule():
         raise ValueError(
-            f"--zbpipe.split-backward and --zbpipe.defer-loss are for zbpipe's schedules, not for torch's {name}: leave"
-            " them out"
+            f"of zbpipe's options only those that torch has, too, fit torch's {name}: leave the others out, such as"
+            " --zbpipe.split-backward and --zbpipe.defer-loss"
         )
+    if name in NAMES_FOR_TITANS_CSV and options.for_torch.given():
+        raise ValueError(
+            f"zbpipe's options do not reach TorchTitan's own {name}: give the CSV file as the schedule instead"
+        )
+    if name not in NAMES_FOR_TITANS_CSV:
+        require_options(name, options.for_torch.given())
     if degree <= 1 or name in NAMES_FOR_TITANS_CSV:
         return
     traits = lookup(name)
