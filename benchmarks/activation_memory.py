@@ -34,7 +34,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 import zbpipe
 from zbpipe import CostModel, Op, OpKind
 from zbpipe.registry import lookup
-from zbpipe.runtime.schedules import schedule_class
+from zbpipe.runtime.build import schedule_class
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV", "ZBH1", "VHalf", "VMin")
 YARDSTICK = "1F1B"

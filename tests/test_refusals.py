@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zbpipe
 from zbpipe import registry
 from zbpipe.runtime import _torch
-from zbpipe.runtime.schedules import RegisteredSchedule, schedule_class
+from zbpipe.runtime.build import schedule_class
+from zbpipe.runtime.schedules import RegisteredSchedule
 
 
 def receives_late(schedule: Any) -> bool:

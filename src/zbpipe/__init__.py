@@ -17,7 +17,10 @@ from zbpipe.validate import Finding, validate
 if TYPE_CHECKING:
     from zbpipe.planner.layers import LayerPlan, plan_layers
     from zbpipe.planner.plan import Plan, plan
+    from zbpipe.runtime.auto import AutoSchedule
+    from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
+    from zbpipe.runtime.profiler import Profiler
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
         ScheduleZBH1,
         ScheduleZBH2,
         ScheduleZBV,
-        build_pipeline_schedule,
     )
 
 __version__ = version("zbpipe")
@@ -34,6 +36,7 @@ __version__ = version("zbpipe")
 __all__ = [
     "GROUPED_MM",
     "LINEAR",
+    "AutoSchedule",
     "CostModel",
     "Finding",
     "Layer",
@@ -44,6 +47,7 @@ __all__ = [
     "OpKind",
     "Placement",
     "Plan",
+    "Profiler",
     "Schedule",
     "ScheduleVHalf",
     "ScheduleVMin",
@@ -65,13 +69,21 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "planner.layers": ("LayerPlan", "plan_layers"),
+    "planner.plan": ("Plan", "plan"),
+    "runtime.auto": ("AutoSchedule",),
+    "runtime.build": ("build_pipeline_schedule",),
+    "runtime.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
+    "runtime.profiler": ("Profiler",),
+}
+"""What is loaded when it is first used, by module: it needs torch, or a search that most users do not need."""
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("LayerPlan", "Plan", "plan", "plan_layers"):  # the search is not needed for anything else
-        module = "layers" if name in ("LayerPlan", "plan_layers") else "plan"
-        return getattr(import_module(f"zbpipe.planner.{module}"), name)
-    if name in __all__:  # public, but not imported above: it needs torch
-        module = "products" if name in ("GROUPED_MM", "LINEAR", "WeightProduct") else "schedules"
-        return getattr(import_module(f"zbpipe.runtime.{module}"), name)
+    if name in __all__:
+        module = next((module for module, names in _LATER.items() if name in names), "runtime.schedules")
+        return getattr(import_module(f"zbpipe.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

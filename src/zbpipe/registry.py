@@ -47,6 +47,8 @@ class Traits:
     """What a CSV file holds."""
     keywords: frozenset[str] = field(default_factory=frozenset)
     """Which of `stages_per_rank` and `costs` the function takes."""
+    listed: bool = True
+    """Whether it is a schedule of its own, to be listed and compared with others."""
 
     @property
     def any_stages_per_rank(self) -> bool:
@@ -83,6 +85,7 @@ def register(
     stages_per_rank: int = 1,
     source: Literal["torch", "zbpipe"] = "zbpipe",
     summary: str = "",
+    listed: bool = True,
 ) -> Callable[[Generate], Generate]:
     """Decorator that makes a schedule known under `name` (case-insensitive).
 
@@ -92,6 +95,7 @@ def register(
         stages_per_rank: stages that each rank holds, unless the caller chooses and the function takes the keyword.
         source: "torch" keeps torch's own class as the one that runs the schedule.
         summary: one line for listings.
+        listed: whether listings and comparisons show it.
 
     Raises:
         ValueError: the name is taken by another function or is that of a file, or the placement is impossible.
@@ -109,7 +113,7 @@ def register(
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
         keywords = frozenset({"stages_per_rank", "costs"} & inspect.signature(generate).parameters.keys())
         _registered[name.lower()] = Traits(
-            name, placement, stages_per_rank, generate, source, summary, keywords=keywords
+            name, placement, stages_per_rank, generate, source, summary, keywords=keywords, listed=listed
         )
         return generate
 
@@ -117,9 +121,9 @@ def register(
 
 
 def schedules() -> Mapping[str, Traits]:
-    """All schedules by their lower-case name."""
+    """All schedules by their lower-case name, without `Auto`, which becomes one of them."""
     _load()
-    return MappingProxyType(_registered)
+    return MappingProxyType({name: traits for name, traits in _registered.items() if traits.listed})
 
 
 def lookup(name: str) -> Traits:
@@ -132,7 +136,8 @@ def lookup(name: str) -> Traits:
         raise ValueError(f"a schedule is named by a string, for example 'ZBV', got {name!r}")
     if name.lower().endswith(".csv"):
         return _read_table(name)
-    known = schedules()
+    _load()
+    known = _registered
     traits = known.get(name.lower())
     if traits is not None:
         return traits

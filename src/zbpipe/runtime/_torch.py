@@ -20,6 +20,7 @@ from torch.distributed._composable.replicate import DDP
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     _Action,
     _ComputationType,
@@ -157,6 +158,53 @@ def _message_for(action: _Action) -> _Key:
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
     """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
+
+
+Around = Callable[[str, int, int, Callable[[], Any]], Any]
+"""Takes kind, stage and microbatch of a computation and the computation itself, and returns its result."""
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
+
+
+def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], None]:
+    """Run every computation of this rank through `around`, the loss as one more F of the last stage.
+
+    Waiting for messages stays outside. Returns what undoes it; before and after, nothing is in the way.
+    """
+    wrapped: list[tuple[Any, str]] = []
+
+    def wrap(owner: Any, name: str, compute: Callable[..., Any]) -> None:
+        vars(owner)[name] = compute
+        wrapped.append((owner, name))
+
+    for stage in stages_of(schedule):
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            wrap(stage, name, partial(_compute_around, around, name, stage.stage_index, getattr(stage, name)))
+    wrap(schedule, "_maybe_compute_loss", partial(_loss_around, around, schedule._maybe_compute_loss))
+
+    def undo() -> None:
+        for owner, name in wrapped:
+            del vars(owner)[name]
+
+    return undo
+
+
+def _compute_around(
+    around: Around, name: str, stage: int, compute: Callable[..., Any], chunk: int, *args: Any, **kwargs: Any
+) -> Any:
+    kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name)
+    kind = kind or ("B" if kwargs.get("full_backward", True) else "I")
+    return around(kind, stage, chunk, lambda: compute(chunk, *args, **kwargs))
+
+
+def _loss_around(around: Around, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    stage, _, _, chunk, *_ = args
+    if not stage.is_last:
+        return compute(*args, **kwargs)
+    return around("F", stage.stage_index, chunk, lambda: compute(*args, **kwargs))
 
 
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:

@@ -22,8 +22,8 @@ from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
 from zbpipe.runtime import _torch
+from zbpipe.runtime.build import build_pipeline_schedule, require_splittable
 from zbpipe.runtime.products import GROUPED_MM
-from zbpipe.runtime.schedules import build_pipeline_schedule, require_splittable
 from zbpipe.titan.options import Options
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]

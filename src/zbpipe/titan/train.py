@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
-from zbpipe.runtime.schedules import require_options
+from zbpipe.runtime.build import require_options
 from zbpipe.titan import cpu
 from zbpipe.titan.options import Options, parse
 from zbpipe.validate import require_valid

@@ -1,0 +1,199 @@
+"""`Auto`: start on a safe schedule, measure the job, plan for it, and run the plan if it is faster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe import registry
+from zbpipe.costs import CostModel, shares_within
+from zbpipe.costs_file import JobCosts
+from zbpipe.ir import Placement, Schedule
+from zbpipe.planner.plan import plan
+from zbpipe.runtime.profiler import Profiler
+from zbpipe.runtime.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.simulate import simulate
+
+_STARTS = ("VHalf", "VMin")
+"""By how much memory they need, the one with the shorter step first."""
+_MANY_OPS = 20_000
+_WORK = 5e8
+"""For so many ops the search has a budget of about ten seconds, because all other ranks wait for it."""
+_WORTH_IT = 0.995
+"""A plan that promises less than half a percent stays on paper."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `Auto` found out. Times are seconds of one step."""
+
+    start: str
+    """The schedule that it began with."""
+    chosen: str
+    """The schedule that runs from now on."""
+    expected_before: float
+    """What the simulator says of the start, with the measured costs."""
+    expected_after: float
+    """The same of the plan."""
+    measured_before: float
+    measured_after: float | None
+    """None if the plan promised too little to be tried."""
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What the rank that plans tells all others."""
+
+    table: str
+    """As CSV."""
+    expected: float
+    """Seconds of a step; infinite if there is no plan."""
+    words: str
+
+
+class AutoSchedule(RegisteredSchedule):
+    """Starts as V-Half (or V-Min, under a tight limit), measures, plans, and swaps the schedule between two steps.
+
+    Weights, optimizer, order of the data and the placement of the stages (two a rank, on a V) stay as they are, and so
+    do the losses. It takes `profile_steps` + 2 steps to measure, and `profile_steps` + 1 to see whether the plan keeps
+    its promise; if it does not, the start comes back. What happens is told in the log of the first rank.
+
+    Args:
+        stages, n_microbatches, loss_fn, args, options: as for every schedule of zbpipe's.
+        memory_limit: activations that a rank may hold, in microbatches of a rank's average share of the model, as
+            1F1B on p ranks holds p; default: p.
+        profile_steps: how many steps are timed of each, the start and the plan.
+        budget: for the search, see `zbpipe.plan`.
+        group: all ranks of the job that run this schedule, those of other replicas too; default: all ranks of the job.
+        measured: called with the costs on every rank, once they are there.
+
+    Raises:
+        ValueError: as every schedule, and for a limit below what V-Min holds.
+    """
+
+    schedule_name = "Auto"
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *args: Any,
+        memory_limit: float | None = None,
+        profile_steps: int = 5,
+        budget: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        measured: Callable[[JobCosts], None] = lambda costs: None,
+        **options: Any,
+    ) -> None:
+        super().__init__(stages, n_microbatches, loss_fn, *args, **options)
+        self.outcome: Outcome | None = None
+        """None as long as it is at it."""
+        self._limit = float(self._placement.num_ranks if memory_limit is None else memory_limit)
+        self._group = group
+        self._budget = budget
+        self._measured = measured
+        self._num_steps = profile_steps
+        self.adopt(start_within(self._limit, self._placement, n_microbatches))
+        self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
+
+    def _plan(self, costs: JobCosts) -> None:
+        model = costs.costs
+        assert isinstance(model, CostModel), "the profiler measures stages"
+        self._measured(costs)
+        start, expected = self.schedule, simulate(self.schedule, model).makespan
+        measured = self._step_seconds(self._profiler.records)
+        proposal = self._from_first_rank(lambda: self._search(model))
+        outcome = Outcome(start.name, start.name, expected, proposal.expected, measured, None)
+        self._tell(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
+        if proposal.expected > expected * _WORTH_IT:
+            self.outcome = outcome
+            self._tell(f"stays with {start.name}")
+            return
+        self.adopt(Schedule.from_csv(proposal.table, "plan"))
+
+        def compare(records: list[StepRecord]) -> None:
+            after = self._step_seconds(records)
+            if after > measured:
+                self.adopt(start)
+            self.outcome = replace(outcome, chosen=self.schedule.name, measured_after=after)
+            self._tell(
+                f"the plan takes {after:.4g} s a step, simulated {proposal.expected:.4g} s, so it is"
+                f" {measured / after - 1:+.1%} faster than {start.name}; goes on with {self.schedule.name}"
+            )
+
+        collect(self, [Wanted.NOTHING, *[Wanted.TIMES] * self._num_steps], compare)
+
+    def _search(self, costs: CostModel) -> _Proposal:
+        num_ops = 3 * costs.num_stages * self._n_microbatches
+        try:
+            found = plan(
+                self._placement.num_ranks,
+                self._n_microbatches,
+                costs,
+                lambda placement, model: memory_limits(self._limit, self.schedule, model),
+                placements=[self._placement],
+                budget=self._budget or (_WORK if num_ops > _MANY_OPS else None),
+            )
+        except ValueError as error:
+            return _Proposal("", float("inf"), f"there is no plan: {error}")
+        words = (
+            f"the plan found by {found.found_by} should take {found.makespan:.4g} s, at most {found.gap:.1%} more than"
+            f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
+        )
+        return _Proposal(found.schedule.to_csv(), found.makespan, words)
+
+    def _step_seconds(self, records: Sequence[StepRecord]) -> float:
+        """The median step of all ranks, each as long as its slowest rank."""
+        mine = [record.seconds for record in records]
+        by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(by_rank, mine, group=self._group)
+        return float(median(map(max, zip(*by_rank, strict=True))))
+
+    def _from_first_rank(self, make: Callable[[], _Proposal]) -> _Proposal:
+        made: list[Any] = [make() if dist.get_rank(self._group) == 0 else None]
+        dist.broadcast_object_list(made, group=self._group, group_src=0)
+        proposal: _Proposal = made[0]
+        return proposal
+
+    def _tell(self, words: str) -> None:
+        if dist.get_rank(self._group) == 0:
+            logger.info("Auto: %s", words)
+
+
+def start_within(limit: float, placement: Placement, microbatches: int) -> Schedule:
+    """The shortest of the schedules to begin with that keeps to `limit`, in microbatches of a rank's share.
+
+    Raises:
+        ValueError: all of them hold more.
+    """
+    for name in _STARTS:
+        schedule = registry.generate(name, placement.num_ranks, microbatches)
+        peak = max(simulate(schedule, CostModel.uniform(placement)).peak_activations)
+        if peak <= limit:
+            return schedule
+    raise ValueError(
+        f"memory_limit={limit:g} is too little for Auto, whose most sparing schedule, {name}, holds {peak:g}"
+        f" microbatches of a rank's share on {placement.num_ranks} ranks: raise it, or use smaller microbatches"
+    )
+
+
+def memory_limits(limit: float, start: Schedule, costs: CostModel) -> tuple[float, ...]:
+    """By rank, how many of its own shares of a microbatch it may hold: what `limit` average shares weigh.
+
+    At least what `start` holds, which has shown that there is room for it.
+    """
+    placement = start.placement
+    room = limit * sum(costs.activations) / placement.num_ranks
+    held = simulate(start, costs).peak_activations
+    return tuple(map(max, shares_within(room, placement, costs), held))

@@ -1,0 +1,96 @@
+"""Schedules by their names: the class that runs one, and the schedule itself, ready for `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from zbpipe import registry
+from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import stages as split
+from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.schedules import RegisteredSchedule
+
+
+def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
+    """The class that runs the schedule called `name`: torch's own under torch's names, else one of zbpipe's.
+
+    Raises:
+        ValueError: no such schedule; the message lists the names and the nearest one.
+    """
+    traits = registry.lookup(name)
+    if traits.source == "torch":
+        return _torch.torch_class(traits.name)
+    return _registered_class(traits.name)
+
+
+@cache
+def _registered_class(name: str) -> type[RegisteredSchedule]:
+    classes: list[type[RegisteredSchedule]] = [AutoSchedule, *RegisteredSchedule.__subclasses__()]
+    for known in classes:
+        if known.schedule_name == name:
+            return known
+    class_name = "ScheduleFromFile" if name.endswith(".csv") else f"Schedule{name}"
+    return type(class_name, (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
+
+
+def build_pipeline_schedule(
+    schedule: str,
+    stages: PipelineStage | Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None = None,
+    **options: Any,
+) -> _torch.PipelineSchedule:
+    """The schedule called `schedule` on the given stages, ready for `step`.
+
+    Args:
+        schedule: a name in any case, zbpipe's or torch's; torch's names give torch's own classes.
+        stages: this rank's stages, those that `zbpipe.stage_indices` names; one stage may stand alone.
+        n_microbatches: into how many microbatches a batch is split.
+        loss_fn: `(output, target) -> loss`.
+        options: what the class takes besides, such as `scale_grads`, or `split_backward` for zbpipe's schedules.
+
+    Raises:
+        ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
+    """
+    traits = registry.lookup(schedule)
+    runtime = schedule_class(traits.name)
+    if issubclass(runtime, RegisteredSchedule):
+        return runtime(stages, n_microbatches, loss_fn, **options)
+    checks.require_options(traits.name, options, runtime.__init__)
+    checks.require_microbatches(traits.name, n_microbatches, loss_fn)
+    ordered = checks.in_order(stages, traits.name)
+    placement = traits.place(ordered[0].group_size, checks.stages_per_rank(traits, ordered))
+    checks.require_placement(ordered, traits.name, placement)
+    build: Callable[..., _torch.PipelineSchedule] = runtime
+    on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
+    built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
+    checks.require_matching_messages(built, traits.name, options)
+    require_splittable(built, traits.name)
+    return built
+
+
+def require_options(name: str, options: Iterable[str]) -> None:
+    """Refuse options that the schedule called `name` does not take, because it or the installed torch has none such.
+
+    Raises:
+        ValueError: the message lists those that it takes.
+    """
+    runtime = schedule_class(name)
+    more = _torch.SCHEDULE_OPTIONS if issubclass(runtime, RegisteredSchedule) else ()
+    checks.require_options(name, options, runtime.__init__, more)
+
+
+def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
+    """Refuse one of torch's own schedules with I and W on compiled stages.
+
+    Raises:
+        ValueError: it would fail at the first W, or with `donated_buffer=False` give wrong gradients.
+    """
+    if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
+        split.require_not_compiled(schedule._stages, f"torch's own {name}")

@@ -1,0 +1,213 @@
+"""What a pipeline step really took: when this rank ran each of its ops, and how much memory they left taken.
+
+`watch` shows a schedule's training steps to a watcher. A step that no watcher wants is torch's own, untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from zbpipe.ir import Op, OpKind
+from zbpipe.runtime import _torch
+from zbpipe.simulate import Span
+
+
+class Wanted(Enum):
+    """What a watcher wants to know of the coming step."""
+
+    NOTHING = 0
+    TIMES = 1
+    MEMORY = 2
+    """The bytes that F and I leave taken, for which the CPU has to be watched so closely that times mean nothing."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step on this rank. Times are seconds since all ranks of the pipeline had reached it."""
+
+    seconds: float
+    """When this rank was through with all of its actions."""
+    spans: tuple[Span, ...]
+    """The ops in the order in which they ran; the loss is part of the last stage's F."""
+    kept: Mapping[Op, int]
+    """For the F and I of one microbatch, where they were wanted: the bytes that they left taken, which is less than
+    zero if they freed more."""
+    message_bytes: int
+    """The largest output of a stage, for one microbatch."""
+
+
+class Watcher(Protocol):
+    """Looks at training steps. All ranks of a pipeline have to have the same ones, in the same order."""
+
+    def before(self) -> Wanted:
+        """What it wants to know of the step that comes now; the same answer on all ranks."""
+
+    def after(self, record: StepRecord) -> None:
+        """The step is over. Not called for one of which it wanted nothing."""
+
+
+def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
+    """Have `watcher` see every training step of `schedule` (any of zbpipe's or torch's) from now on."""
+    watchers: list[Watcher] | None = vars(schedule).get("_watchers")
+    if watchers is not None:
+        watchers.append(watcher)
+        return
+    step = schedule.step
+    vars(schedule).update(_watchers=[watcher], step=lambda *args, **kwargs: _step(schedule, step, *args, **kwargs))
+
+
+def collect(
+    schedule: _torch.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
+) -> None:
+    """Watch the coming training steps of `schedule`, and call `done` once with the records of those that are wanted.
+
+    Args:
+        schedule: any of zbpipe's or torch's.
+        wanted: for each coming step what is wanted of it; of the last one something.
+        done: called after the last of them, with the records in their order.
+    """
+    watch(schedule, _Collector(wanted, done))
+
+
+class _Collector:
+    def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
+        self._coming = deque(wanted)
+        self._records: list[StepRecord] = []
+        self._done = done
+
+    def before(self) -> Wanted:
+        return self._coming.popleft() if self._coming else Wanted.NOTHING
+
+    def after(self, record: StepRecord) -> None:
+        self._records.append(record)
+        if not self._coming:
+            self._done(self._records)
+
+
+def _step(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not schedule._has_backward:  # schedule.eval
+        return step(*args, **kwargs)
+    asked = [(watcher, watcher.before()) for watcher in schedule._watchers]
+    most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value)
+    if most is Wanted.NOTHING:
+        return step(*args, **kwargs)
+    recorder = _Recorder(schedule, with_memory=most is Wanted.MEMORY)
+    with recorder.attached():
+        result = step(*args, **kwargs)
+    record = recorder.record()
+    for watcher, wanted in asked:
+        if wanted is not Wanted.NOTHING:
+            watcher.after(record)
+    return result
+
+
+class _Recorder:
+    def __init__(self, schedule: _torch.PipelineSchedule, with_memory: bool) -> None:
+        self._schedule = schedule
+        stage = _torch.stages_of(schedule)[0]
+        self._group = stage.group
+        self._clock: _Clock = _HostClock() if stage.device.type == "cpu" else _DeviceClock(stage.device)
+        self._watched = min(1, schedule._n_microbatches - 1) if with_memory else -1
+        """The microbatch of which memory is measured: the second, because the first makes `.grad`."""
+        self._device = stage.device
+        self._marks: dict[Op, tuple[Any, Any]] = {}
+        self._kept: dict[Op, int] = {}
+        self._message_bytes = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        if dist.get_world_size(self._group) > 1:
+            dist.barrier(self._group)
+        self._origin = self._clock.mark()
+        undo = _torch.wrap_compute(self._schedule, self._around)
+        try:
+            yield
+        finally:
+            undo()
+        self._end = self._clock.mark()
+
+    def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        op = Op(stage, OpKind(kind), microbatch)
+        start = self._clock.mark()
+        if microbatch == self._watched and op.kind in (OpKind.F, OpKind.I):
+            with _taken(self._device) as taken:
+                result = compute()
+            self._kept[op] = self._kept.get(op, 0) + taken()
+        else:
+            result = compute()
+        # The loss comes as a second F of the last stage.
+        first, _ = self._marks.get(op, (start, None))
+        if op.kind is OpKind.F and op not in self._marks:
+            self._message_bytes = max(self._message_bytes, _num_bytes(result))
+        self._marks[op] = first, self._clock.mark()
+        return result
+
+    def record(self) -> StepRecord:
+        def seconds(mark: Any) -> float:
+            return self._clock.seconds(self._origin, mark)
+
+        end = seconds(self._end)
+        spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
+        return StepRecord(end, spans, self._kept, self._message_bytes)
+
+
+class _Clock(Protocol):
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class _DeviceClock:
+    """Events in the stream in which the stages compute, so the host need not wait for the device while it records."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.Event, end: torch.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+@contextmanager
+def _taken(device: torch.device) -> Iterator[Callable[[], int]]:
+    """The bytes that a piece of code takes and does not free again, as the allocator sees it."""
+    if device.type != "cpu":
+        allocated = torch.get_device_module(device).memory_allocated
+        before = allocated(device)
+        yield lambda: allocated(device) - before
+        return
+    label = "zbpipe: bytes kept"
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
+        record_function(label),
+    ):
+        yield lambda: sum(event.cpu_memory_usage for event in seen.events() if event.name == label)
+
+
+def _num_bytes(values: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
