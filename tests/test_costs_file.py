@@ -22,7 +22,7 @@ links = st.builds(Link, amounts, st.just(float("inf")) | st.floats(1e-3, 1e15))
 shared = st.fixed_dictionaries(
     {},
     optional={
-        "freed_by_i": st.floats(0, 1),
+        "freed_by_i": st.floats(-4, 1),
         "link": links,
         "links": st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, 1)), links, max_size=3),
         "message_bytes": amounts,
@@ -46,6 +46,8 @@ def jobs(draw: st.DrawFn) -> JobCosts:
     stages, ranks = placement.num_stages, placement.num_ranks
     columns = [tuple(draw(st.lists(amounts, min_size=stages, max_size=stages))) for _ in range(4)]
     memory = draw(st.none() | amounts | st.lists(amounts, min_size=ranks, max_size=ranks).map(tuple))
+    if draw(st.booleans()):
+        common["freed_by_i"] = tuple(draw(st.lists(st.floats(-4, 1), min_size=stages, max_size=stages)))
     return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory)
 
 
@@ -108,7 +110,14 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES | {"rank_of": [0, 2]}}, "a placement needs a stage on every rank, got the ranks (0, 2)"),
         ({"stages": STAGES | {"rank_of": [0]}}, "rank_of = [0] places 1 stages, but the costs are of 2"),
         ({"stages": STAGES | {"rank_of": [0, 1.0]}}, "[stages] rank_of = [0, 1.0]: expected a list with the rank"),
-        ({"stages": STAGES, "freed_by_i": 2}, "freed_by_i = 2: expected a number from 0 to 1"),
+        ({"stages": STAGES, "freed_by_i": 2}, "freed_by_i = 2: expected a number up to 1"),
+        ({"stages": STAGES, "freed_by_i": float("-inf")}, "freed_by_i = -inf: expected a number up to 1"),
+        ({"stages": STAGES, "freed_by_i": [0, 2]}, "freed_by_i = [0, 2]: expected a number up to 1, or a list"),
+        ({"stages": STAGES, "freed_by_i": [0]}, "freed_by_i has to be one number, or one a stage: got 1 for 2"),
+        (
+            {"layers": [LAYER], "freed_by_i": [0]},
+            "freed_by_i = [0.0] has a number for each stage, but",
+        ),
         ({"stages": STAGES, "message_bytes": "1 MB"}, "message_bytes = '1 MB': expected a number from zero on"),
         (
             {"stages": STAGES, "memory_bytes": [1, "x"]},

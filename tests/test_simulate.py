@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
-from zbpipe.costs import CostModel, Link
+from zbpipe.costs import CostModel, Link, least_room
 from zbpipe.planner.bound import lower_bound
 from zbpipe.simulate import Idle, Timeline, simulate
 from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
@@ -237,10 +237,12 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     live = [each for each in {*before, op} if each.kind is OpKind.F]
     whole = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.I, m) not in before)
     halves = sum(
-        run.costs.activations[stage] * (1 - run.costs.freed_by_i)
+        run.costs.waits(stage)
         for stage, _, m in live
         if Op(stage, OpKind.I, m) in before and Op(stage, OpKind.W, m) not in before
     )
+    if op.kind is OpKind.I:  # it holds the more of what it finds and what it leaves
+        halves += max(run.costs.waits(op.stage) - run.costs.activations[op.stage], 0)
     freed = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.B, m) in before)
     return whole + halves - freed
 
@@ -294,6 +296,23 @@ def test_i_frees_its_share() -> None:
     assert timeline.memory(0) == [(0, 0), (0, 1), (2, 0.75), (2, 1.75), (4, 1.5), (5, 0.75), (6, 0)]
 
 
+def test_more_may_wait_for_w_than_f_has_left() -> None:
+    """I takes what it adds when it starts, and W frees all. Another share on each stage."""
+    schedule = Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n")
+    costs = CostModel.uniform(schedule.placement, freed_by_i=-0.5)
+    assert simulate(schedule, costs).memory(0) == [(0, 0), (0, 1), (1, 2), (2, 2.5), (3, 3), (5, 1.5), (6, 0)]
+    two = Schedule.from_csv("0F0,1F0,1I0,1W0,0B0\n")
+    costs = CostModel.uniform(two.placement, freed_by_i=(-1.0, 0.5))
+    assert simulate(two, costs).memory(0) == [(0, 0), (0, 0.5), (0.5, 1), (1.5, 0.75), (2, 0.5), (3, 0)]
+    assert (costs.waits(0), costs.waits(1)) == (1, 0.25)
+
+
+def test_the_least_room_is_what_one_microbatch_takes_alone() -> None:
+    placement = Placement.v(2)
+    costs = CostModel(*((1.0,) * 4,) * 3, activations=(4, 1, 1, 2), freed_by_i=(-1.0, -0.5, 0.5, -2.0))
+    assert least_room(placement, costs) == (10, 2)
+
+
 def test_each_link_has_its_own_time() -> None:
     """Down 1 s and 4 bytes at 8 bytes a second, up nothing but the bytes at 2 a second."""
     costs = CostModel(
@@ -340,7 +359,7 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(CostModel) if field.name not in ("link", "links")])
 def test_costs_below_zero_are_refused(name: str) -> None:
     costs = CostModel.uniform(Placement.loop(2))
-    bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else -0.5
+    bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else 1.5 if name == "freed_by_i" else -0.5
     with pytest.raises(ValueError, match="costs are zero or more"):
         exchange(costs, name, bad)
     if isinstance(bad, tuple):

@@ -105,7 +105,7 @@ def test_costs_fit_the_placement_and_add_up_exactly(data: st.DataObject) -> None
     numbers = [*costs.f, *costs.i, *costs.w, *costs.activations, *hops]
     assert sum(numbers) == sum(map(Fraction, numbers))
     assert list(costs.activations) == [
-        size * (1 - costs.freed_by_i) + size * costs.freed_by_i for size in costs.activations
+        costs.waits(stage) - costs.adds(stage, OpKind.I) for stage in range(costs.num_stages)
     ]
 
 
@@ -113,7 +113,8 @@ def test_costs_differ_by_stage_and_link() -> None:
     placement = Placement.loop(3)
     assert find(cost_models(placement), lambda costs: len({*costs.f}) == 3 and 0 in costs.w, settings=patient)
     assert find(cost_models(placement), lambda costs: costs.transfer(0, 1) != costs.transfer(1, 0), settings=patient)
-    assert find(cost_models(placement), lambda costs: 0 < costs.freed_by_i < 1 and 0 in costs.i, settings=patient)
+    assert find(cost_models(placement), lambda costs: 0 in costs.i and costs.adds(0, OpKind.I) < 0, settings=patient)
+    assert find(cost_models(placement), lambda costs: costs.adds(0, OpKind.I) > 0, settings=patient)
 
 
 def test_the_simplest_examples_are_simple() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
 from types import MappingProxyType
 
 from zbpipe.ir import OpKind, Placement
@@ -19,7 +21,7 @@ class Link:
 
     latency: float = 0.0
     """Seconds."""
-    bandwidth: float = float("inf")
+    bandwidth: float = inf
     """Bytes per second."""
 
     def __post_init__(self) -> None:
@@ -45,9 +47,14 @@ class CostModel:
     w: tuple[float, ...]
     """Seconds of the backward for the weights (dW)."""
     activations: tuple[float, ...]
-    """What a stage keeps of one microbatch from F to W: bytes, or shares of a rank's microbatch."""
-    freed_by_i: float = 0.0
-    """The share of the activations, 0 to 1, that I frees already."""
+    """What a stage keeps of one microbatch after F: bytes, or shares of a rank's microbatch."""
+    freed_by_i: float | tuple[float, ...] = 0.0
+    """The share of the activations that I frees already, 1 at the most: of all stages, or one number a stage.
+
+    W frees the rest. Less than zero means that more waits for W than F has left: under activation checkpointing F
+    leaves a checkpoint, and I the inputs and gradients of all layers whose dW is still to come, which count from its
+    start on.
+    """
     link: Link = field(default_factory=Link)
     """The way between any two ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
@@ -59,9 +66,12 @@ class CostModel:
         lengths = {len(self.f), len(self.i), len(self.w), len(self.activations)}
         if len(lengths) != 1:
             raise ValueError(f"f, i, w and activations need one number a stage each, got {sorted(lengths)} numbers")
+        freed = self.freed_by_i if isinstance(self.freed_by_i, tuple) else (self.freed_by_i,) * len(self.f)
+        if len(freed) != len(self.f):
+            raise ValueError(f"freed_by_i has to be one number, or one a stage: got {len(freed)} for {len(self.f)}")
         numbers = (*self.f, *self.i, *self.w, *self.activations, self.message_bytes)
-        if any(not number >= 0 for number in numbers) or not 0 <= self.freed_by_i <= 1:
-            raise ValueError(f"costs are zero or more, and freed_by_i lies between 0 and 1; got {self}")
+        if any(not number >= 0 for number in numbers) or not all(-inf < share <= 1 for share in freed):
+            raise ValueError(f"costs are zero or more, and freed_by_i is a number up to 1; got {self}")
 
     @classmethod
     def uniform(
@@ -72,7 +82,7 @@ class CostModel:
         w: float = 1.0,
         *,
         comm: float = 0.0,
-        freed_by_i: float = 0.0,
+        freed_by_i: float | tuple[float, ...] = 0.0,
     ) -> CostModel:
         """The same costs on every rank.
 
@@ -80,7 +90,7 @@ class CostModel:
             placement: of the schedule; a rank's time is shared equally by its stages.
             f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
             comm: seconds from one rank to another.
-            freed_by_i: share of the activations that I frees.
+            freed_by_i: share of the activations that I frees; less than zero where it takes more.
         """
         shares = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
 
@@ -105,11 +115,41 @@ class CostModel:
             case OpKind.B:
                 return self.i[stage] + self.w[stage]
 
+    def adds(self, stage: int, kind: OpKind) -> float:
+        """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
+        size = self.activations[stage]
+        freed = size * (self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i)
+        match kind:
+            case OpKind.F:
+                return size
+            case OpKind.I:
+                return -freed
+            case OpKind.W:
+                return freed - size
+            case OpKind.B:
+                return -size
+
+    def waits(self, stage: int) -> float:
+        """What a stage keeps of one microbatch from I to W."""
+        return -self.adds(stage, OpKind.W)
+
     def transfer(self, sender: int, receiver: int) -> float:
         """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
         if sender == receiver:
             return 0.0
         return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
+
+
+def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, what it holds at a time of a microbatch that it has alone, in the unit of `costs.activations`."""
+    return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
+
+
+def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
+    """F of all stages, then I and W of one after the other: no other order takes less."""
+    forward = [costs.adds(stage, OpKind.F) for stage in stages]
+    backward = [costs.adds(stage, kind) for stage in reversed(stages) for kind in (OpKind.I, OpKind.W)]
+    return max(accumulate((*forward, *backward)))
 
 
 def shares_within(memory: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:

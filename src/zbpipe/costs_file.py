@@ -121,7 +121,7 @@ def from_data(data: Any) -> JobCosts:
     table = _Table(data)
     memory = table.take("memory_bytes", "a number of bytes, or a list with one per rank", _number_or_numbers, None)
     shared = {
-        "freed_by_i": table.take("freed_by_i", "a number from 0 to 1", _share, 0.0),
+        "freed_by_i": table.take("freed_by_i", "a number up to 1, or a list with one for each stage", _shares, 0.0),
         "message_bytes": table.take("message_bytes", "a number from zero on", _number, 0.0),
         "link": _link(table.table("link")),
         "links": _links(table.tables("links")),
@@ -130,6 +130,11 @@ def from_data(data: Any) -> JobCosts:
     table.close()
     if bool(stages.data) == bool(layers):
         raise ValueError("it needs either a table [stages] or tables [[layers]]" + (", not both" if layers else ""))
+    if layers and isinstance(shared["freed_by_i"], tuple):
+        raise ValueError(
+            f"freed_by_i = {list(shared['freed_by_i'])} has a number for each stage, but the costs are of layers: give"
+            " one number"
+        )
     if layers:
         model = LayerCosts(tuple(layer for each in layers for layer in _layers(each)), **shared)
         return JobCosts(model, None, memory)
@@ -149,7 +154,7 @@ def to_data(job: JobCosts) -> dict[str, Any]:
     costs = job.costs
     data: dict[str, Any] = {}
     if costs.freed_by_i:
-        data["freed_by_i"] = costs.freed_by_i
+        data["freed_by_i"] = list(costs.freed_by_i) if isinstance(costs.freed_by_i, tuple) else costs.freed_by_i
     if costs.message_bytes:
         data["message_bytes"] = costs.message_bytes
     if job.memory_bytes is not None:
@@ -232,8 +237,13 @@ def _positive(value: Any) -> float | None:
 
 
 def _share(value: Any) -> float | None:
-    share = _number(value)
-    return share if share is not None and share <= 1 else None
+    kept = _number(1 - value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return None if kept is None else float(value)
+
+
+def _shares(value: Any) -> float | tuple[float, ...] | None:
+    shares = tuple(map(_share, value)) if isinstance(value, list) and value else (None,)
+    return (None if None in shares else shares) if isinstance(value, list) else _share(value)  # type: ignore[return-value]
 
 
 def _numbers(value: Any) -> tuple[float, ...] | None:

@@ -30,7 +30,7 @@ class Layer:
     w: float
     """Seconds of the backward for the weights (dW)."""
     activations: float
-    """Bytes that it keeps of one microbatch from F to W."""
+    """Bytes that it keeps of one microbatch after F."""
 
     def __post_init__(self) -> None:
         if any(not number >= 0 for number in (self.f, self.i, self.w, self.activations)):
@@ -53,7 +53,7 @@ class LayerCosts:
     layers: tuple[Layer, ...]
     """From the embedding to the head."""
     freed_by_i: float = 0.0
-    """The share of the activations, 0 to 1, that I frees already."""
+    """The share of the activations that I frees already, 1 at the most; below zero where it takes more."""
     link: Link = field(default_factory=Link)
     """The way between any two ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))

@@ -203,18 +203,10 @@ def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
 
 
 def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
-    """When a rank takes (at the start of F) and frees (at the end of I and W) activations, in its order."""
+    """When a rank takes and frees activations, in its order: an op takes at its start and frees at its end."""
     for span in spans:
-        size = costs.activations[span.op.stage]
-        match span.op.kind:
-            case OpKind.F:
-                yield span.start, size
-            case OpKind.I:
-                yield span.end, -size * costs.freed_by_i
-            case OpKind.W:
-                yield span.end, -size * (1 - costs.freed_by_i)
-            case OpKind.B:
-                yield span.end, -size
+        change = costs.adds(span.op.stage, span.op.kind)
+        yield (span.start if change > 0 else span.end), change
 
 
 def _critical_path(timeline: Timeline) -> list[Span]:

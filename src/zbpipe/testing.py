@@ -43,7 +43,7 @@ _MOST_STAGES_PER_RANK = 4
 _Rows = list[list[Op]]
 
 
-def check_schedule(schedule: Schedule, memory_limit: float | None = None) -> None:
+def check_schedule(schedule: Schedule, memory_limit: float | None = None, *, freed_by_i: float = 0.0) -> None:
     """Assert that `schedule` can run, and in how much memory.
 
         check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
@@ -52,11 +52,12 @@ def check_schedule(schedule: Schedule, memory_limit: float | None = None) -> Non
         schedule: any.
         memory_limit: the most activations that a rank may hold, in units of its share of one microbatch; the stages of
             a rank count equally, so 1F1B needs p and ZBV does, too.
+        freed_by_i: the share of the activations that I frees; below zero where it takes more.
 
     Raises:
         AssertionError: with everything that is wrong, one finding a line.
     """
-    findings = [str(finding) for finding in validate(schedule, memory_limit)]
+    findings = [str(finding) for finding in validate(schedule, memory_limit, freed_by_i=freed_by_i)]
     if findings:
         # Raised by hand, because `assert` is gone under `python -O`.
         raise AssertionError("\n  ".join([f"schedule {schedule.name}, {len(findings)} finding(s):", *findings]))
@@ -207,7 +208,8 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
             timeline = simulate(schedule, data.draw(cost_models(schedule.placement)))
             assert max(timeline.peak_activations) <= schedule.num_ranks
 
-    Forwards take 1/8 to 4 seconds. I and W may take none at all, as in a first stage or one with frozen weights.
+    Forwards take 1/8 to 4 seconds. I and W may take none at all, as in a first stage or one with frozen weights. I may
+    free all activations, or leave up to twice as much as it found.
 
     Args:
         placement: of the schedule.
@@ -216,6 +218,7 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
     def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:
         return tuple(draw(numbers) for _ in placement.rank_of)
 
+    shares = st.sampled_from([0.0, 0.5, 0.25, 1.0, -0.5, -1.0])
     f, i, w = by_stage(_times), by_stage(_times_or_none), by_stage(_times_or_none)
     hops = sorted({hop for a, b in pairwise(placement.rank_of) if a != b for hop in ((a, b), (b, a))})
     return CostModel(
@@ -223,7 +226,7 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         i,
         w,
         activations=by_stage(_times),
-        freed_by_i=draw(st.sampled_from([0.0, 0.5, 0.75, 1.0])),
+        freed_by_i=draw(shares | st.tuples(*(shares for _ in placement.rank_of))),
         link=draw(_links),
         links=draw(st.dictionaries(st.sampled_from(hops), _links, max_size=4)) if hops else {},
         message_bytes=draw(st.integers(0, 16)),

@@ -32,7 +32,7 @@ class Finding:
         return f"{self.rule}: rank {self.rank}{at}, {self.op}: {self.message}"
 
 
-def validate(schedule: Schedule, memory_limit: float | None = None) -> list[Finding]:
+def validate(schedule: Schedule, memory_limit: float | None = None, *, freed_by_i: float = 0.0) -> list[Finding]:
     """Everything that is wrong with `schedule`; an empty list if nothing is.
 
     Checked are: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
@@ -43,6 +43,7 @@ def validate(schedule: Schedule, memory_limit: float | None = None) -> list[Find
     Args:
         schedule: any lists at all.
         memory_limit: peak activations per rank, in units of the rank's share of one microbatch; None for no limit.
+        freed_by_i: the share of the activations that I frees, as in `CostModel`; below zero where it takes more.
     """
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
@@ -53,7 +54,7 @@ def validate(schedule: Schedule, memory_limit: float | None = None) -> list[Find
         *_incomplete(schedule, places),
         *_disordered(schedule, places),
         *_deadlocked(schedule, places),
-        *(_out_of_memory(schedule, memory_limit) if memory_limit is not None else ()),
+        *(_out_of_memory(schedule, memory_limit, freed_by_i) if memory_limit is not None else ()),
     ]
 
 
@@ -131,19 +132,21 @@ def _disordered(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                     yield Finding("order", rank, position, op, message)
 
 
-def _out_of_memory(schedule: Schedule, limit: float) -> Iterator[Finding]:
-    """The first op of every rank that takes it over the limit. Activations live from F to W or B."""
+def _out_of_memory(schedule: Schedule, limit: float, freed_by_i: float) -> Iterator[Finding]:
+    """The first op of every rank that takes it over the limit. Activations live from F to W or B, some only to I."""
     for rank, ops in enumerate(schedule):
         share = 1 / len(schedule.placement.stages_on(rank))
-        live: list[Op] = []
+        live: dict[tuple[int, int], Op] = {}
         for position, op in enumerate(ops):
-            if op.kind is OpKind.F:
-                live.append(op)
-            elif op.kind is not OpKind.I:
-                live = [held for held in live if (held.stage, held.microbatch) != (op.stage, op.microbatch)]
-            if len(live) * share > limit + 1e-9:
-                held = " ".join(map(str, live))
-                message = f"it holds {len(live) * share:g} microbatches, the limit is {limit:g}; live are {held}"
+            key = (op.stage, op.microbatch)
+            live.pop(key, None)
+            if op.kind in (OpKind.F, OpKind.I):
+                live[key] = op
+            # What F has left counts whole, and after I the part that waits for W.
+            total = share * sum(1 if each.kind is OpKind.F else 1 - freed_by_i for each in live.values())
+            if total > limit + 1e-9:
+                held = " ".join(map(str, live.values()))
+                message = f"it holds {total:g} microbatches, the limit is {limit:g}; live are {held}"
                 yield Finding("memory", rank, position, op, message)
                 break
 

@@ -33,7 +33,8 @@ def lower_bound(
         placement: where the stages are.
         costs: for its stages.
         num_microbatches: from 1 on.
-        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount.
+        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount. Where I takes more
+            than it frees, a backward in one piece may do with less, and the bound does not count on that.
     """
     path = _alone(placement, costs)
     finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]
@@ -107,38 +108,48 @@ def _rank_bound(
     stages: tuple[int, ...], window: _Window, path: _Path, costs: CostModel, num_microbatches: int, limit: float
 ) -> float:
     sizes = [costs.activations[stage] for stage in stages]
-    if min(sizes) == max(sizes) > 0 and limit < inf:
-        limit = floor(limit / sizes[0] + 1e-9) * sizes[0]
-
-    def fitting(seconds: Sequence[float], share: float = 1.0) -> float:
-        """The longest that ops which take `seconds` by stage, one for each activation held, can last."""
-        return _knapsack(seconds, [size * share for size in sizes], num_microbatches, limit)
+    waiting = [costs.waits(stage) for stage in stages]
+    # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
+    whole = _whole(sizes, limit)
+    if waiting == sizes:
+        limit = whole
 
     f = [costs.f[stage] for stage in stages]
     i = [costs.i[stage] for stage in stages]
     w = [costs.w[stage] for stage in stages]
     backward = [a + b for a, b in zip(i, w, strict=True)]
-    # Where I frees a part, a rank may hold more of those whose W is left.
-    weights = fitting(w, 1 - costs.freed_by_i)
-    backwards = fitting(backward) if costs.freed_by_i == 0 else fitting(backward) + weights
-    backwards = min(backwards, num_microbatches * sum(backward))
+    forwards = _knapsack(f, sizes, num_microbatches, whole)
+    weights = _knapsack(w, waiting, num_microbatches, limit)
+    # Of what is held after the last F either I and W are left or only W, whichever takes more time for its room.
+    backwards = _knapsack(backward, sizes, num_microbatches, limit)
+    if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
+        backwards = min(backwards + weights, num_microbatches * sum(backward))
 
     first_input = min(path.input_start[stage] for stage in stages) - window.begin
-    lead = max(path.forward_start[stages[0]] - window.begin, first_input - fitting(f))
+    lead = max(path.forward_start[stages[0]] - window.begin, first_input - forwards)
     after_input = min(window.behind[stage] - path.input_end[stage] for stage in stages)
     after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
     tail, long_tail = max(0.0, after_input - weights), max(0.0, after_forward - backwards)
     work = num_microbatches * sum(f + backward)
-    room_for_all = num_microbatches * sum(sizes) <= limit
+    room_for_all = num_microbatches * sum(sizes) <= limit * (1 + 1e-9)
     idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
     if not 0 < limit < inf:
         return work + idle
+    # I holds the more of what is there before it and after it.
     lives = (
-        costs.activations[stage]
-        * (path.input_end[stage] - path.forward_start[stage] + (1 - costs.freed_by_i) * costs.w[stage])
-        for stage in stages
+        size * (path.input_start[stage] - path.forward_start[stage])
+        + max(size, waits) * costs.i[stage]
+        + waits * costs.w[stage]
+        for stage, size, waits in zip(stages, sizes, waiting, strict=True)
     )
     return max(work + idle, path.forward_start[stages[0]] - window.begin + num_microbatches * sum(lives) / limit)
+
+
+def _whole(sizes: Sequence[float], limit: float) -> float:
+    """The most that things of these sizes can fill of the limit, where that is easy to tell."""
+    if min(sizes) == max(sizes) > 0 and limit < inf:
+        return floor(limit / sizes[0] + 1e-9) * sizes[0]
+    return limit
 
 
 def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
+from zbpipe.costs import CostModel
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
 
@@ -120,22 +121,18 @@ class _Model:
         return range(node * self.microbatches, (node + 1) * self.microbatches)
 
     def limit_memory(self, problem: Problem, rank: int) -> None:
-        """Activations fill the room of a rank from F to W, or a part of it from F to I."""
-        limit, costs = problem.limits[rank], problem.costs
-        shares = (costs.freed_by_i, 1 - costs.freed_by_i)
+        """Activations fill the room of a rank: some from F to W, some only from F to I, or only from I to W."""
         stages = problem.placement.stages_on(rank)
-        unit = _unit([costs.activations[stage] * share for stage in stages for share in shares])
+        fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage)]
+        unit = _unit([size for _, _, size in fillings])
         held, sizes = [], []
-        for stage in stages:
-            f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
-            for until, share in zip((i, w), shares, strict=True):
-                size = floor(costs.activations[stage] * share / unit + 1e-6)
-                for begin, end in zip(self.ops(f), self.ops(until), strict=True):
-                    length = self.model.new_int_var(0, self.horizon, "")
-                    stop = self.start[end] + self.seconds[until]
-                    held.append(self.model.new_interval_var(self.start[begin], length, stop, ""))
-                    sizes.append(size)
-        self.model.add_cumulative(held, sizes, floor(limit / unit + 1e-6))
+        for since, until, size in fillings:
+            for begin, end in zip(self.ops(since), self.ops(until), strict=True):
+                length = self.model.new_int_var(0, self.horizon, "")
+                stop = self.start[end] + self.seconds[until]
+                held.append(self.model.new_interval_var(self.start[begin], length, stop, ""))
+                sizes.append(floor(size / unit + 1e-6))
+        self.model.add_cumulative(held, sizes, floor(problem.limits[rank] / unit + 1e-6))
 
     def hint(self, order: Sequence[int]) -> None:
         """Start from the times of a known order."""
@@ -156,6 +153,15 @@ class _Model:
         while self.job.feeder[node] >= 0:
             node, depth = self.job.feeder[node], depth + 1
         return depth
+
+
+def _fillings(costs: CostModel, stage: int) -> list[tuple[int, int, float]]:
+    """What a stage keeps of one microbatch: from the start of which node to the end of which, and how much."""
+    f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
+    size, waits = costs.activations[stage], costs.waits(stage)
+    if waits <= size:
+        return [(f, i, size - waits), (f, w, waits)]
+    return [(f, w, size), (i, w, waits - size)]
 
 
 def _unit(numbers: Sequence[float]) -> float:

@@ -9,10 +9,19 @@ from itertools import product
 from math import inf
 from types import MappingProxyType
 
-from zbpipe.costs import shares_within
+from zbpipe.costs import least_room, shares_within
 from zbpipe.ir import Placement
 from zbpipe.layers import LayerCosts, Split, even_sizes, require_enough, split_of
-from zbpipe.planner.plan import DEFAULT_PLACEMENTS, Limit, Objective, Plan, named_placements, plan, problem_of
+from zbpipe.planner.plan import (
+    DEFAULT_PLACEMENTS,
+    Limit,
+    Objective,
+    Plan,
+    limits_of,
+    named_placements,
+    plan,
+    problem_of,
+)
 from zbpipe.planner.search import Progress
 
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
@@ -276,7 +285,10 @@ def _work(costs: LayerCosts, placement: Placement, sizes: _Sizes) -> list[float]
 
 def _fits(costs: LayerCosts, placement: Placement, split: Split, limit: Limit | None) -> bool:
     """Whether every rank can hold one microbatch."""
-    return not callable(limit) or min(limit(placement, costs.stages(split))) >= 1
+    stages = costs.stages(split)
+    least = shares_within(least_room(placement, stages), placement, stages)
+    limits = limits_of(placement, stages, limit) or least
+    return all(limit >= needed * (1 - 1e-9) for limit, needed in zip(limits, least, strict=True))
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

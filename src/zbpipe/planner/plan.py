@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from zbpipe import registry
-from zbpipe.costs import CostModel
+from zbpipe.costs import CostModel, least_room, shares_within
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.compiled import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
-from zbpipe.planner.search import Progress, Search
+from zbpipe.planner.search import Progress, Search, absolute
 from zbpipe.simulate import Timeline, simulate
 
 Costs = CostModel | tuple[float, float, float] | Callable[[Placement], CostModel]
@@ -101,8 +101,8 @@ def plan(
         costs: seconds of F, I and W that a rank spends on one microbatch, all its stages together; or a function that
             gives a CostModel for a placement; or a CostModel, and then only placements with so many stages are tried.
         memory_limit: peak activations, one number or one per rank, in units of the rank's share of one microbatch (what
-            all its stages keep of it); at least 1. Or a function that gives one per rank for a placement and its
-            costs. Default: no limit.
+            all its stages keep of it after F); at least 1, and more where I takes more than it frees. Or a function
+            that gives one per rank for a placement and its costs. Default: no limit.
         placements: names out of `PLACEMENTS`, or placements. "wave" is not tried unless it is named.
         objective: what is to be short: "makespan", the synchronous step, or "longest_rank_span", which counts when
             ranks run on into the next step.
@@ -215,18 +215,16 @@ def problem_of(
     objective: Objective,
 ) -> Problem:
     """The search's problem on one placement, with the limits in the unit of `costs.activations`."""
-    shares = [
-        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
-    ]
-    limits = limits_of(placement, costs, memory_limit) or (float(microbatches),) * placement.num_ranks
-    least = min(limits)
-    if not least >= 1:
-        raise ValueError(
-            f"memory_limit={least:g} on rank {limits.index(least)} is less than one microbatch, of which every rank"
-            " holds all its activations at some time; give at least 1, or cut the batch into more microbatches"
-        )
-    absolute = tuple(limit * share for limit, share in zip(limits, shares, strict=True))
-    return Problem(name, placement, costs, microbatches, absolute, objective == "longest_rank_span")
+    limits = limits_of(placement, costs, memory_limit)
+    least = shares_within(least_room(placement, costs), placement, costs)
+    for rank, (limit, needed) in enumerate(zip(limits or (), least, strict=False)):
+        if not limit >= needed * (1 - 1e-9):
+            raise ValueError(
+                f"memory_limit={limit:g} on rank {rank} is less than one microbatch takes there at some time;"
+                f" give at least {needed:g}, or cut the batch into more microbatches"
+            )
+    rooms = absolute(limits or [microbatches * needed for needed in least], placement, costs)
+    return Problem(name, placement, costs, microbatches, rooms, objective == "longest_rank_span")
 
 
 def _seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Schedule]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import frexp, ldexp
 from typing import TypeVar
 
@@ -57,10 +58,6 @@ class Problem:
         def transfer(sender: int, receiver: int) -> float:
             return exact(costs.transfer(rank_of[sender], rank_of[receiver]))
 
-        later = [
-            sum(costs.activations[other] for other in self.placement.stages_on(rank_of[stage]) if other > stage)
-            for stage in stages
-        ]
         return Job(
             ranks=self.placement.num_ranks,
             microbatches=self.num_microbatches,
@@ -78,10 +75,10 @@ class Problem:
                 for stage in stages
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
-            takes=_flat((size, -size * costs.freed_by_i, -size * (1 - costs.freed_by_i)) for size in costs.activations),
-            # Room for a microbatch to go on through the rank's later stages, or all ranks could fill up with
-            # microbatches of which none can.
-            reserve=_flat((size, 0.0, 0.0) for size in later),
+            takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
+            # Room for a microbatch to go on through the rank's stages, or all ranks could fill up with microbatches of
+            # which none can.
+            reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
         )
 
@@ -127,16 +124,20 @@ class Problem:
         return timeline.longest_rank_span if self.by_span else timeline.makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank ever holds more than its limit."""
-        size, freed = self.costs.activations, self.costs.freed_by_i
-        shares = {OpKind.F: 1.0, OpKind.I: -freed, OpKind.W: freed - 1, OpKind.B: -1.0}
-        for ops, limit in zip(schedule, self.job.limit, strict=True):
-            held = 0.0
-            for op in ops:
-                held += size[op.stage] * shares[op.kind]
-                if held > limit:
-                    return False
-        return True
+        """Whether no rank ever holds more than its limit, if each B runs as an I and a W."""
+        takes, microbatches = self.job.takes, self.num_microbatches
+        return all(
+            max(accumulate(takes[number // microbatches] for op in ops for number in self._numbers(op)), default=0.0)
+            <= limit
+            for ops, limit in zip(schedule, self.job.limit, strict=True)
+        )
+
+    def _to_come(self, stage: int) -> float:
+        """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""
+        stages = self.placement.stages_on(self.placement.rank_of[stage])
+        forward = [self.costs.adds(other, OpKind.F) for other in stages if other > stage]
+        backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]
+        return max(accumulate((*forward, *backward), initial=0.0))
 
     def _numbers(self, op: Op) -> list[int]:
         kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from random import Random
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import CostModel, least_room
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.compiled import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
@@ -158,12 +158,14 @@ def best_within(
         name: of the result.
         placement: where the stages are.
         num_microbatches: from 1 on.
-        limit: peak activations per rank, in units of the rank's share of one microbatch; at least 1.
+        limit: peak activations per rank, in units of the rank's share of one microbatch; at least 1. Where a
+            microbatch alone takes more, that is the limit.
         costs: for the placement's stages; default: F, I and W take equal time and communication none.
         seeds: schedules with this placement to try besides; those that do not fit into the limit are passed over.
     """
     costs = costs or CostModel.uniform(placement)
-    problem = Problem("", placement, costs, num_microbatches, absolute(limit, placement, costs))
+    limits = tuple(map(max, absolute(limit, placement, costs), least_room(placement, costs)))
+    problem = Problem("", placement, costs, num_microbatches, limits)
     orders = [order for _, order in ListScheduler(problem, PLAIN).by_kind()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
@@ -174,9 +176,9 @@ def best_within(
     return min((simulate(schedule, costs) for schedule in found), key=length).schedule
 
 
-def absolute(limit: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, what so many of its shares of one microbatch take, in the unit of `costs.activations`."""
+def absolute(limit: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """What so many of a rank's shares of one microbatch take, by rank, in the unit of `costs.activations`."""
+    limits = limit if isinstance(limit, Sequence) else (limit,) * placement.num_ranks
     return tuple(
-        limit * sum(costs.activations[stage] for stage in placement.stages_on(rank))
-        for rank in range(placement.num_ranks)
+        each * sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank, each in enumerate(limits)
     )
