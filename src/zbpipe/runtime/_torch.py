@@ -68,6 +68,20 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
+Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
+"""What all ranks run: computations alone, and lowered."""
+
+
+def lists_of(runtime: _PipelineScheduleRuntime) -> Lists:
+    """What `runtime` runs."""
+    return runtime.pipeline_order, runtime.pipeline_order_with_comms
+
+
+def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
+    """Have `runtime` run what it once was lowered to, from the next step on."""
+    runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
+
+
 def receive_late(runtime: _PipelineScheduleRuntime) -> None:
     """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
 

@@ -18,7 +18,7 @@ from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.plan import plan
 from zbpipe.runtime.profiler import Profiler
-from zbpipe.runtime.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.simulate import simulate
 
@@ -65,8 +65,9 @@ class AutoSchedule(RegisteredSchedule):
     """Starts as V-Half (or V-Min, under a tight limit), measures, plans, and swaps the schedule between two steps.
 
     Weights, optimizer, order of the data and the placement of the stages (two a rank, on a V) stay as they are, and so
-    do the losses. It takes `profile_steps` + 2 steps to measure, and `profile_steps` + 1 to see whether the plan keeps
-    its promise; if it does not, the start comes back. What happens is told in the log of the first rank.
+    do the losses. It takes `profile_steps` + 2 steps to measure, and then twice as many in which plan and start take
+    turns, to see whether the plan keeps its promise; if it does not, the start stays. The log of the first rank tells
+    what happens.
 
     Args:
         stages, n_microbatches, loss_fn, args, options: as for every schedule of zbpipe's.
@@ -120,19 +121,18 @@ class AutoSchedule(RegisteredSchedule):
             self.outcome = outcome
             self._tell(f"stays with {start.name}")
             return
-        self.adopt(Schedule.from_csv(proposal.table, "plan"))
 
-        def compare(records: list[StepRecord]) -> None:
-            after = self._step_seconds(records)
-            if after > measured:
-                self.adopt(start)
-            self.outcome = replace(outcome, chosen=self.schedule.name, measured_after=after)
+        def decide(of_plan: Sequence[StepRecord], of_start: Sequence[StepRecord]) -> None:
+            after, before = self._step_seconds(of_plan), self._step_seconds(of_start)
+            self.adopt(start if after > before else planned)
+            self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
             self._tell(
-                f"the plan takes {after:.4g} s a step, simulated {proposal.expected:.4g} s, so it is"
-                f" {measured / after - 1:+.1%} faster than {start.name}; goes on with {self.schedule.name}"
+                f"in turn, the plan takes {after:.4g} s a step and {start.name} {before:.4g} s, simulated"
+                f" {proposal.expected:.4g} and {expected:.4g} s; goes on with {self.schedule.name}"
             )
 
-        collect(self, [Wanted.NOTHING, *[Wanted.TIMES] * self._num_steps], compare)
+        planned = Schedule.from_csv(proposal.table, "plan")
+        watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
     def _search(self, costs: CostModel) -> _Proposal:
         num_ops = 3 * costs.num_stages * self._n_microbatches
@@ -169,6 +169,36 @@ class AutoSchedule(RegisteredSchedule):
     def _tell(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
             logger.info("Auto: %s", words)
+
+
+class _InTurn:
+    """Runs two schedules in turn, step by step, so that a machine that gets faster or slower does so for both."""
+
+    def __init__(
+        self,
+        runtime: AutoSchedule,
+        first: Schedule,
+        second: Schedule,
+        times: int,
+        done: Callable[[Sequence[StepRecord], Sequence[StepRecord]], None],
+    ) -> None:
+        self._runtime = runtime
+        self._done = done
+        # The first one of a schedule finds its memory.
+        self._coming = [first, *[first, second] * times][::-1]
+        self._records: list[StepRecord] = []
+
+    def before(self) -> Wanted:
+        if not self._coming:
+            return Wanted.NOTHING
+        self._runtime.adopt(self._coming.pop())
+        return Wanted.TIMES
+
+    def after(self, record: StepRecord) -> None:
+        self._records.append(record)
+        if not self._coming:
+            _, *records = self._records
+            self._done(records[::2], records[1::2])
 
 
 def start_within(limit: float, placement: Placement, microbatches: int) -> Schedule:

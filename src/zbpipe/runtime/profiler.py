@@ -27,15 +27,19 @@ _LARGE = 1 << 20
 """Bytes of the larger message that measures a link, at least; the job's own may be larger."""
 
 
+Links = Mapping[tuple[int, int], Link]
+"""By (from rank, to rank) of a pipeline."""
+
+
 @dataclass(frozen=True)
-class _RankTable:
+class RankTable:
     """What one rank measured."""
 
     seconds: Mapping[tuple[int, str], float]
     """By stage and kind of op, the median over microbatches and steps."""
     kept: Mapping[tuple[int, str], int]
     """By stage and kind (F, I): the bytes that one op leaves taken."""
-    links: Mapping[tuple[int, int], Link]
+    links: Links
     message_bytes: int
 
 
@@ -90,20 +94,20 @@ class Profiler:
 
     def _gathered(self, memory: StepRecord) -> JobCosts:
         stages = _torch.stages_of(self._schedule)
-        table = _RankTable(
+        table = RankTable(
             seconds=seconds_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
             links=measure_links(stages, memory.message_bytes),
             message_bytes=memory.message_bytes,
         )
-        tables: list[_RankTable] = [table] * dist.get_world_size(self._group)
+        tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
-        return _combined(tables, Placement(rank_of(stages[0])))
+        return combined(tables, rank_of(stages[0]))
 
 
-def rank_of(stage: _torch.Stage) -> tuple[int, ...]:
-    """By stage, the rank of the pipeline that holds it."""
-    return tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages))
+def rank_of(stage: _torch.Stage) -> Placement:
+    """Where the stages of its pipeline are."""
+    return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
 
 def seconds_by_kind(records: Iterable[StepRecord]) -> dict[tuple[int, str], float]:
@@ -115,24 +119,29 @@ def seconds_by_kind(records: Iterable[StepRecord]) -> dict[tuple[int, str], floa
     return {key: median(each) for key, each in spans.items()}
 
 
-def _combined(tables: Sequence[_RankTable], placement: Placement) -> JobCosts:
-    """One table out of those of all ranks; where several hold the same stage, their mean."""
-    seconds = mean_by_key(table.seconds for table in tables)
-    kept = mean_by_key(table.kept for table in tables)
+def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
+    """One table out of those of all ranks; where several hold the same stage, their mean.
+
+    A whole backward, B, counts as I. Where memory was not measured, a rank's stages share its microbatch evenly.
+    """
+    seconds = _mean_by_key(table.seconds for table in tables)
+    kept = _mean_by_key(table.kept for table in tables)
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
-    f, i, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIW")
-    # Where the allocator could not be asked, all stages alike are the best guess.
+    f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
-    # The model has one share for all stages.
-    freed = -sum(kept.get((stage, "I"), 0.0) for stage in stages)
+    if not kept:
+        activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
+    freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
     return JobCosts(
         CostModel(
             f,
-            i,
+            tuple(map(max, i, b)),
             w,
             activations,
-            freed_by_i=min(freed / sum(activations), 1.0) if any(activations) else 0.0,
+            freed_by_i=tuple(
+                min(each / held, 1.0) if held else 0.0 for each, held in zip(freed, activations, strict=True)
+            ),
             links=MappingProxyType(links),
             message_bytes=float(max(table.message_bytes for table in tables)),
         ),
@@ -140,7 +149,7 @@ def _combined(tables: Sequence[_RankTable], placement: Placement) -> JobCosts:
     )
 
 
-def mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
+def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
     """For each key the mean of what the tables have under it."""
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
@@ -149,13 +158,13 @@ def mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple
     return {key: fmean(each) for key, each in values.items()}
 
 
-def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> dict[tuple[int, int], Link]:
+def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
     """The links from and to this rank's neighbours in the pipeline, by (from, to); all its ranks have to call this.
 
     A small and a large message go to and fro between each two ranks that hand stages to each other, one pair after the
     other. Half of the way there and back is taken as the way in each direction.
     """
-    group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0])
+    group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
     me, device = stages[0].group_rank, stages[0].device
     large = max(message_bytes, _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})

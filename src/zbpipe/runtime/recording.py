@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.simulate import Span
 
 
@@ -37,6 +38,8 @@ class Wanted(Enum):
 class StepRecord:
     """One step on this rank. Times are seconds since all ranks of the pipeline had reached it."""
 
+    schedule: str
+    """The name of what ran."""
     seconds: float
     """When this rank was through with all of its actions."""
     spans: tuple[Span, ...]
@@ -116,6 +119,7 @@ def _step(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) ->
 class _Recorder:
     def __init__(self, schedule: _torch.PipelineSchedule, with_memory: bool) -> None:
         self._schedule = schedule
+        self._name = _name_of(schedule)
         stage = _torch.stages_of(schedule)[0]
         self._group = stage.group
         self._clock: _Clock = _HostClock() if stage.device.type == "cpu" else _DeviceClock(stage.device)
@@ -160,7 +164,13 @@ class _Recorder:
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
-        return StepRecord(end, spans, self._kept, self._message_bytes)
+        return StepRecord(self._name, end, spans, self._kept, self._message_bytes)
+
+
+def _name_of(schedule: _torch.PipelineSchedule) -> str:
+    if isinstance(schedule, RegisteredSchedule):
+        return schedule.schedule.name
+    return type(schedule).__name__.removeprefix("Schedule")
 
 
 class _Clock(Protocol):

@@ -77,6 +77,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self._receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
+        self._lowered: dict[Schedule, _torch.Lists] = {}
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
@@ -87,6 +88,13 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         Raises:
             ValueError: it has another placement or another number of microbatches, or could not run.
         """
+        if schedule not in self._lowered:
+            self._lower(schedule)
+            self._lowered[schedule] = _torch.lists_of(self)
+        _torch.use_lists(self, self._lowered[schedule])
+        self.schedule = schedule
+
+    def _lower(self, schedule: Schedule) -> None:
         checks.require_runnable(schedule, self._placement, self._n_microbatches)
         _torch.lower(self, schedule)
         if self._receives_late:
@@ -94,7 +102,6 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         if self._frees_sends_early:
             _torch.free_sends_early(self)
         checks.require_sound_messages(self, schedule.name)
-        self.schedule = schedule
 
 
 class ScheduleZBH1(RegisteredSchedule):

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 import torchtitan.trainer
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.components import metrics
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.models.common.moe import GroupedExperts
@@ -22,8 +24,10 @@ from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
 from zbpipe.runtime import _torch
+from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_splittable
 from zbpipe.runtime.products import GROUPED_MM
+from zbpipe.titan import monitor
 from zbpipe.titan.options import Options
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
@@ -41,6 +45,7 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         if traits is None or traits.source == "torch":
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
+        add_metrics(monitor.attach(built[0], options), parallelism.pipeline_parallel_schedule)
         return built
 
     return pipeline
@@ -107,7 +112,10 @@ def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
                 f"{n_microbatches} microbatches are less than the {stages[0].num_stages} stages, so the pipeline never"
                 " fills: raise training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size"
             )
-        own = {} if traits.source == "torch" else options.for_schedule()
+        own = {} if traits.source == "torch" else options.for_zbpipe()
+        if traits.name == AutoSchedule.schedule_name:
+            own |= options.for_auto()
+            own["measured"] = lambda costs: monitor.write_costs(costs, options.costs_out)
         return build_pipeline_schedule(
             traits.name,
             stages,
@@ -145,6 +153,24 @@ def report_loss_where_it_is() -> None:
 
     metrics._get_metrics_rank = get_metrics_rank
     torchtitan.trainer.ensure_pp_loss_visible = ensure_pp_loss_visible
+
+
+def add_metrics(pipeline: monitor.PipelineMetrics, pp_schedule: str) -> None:
+    """Have the steps that TorchTitan logs looked at, and put what is found among its metrics and on the console."""
+    should_log, log = MetricsProcessor.should_log, MetricsProcessor.log
+
+    def armed_where_logged(self: Any, step: int) -> bool:
+        pipeline.armed = should_log(self, step)
+        return pipeline.armed
+
+    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
+        found = pipeline.collect()
+        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
+        if found and dist.get_rank() == rank_with_loss(self.parallel_dims, pp_schedule):
+            logger.info(monitor.in_words(found))
+
+    MetricsProcessor.should_log = armed_where_logged
+    MetricsProcessor.log = log_with_pipeline
 
 
 def defer_experts() -> None:

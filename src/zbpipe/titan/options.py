@@ -32,14 +32,28 @@ class Options:
     split_backward: SplitBackward = "deferred"
     defer_loss: bool = False
     for_torch: ForTorch = field(default_factory=ForTorch)
+    profile_steps: int | None = None
+    """How many steps to time; None measures nothing, or with `Auto` its usual number."""
+    costs_out: str | None = None
+    """File for what was measured."""
+    memory_limit: float | None = None
+    """For `Auto`."""
+    trace: str | None = None
+    """File for a trace of one step."""
+    trace_step: int = 3
 
-    def for_schedule(self) -> dict[str, Any]:
-        """As keyword arguments for one of zbpipe's schedules."""
-        return {"split_backward": self.split_backward, "defer_loss": self.defer_loss, **self.for_torch.given()}
+    def for_zbpipe(self) -> dict[str, Any]:
+        """What only zbpipe's schedules take, as keyword arguments."""
+        return {"split_backward": self.split_backward, "defer_loss": self.defer_loss}
+
+    def for_auto(self) -> dict[str, Any]:
+        """What only `Auto` takes, as keyword arguments."""
+        given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
+        return {name: value for name, value in given.items() if value is not None}
 
     def need_zbpipes_schedule(self) -> bool:
         """Whether something is asked for that torch's own schedules do not have."""
-        return self != Options(for_torch=self.for_torch)
+        return self.for_zbpipe() != Options().for_zbpipe()
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
@@ -70,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...")
     add("defer_reduce_grad_wait", action="store_true", default=None)
     add("max_outstanding_sends", type=_count)
+    add("profile_steps", type=_positive, metavar="N")
+    add("costs_out", metavar="FILE")
+    add("memory_limit", type=float, metavar="MICROBATCHES")
+    add("trace", metavar="FILE")
+    add("trace_step", type=_positive, default=Options.trace_step, metavar="N")
     return parser
 
 
@@ -83,6 +102,12 @@ def _on_or_off(text: str) -> bool | None:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
 
 

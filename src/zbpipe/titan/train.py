@@ -17,7 +17,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
+from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.build import require_options
+from zbpipe.runtime.profiler import WARM_UP
 from zbpipe.titan import cpu
 from zbpipe.titan.options import Options, parse
 from zbpipe.validate import require_valid
@@ -87,6 +89,8 @@ def check(config: Any, options: Options) -> None:
         )
     if name not in NAMES_FOR_TITANS_CSV:
         require_options(name, options.for_torch.given())
+    if degree > 1:
+        _check_measuring(config, options)
     if degree <= 1 or name in NAMES_FOR_TITANS_CSV:
         return
     traits = lookup(name)
@@ -99,6 +103,28 @@ def check(config: Any, options: Options) -> None:
     if traits.placement == "table":
         microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         require_valid(traits.generate(degree, microbatches))
+
+
+def _check_measuring(config: Any, options: Options) -> None:
+    """Refuse what would be asked for and never come."""
+    name = config.parallelism.pipeline_parallel_schedule
+    is_auto = name.lower() == AutoSchedule.schedule_name.lower()
+    if options.memory_limit is not None and not is_auto:
+        raise ValueError(f"--zbpipe.memory-limit is for the schedule Auto, not for {name}: leave it out")
+    if options.costs_out and not (options.profile_steps or is_auto):
+        raise ValueError(
+            f"--zbpipe.costs-out {options.costs_out} has nothing to write with {name}: say with --zbpipe.profile-steps"
+            " how many steps to measure, or use the schedule Auto"
+        )
+    needed = {
+        "--zbpipe.profile-steps": options.profile_steps + WARM_UP + 1 if options.profile_steps else 0,
+        "--zbpipe.trace-step": options.trace_step if options.trace else 0,
+    }
+    for option, steps in needed.items():
+        if steps > config.training.steps:
+            raise ValueError(
+                f"{option} needs {steps} steps, but training.steps={config.training.steps}: lower it, or train longer"
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A timeline as a trace-event file for ui.perfetto.dev and chrome://tracing: a process per rank."""
+"""Timelines as a trace-event file for ui.perfetto.dev and chrome://tracing: a process per rank."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.simulate import Span, Timeline
@@ -16,39 +16,61 @@ _MICROSECONDS = 1e6
 _Event = dict[str, Any]
 
 
-def perfetto(timeline: Timeline) -> str:
+def perfetto(timeline: Timeline, **others: Timeline) -> str:
     """JSON in the trace-event format, times in microseconds.
 
     Per rank one process with a complete event per op, named in torch's text form (`3F0`), and a counter of the
     activations that it holds, in its share of one microbatch. Arrows lead from each op to the one on another rank that
     takes its result.
+
+    Args:
+        timeline: what the file is about.
+        others: of as many ranks; each rank's stand below its own, under these names: `perfetto(planned, measured=...)`.
     """
+    every = {"": timeline, **others}
+    rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]
     events = [
         event
         for rank in range(len(timeline.spans))
-        for event in (*_names(rank), *_ops(timeline, rank), *_memory(timeline, rank))
+        for row in rows
+        for event in (*_names(row, rank), *_ops(row, rank), *_memory(row, rank))
     ]
     return json.dumps(
         {
             "displayTimeUnit": "ms",
-            "otherData": {"summary": summary(timeline)},
-            "traceEvents": [*events, *_transfers(timeline)],
+            "otherData": {name or "summary": summary(each) for name, each in every.items()},
+            "traceEvents": [*events, *(event for row in rows for event in _transfers(row))],
         }
     )
 
 
-def _names(rank: int) -> Iterator[_Event]:
-    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
+class _Row(NamedTuple):
+    """One of the timelines that share a file."""
+
+    timeline: Timeline
+    name: str
+    nth: int
+    of: int
+
+    def process(self, rank: int) -> int:
+        return rank * self.of + self.nth
 
 
-def _ops(timeline: Timeline, rank: int) -> Iterator[_Event]:
+def _names(row: _Row, rank: int) -> Iterator[_Event]:
+    process = row.process(rank)
+    name = f"rank {rank} {row.name}".strip()
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
+
+
+def _ops(row: _Row, rank: int) -> Iterator[_Event]:
+    timeline = row.timeline
     for span in timeline.spans[rank]:
         stage, kind, microbatch = span.op
         yield {
             "ph": "X",
-            "pid": rank,
+            "pid": row.process(rank),
             "tid": 0,
             "name": str(span.op),
             "cat": str(kind),
@@ -58,15 +80,21 @@ def _ops(timeline: Timeline, rank: int) -> Iterator[_Event]:
         }
 
 
-def _memory(timeline: Timeline, rank: int) -> Iterator[_Event]:
-    for time, held in memory_profile(timeline, rank):
-        yield {"ph": "C", "pid": rank, "name": "activations", "ts": time * _MICROSECONDS, "args": {"held": held}}
+def _memory(row: _Row, rank: int) -> Iterator[_Event]:
+    for time, held in memory_profile(row.timeline, rank):
+        yield {
+            "ph": "C",
+            "pid": row.process(rank),
+            "name": "activations",
+            "ts": time * _MICROSECONDS,
+            "args": {"held": held},
+        }
 
 
-def _transfers(timeline: Timeline) -> Iterator[_Event]:
+def _transfers(row: _Row) -> Iterator[_Event]:
     """Two flow events per message between ranks. Each binds to the box in which it lies, hence the starts."""
-    rank_of = timeline.schedule.placement.rank_of
-    spans = {(span.step, span.op): span for row in timeline.spans for span in row}
+    rank_of = row.timeline.schedule.placement.rank_of
+    spans = {(span.step, span.op): span for spans in row.timeline.spans for span in spans}
     messages = (
         (span, taker)
         for span in spans.values()
@@ -74,8 +102,9 @@ def _transfers(timeline: Timeline) -> Iterator[_Event]:
         if (taker := spans.get((span.step, op))) and rank_of[op.stage] != rank_of[span.op.stage]
     )
     for number, (giver, taker) in enumerate(messages):
-        yield _flow("s", number, giver, rank_of[giver.op.stage])
-        yield _flow("f", number, taker, rank_of[taker.op.stage]) | {"bp": "e"}
+        arrow = number * row.of + row.nth
+        yield _flow("s", arrow, giver, row.process(rank_of[giver.op.stage]))
+        yield _flow("f", arrow, taker, row.process(rank_of[taker.op.stage])) | {"bp": "e"}
 
 
 def _takers(op: Op) -> tuple[Op, ...]:
@@ -89,12 +118,12 @@ def _takers(op: Op) -> tuple[Op, ...]:
             return ()
 
 
-def _flow(phase: str, number: int, span: Span, rank: int) -> _Event:
+def _flow(phase: str, number: int, span: Span, process: int) -> _Event:
     name = "activation" if span.op.kind is OpKind.F else "gradient"
     return {
         "ph": phase,
         "id": number,
-        "pid": rank,
+        "pid": process,
         "tid": 0,
         "name": name,
         "cat": "transfer",

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zbpipe.costs import CostModel
+from zbpipe.costs_file import JobCosts
 from zbpipe.simulate import Timeline
 from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
 
@@ -49,6 +51,30 @@ def report(timeline: Timeline) -> str:
             *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak activations"), rows),
         ]
     )
+
+
+def costs(job: JobCosts) -> str:
+    """Measured costs of stages as a table: milliseconds, and MiB that a stage holds of one microbatch."""
+    model = job.costs
+    assert isinstance(model, CostModel), "layers have no ranks"
+    mebibyte = 2.0**20
+    rows = [
+        (
+            str(stage),
+            str(job.placement.rank_of[stage]) if job.placement else "",
+            *(f"{1e3 * column[stage]:.3f}" for column in (model.f, model.i, model.w)),
+            f"{model.activations[stage] / mebibyte:.2f}",
+            f"{model.waits(stage) / mebibyte:.2f}",
+        )
+        for stage in range(model.num_stages)
+    ]
+    links = [
+        f"rank {sender} to {receiver}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s"
+        for (sender, receiver), link in sorted(model.links.items())
+        if sender < receiver
+    ]
+    head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
+    return "\n".join([*table(head, rows), f"{model.message_bytes / mebibyte:.2f} MiB a message; " + "; ".join(links)])
 
 
 @dataclass(frozen=True)
