@@ -1,0 +1,294 @@
+"""What a running job is measured to take: recorded steps, costs that all ranks agree on, and traces."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, batch, build_stage, loss_fn
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import CostModel, WeightProduct, costs_file
+from zbpipe.costs_file import JobCosts
+from zbpipe.ir import Op, OpKind, Placement
+from zbpipe.runtime.auto import memory_limits, start_within
+from zbpipe.runtime.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.trace import trace
+
+CPU = torch.device("cpu")
+MICROBATCHES = 4
+NAP = 0.002
+"""Seconds."""
+
+
+class Sleepy(nn.Module):
+    """A product that takes its time: one nap in F, two in I, three in W, times the number of its stage and one."""
+
+    def __init__(self, naps: int) -> None:
+        super().__init__()
+        self.naps = naps
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.weight_products = {torch.matmul: WeightProduct(self.input_gradient, self.weight_gradient)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.naps * NAP)
+        return torch.matmul(x, self.weight)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        time.sleep(2 * self.naps * NAP)
+        return dy @ weight.mT
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        time.sleep(3 * self.naps * NAP)
+        return x.flatten(0, -2).mT @ dy.flatten(0, -2)
+
+
+@dataclass
+class Job:
+    """A schedule on this rank, and a way to run a step of it."""
+
+    schedule: Any
+    indices: tuple[int, ...]
+    num_stages: int
+
+    def step(self) -> None:
+        x = torch.randn(2 * MICROBATCHES, WIDTH)
+        last = self.num_stages - 1
+        self.schedule.step(*([x] if 0 in self.indices else []), target=x if last in self.indices else None)
+
+
+def mean_loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def sleepy_job(name: str, **options: Any) -> Job:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_stages = zbpipe.registry.lookup(name).place(num_ranks).num_stages
+    indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
+    stages = [PipelineStage(Sleepy(index + 1), index, num_stages, CPU) for index in indices]
+    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
+    return Job(schedule, indices, num_stages)
+
+
+def recorded(name: str) -> tuple[StepRecord, list[str]]:
+    """The second of three steps, and what was left on the schedule and its stages after it."""
+    job = sleepy_job(name)
+    seen: list[StepRecord] = []
+    collect(job.schedule, [Wanted.NOTHING, Wanted.TIMES], seen.extend)
+    job.step()
+    assert seen == []
+    job.step()
+    stages = getattr(job.schedule, "_stages", None) or [job.schedule._stage]
+    left = [key for owner in (job.schedule, *stages) for key in vars(owner) if "one_chunk" in key or "compute" in key]
+    job.step()
+    (record,) = seen
+    return record, left
+
+
+def each(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> dict[str, Any]:
+    """The function's results by name, all in the same processes, because a new one takes seconds."""
+    return {name: function(name, *args) for name in names}
+
+
+RECORDED = ("ZBV", "1F1B", "Interleaved1F1B")
+
+
+def test_a_step_is_recorded_op_by_op() -> None:
+    for rank, results in enumerate(run_ranks(2, each, recorded, RECORDED)):
+        for name in RECORDED:
+            assert_recorded(name, rank, *results[name])
+
+
+def assert_recorded(name: str, rank: int, record: StepRecord, left: list[str]) -> None:
+    expected = zbpipe.generate(name, 2, MICROBATCHES)
+    assert [span.op for span in record.spans] == list(expected.ops[rank])
+    assert record.schedule == name
+    assert record.message_bytes == 2 * WIDTH * 4
+    assert not [key for key in left if not key.startswith("_should")]
+    end = 0.0
+    for span in record.spans:
+        assert end <= span.start < span.end <= record.seconds
+        assert span.end - span.start >= naps(span.op) * NAP
+        end = span.end
+
+
+def naps(op: Op) -> int:
+    """How often it must have napped. The first stage has no dI; autograd, in B, knows nothing of I's and W's naps."""
+    times = {OpKind.F: 1, OpKind.I: 2 if op.stage else 0, OpKind.W: 3, OpKind.B: 0}
+    return times[op.kind] * (op.stage + 1)
+
+
+def profiled(name: str, steps: int) -> tuple[bool, Any, int]:
+    job = sleepy_job(name)
+    told: list[JobCosts] = []
+    profiler = zbpipe.Profiler(job.schedule, steps, done=told.append)
+    for _ in range(steps + 1):
+        job.step()
+    early = profiler.costs is not None
+    job.step()
+    assert profiler.costs is not None
+    return early, costs_file.to_data(profiler.costs), len(told)
+
+
+def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, each, profiled, ("ZBV", "ZBH1"), 2)
+    for name in by_rank[0]:
+        assert_alike(name, [results[name] for results in by_rank], tmp_path)
+
+
+def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
+    assert [(early, told) for early, _, told in results] == [(False, 1)] * 2
+    assert results[0] == results[1]
+    first = costs_file.from_data(results[0][1])
+    placement = zbpipe.generate(name, 2, 1).placement
+    assert first.placement == placement
+    model = first.costs
+    assert isinstance(model, CostModel)
+    for kind in (OpKind.F, OpKind.I, OpKind.W):
+        for stage in range(model.num_stages):
+            assert model.seconds(stage, kind) >= naps(Op(stage, kind, 0)) * NAP
+    assert set(model.links) == {(0, 1), (1, 0)}
+    assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
+    assert model.message_bytes == 2 * WIDTH * 4
+    file = tmp_path / "costs.toml"
+    costs_file.dump(first, file)
+    assert costs_file.load(file) == first
+
+
+def kept(name: str) -> Any:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    placement = zbpipe.registry.lookup(name).place(num_ranks)
+    num_stages, indices = placement.num_stages, placement.stages_on(rank)
+    stages = [PipelineStage(build_stage(index, num_stages, "full"), index, num_stages, CPU) for index in indices]
+    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn)
+    profiler = zbpipe.Profiler(schedule, 1)
+    tokens, targets = batch(MICROBATCHES)
+    for _ in range(3):
+        schedule.step(*([tokens] if 0 in indices else []), target=targets if num_stages - 1 in indices else None)
+    assert profiler.costs is not None
+    return costs_file.to_data(profiler.costs)
+
+
+def test_bytes_of_activations() -> None:
+    """Two sequences of 6 tokens, 16 wide, in float32, through two checkpointed blocks."""
+    costs = costs_file.from_data(run_ranks(2, kept, "ZBV")[0]).costs
+    assert isinstance(costs, CostModel)
+    message = 2 * 6 * WIDTH * 4
+    random_state = torch.get_rng_state().numel()  # checkpointing keeps one for each block
+    # A middle stage keeps the input of the second block, its output until it is sent, and both random states.
+    for stage in (1, 2):
+        checkpoints = costs.activations[stage]
+        assert 2 * message + 2 * random_state <= checkpoints <= 3 * message + 2 * random_state + 256
+        # x and dY of three products 16 to 32 wide and one of them twice, in two blocks.
+        assert costs.waits(stage) > checkpoints
+
+
+def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
+    for message in run_ranks(2, refused):
+        assert "ScheduleInterleaved1F1B runs whole backwards" in message
+        assert "for example ZBH1" in message
+
+
+def refused() -> str:
+    job = sleepy_job("ZBV")
+    with pytest.raises(ValueError, match="at least 1 step, got steps=0"):
+        zbpipe.Profiler(job.schedule, 0)
+    with pytest.raises(ValueError, match="runs whole backwards") as error:
+        zbpipe.Profiler(sleepy_job("Interleaved1F1B").schedule)
+    return str(error.value)
+
+
+def evaluated() -> tuple[int, int]:
+    """How many steps a watcher saw out of a step, an eval, and a step."""
+    job = sleepy_job("ZBV")
+    seen: list[StepRecord] = []
+    collect(job.schedule, [Wanted.TIMES, Wanted.TIMES], seen.extend)
+    job.step()
+    x = torch.randn(2 * MICROBATCHES, WIDTH)
+    on_first = 0 in job.indices
+    job.schedule.eval(*([x] if on_first else []), target=x if on_first else None)
+    before = len(seen)
+    job.step()
+    return before, len(seen)
+
+
+def test_validation_is_not_measured() -> None:
+    assert run_ranks(2, evaluated) == [(0, 2)] * 2
+
+
+def traced(name: str, folder: str) -> list[str]:
+    job = sleepy_job(name)
+    file = Path(folder) / f"{name}.json"
+    told: list[str] = []
+    trace(job.schedule, file, 2, done=told.append)
+    job.step()
+    assert not file.exists()
+    job.step()
+    return told
+
+
+def test_a_trace_has_the_planned_and_the_measured_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, each, traced, ("ZBV", "1F1B"), str(tmp_path))
+    for name in first:
+        assert second[name] == []
+        assert f"shows {name}: " in first[name][0]
+        assert_trace(name, json.loads((tmp_path / f"{name}.json").read_text()))
+
+
+def assert_trace(name: str, data: Any) -> None:
+    rows = {event["args"]["name"]: event["pid"] for event in data["traceEvents"] if event["name"] == "process_name"}
+    assert rows == {"rank 0": 0, "rank 0 measured": 1, "rank 1": 2, "rank 1 measured": 3}
+    ops = {pid: [e["name"] for e in data["traceEvents"] if e["ph"] == "X" and e["pid"] == pid] for pid in range(4)}
+    for rank, row in enumerate(zbpipe.generate(name, 2, MICROBATCHES)):
+        assert ops[2 * rank] == ops[2 * rank + 1] == list(map(str, row))
+
+
+def agreed(limit: float | None) -> tuple[Any, ...]:
+    options = {} if limit is None else {"memory_limit": limit}
+    job = sleepy_job("Auto", profile_steps=1, **options)
+    names = [job.schedule.schedule.name]
+    for _ in range(6):
+        job.step()
+        names.append(job.schedule.schedule.name)
+    return names, job.schedule.outcome, str(job.schedule.schedule)
+
+
+def test_auto_plans_and_keeps_the_better() -> None:
+    (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed, None)
+    assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
+    assert names[0] == outcome.start == "VHalf"
+    assert names[-1] == outcome.chosen
+    assert outcome.expected_after < outcome.expected_before
+    assert outcome.measured_after is not None
+    assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "VHalf")
+    assert rows.startswith("rank 0: 0F0")
+
+
+def test_auto_begins_within_its_limit() -> None:
+    placement = Placement.v(4)
+    assert start_within(4, placement, 8).name == "VHalf"
+    assert start_within(2.5, placement, 8).name == "VMin"
+    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too little for Auto, .* VMin, holds 2 microbatches"):
+        start_within(1.5, placement, 8)
+
+
+def test_memory_limits_of_the_plan() -> None:
+    """In shares of each rank, and at least what the start holds."""
+    start = zbpipe.generate("VMin", 4, 8)
+    even = CostModel.uniform(Placement.v(4))
+    assert memory_limits(4.0, start, even) == (4.0, 4.0, 4.0, 4.0)
+    held = zbpipe.simulate(start, even).peak_activations
+    assert memory_limits(1.0, start, even) == held
+    heavy = CostModel(even.f, even.i, even.w, (2.5, *even.activations[1:]))
+    # A microbatch weighs 6 in all. The first rank's share of it is 3, the others' are 1.
+    assert memory_limits(8.0, start, heavy)[:2] == (4.0, 12.0)
