@@ -16,7 +16,7 @@ from ranks import run_ranks
 from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
 
 import zbpipe
-from zbpipe import cli
+from zbpipe import cli, costs_file
 from zbpipe.titan import demo, launch, options
 from zbpipe.titan.launch import Outcome, train_on_cpu
 
@@ -61,6 +61,21 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
             "only those that torch has, too, fit torch's 1F1B: leave the others out",
         ),
+        (
+            [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
+            "--zbpipe.memory-limit is for the schedule Auto, not for ZBV",
+        ),
+        ([*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"], "--zbpipe.costs-out a.toml has nothing to write with ZBV"),
+        (
+            [*pipeline("ZBV"), "--zbpipe.profile-steps", "2"],
+            "--zbpipe.profile-steps needs 4 steps, but training.steps=3: lower it, or train longer",
+        ),
+        (
+            [*pipeline("ZBV"), "--zbpipe.trace", "a.json", "--zbpipe.trace-step", "4"],
+            "--zbpipe.trace-step needs 4 steps",
+        ),
+        ([*pipeline("1F1B"), "--zbpipe.profile-steps", "1"], "1F1B runs whole backwards"),
+        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too little for Auto"),
         (
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
             "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
@@ -116,6 +131,49 @@ def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
     job = titan.train(*pipeline(schedule), *given, num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"pipeline schedule {schedule} with" in job.log
+
+
+LONGER = ("--training.steps", "7")
+"""Enough for Auto to measure one step, and to try the plan."""
+
+
+def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) -> None:
+    """Losses are those without a pipeline, in every step, whatever schedule it ran."""
+    costs, trace = tmp_path / "costs.toml", tmp_path / "trace.json"
+    files = ("--zbpipe.costs-out", str(costs), "--zbpipe.trace", str(trace), "--zbpipe.trace-step", "7")
+    job = titan.train(*LONGER, *pipeline("Auto"), "--zbpipe.profile-steps", "1", *files, num_ranks=2)
+    expected = titan.without_pipeline(*LONGER)
+    assert (job.error, expected.error) == (None, None), job.log
+    assert len(job.losses) == 7
+    assert job.losses == pytest.approx(expected.losses, rel=1e-5)
+    grad_norms = [[step["grad_norm"] for step in each.steps] for each in (job, expected)]
+    assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-4)
+    assert "Auto: VHalf takes" in job.log
+    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with VHalf" in job.log
+    measured = costs_file.load(costs)
+    assert measured.placement == zbpipe.Placement.v(2)
+    assert min(*measured.costs.f, *measured.costs.i, *measured.costs.w) > 0  # type: ignore[union-attr]
+    assert min(measured.costs.activations) > 64 * 256 * 4  # type: ignore[union-attr]
+    rows = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
+    assert rows == ["rank 0", "rank 0 measured", "rank 1", "rank 1 measured"]
+
+
+def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path) -> None:
+    """In the steps that TorchTitan logs, for zbpipe's schedules and torch's."""
+    costs = tmp_path / "costs.json"
+    measure = ("--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
+    every_second = ("--metrics.log_freq", "2", "--training.steps", "4")
+    for schedule, more in (("ZBH1", measure), ("1F1B", ())):
+        job = titan.train(*every_second, *pipeline(schedule), *more, num_ranks=2)
+        assert job.error is None, job.log
+        assert [step["step"] for step in job.steps] == [1, 2, 4]
+        for step in job.steps:
+            assert step[f"zbpipe/schedule/{schedule}"] == 1
+            assert 0 < step["zbpipe/simulated_step(s)"] <= step["zbpipe/step(s)"] * 1.5
+            assert 0 < step["zbpipe/bubble(%)"] < 100
+            assert step["zbpipe/peak_activations"] == 2
+        assert job.log.count(f"pipeline: {schedule}  step: ") == 3
+    assert costs_file.load(costs).placement == zbpipe.Placement.loop(2)
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _STARTS = ("VHalf", "VMin")
 _MANY_OPS = 20_000
 _WORK = 5e8
 """For so many ops the search has a budget of about ten seconds, because all other ranks wait for it."""
+USUAL_STEPS = 5
+"""Steps that are timed of each schedule."""
 _WORTH_IT = 0.995
 """A plan that promises less than half a percent stays on paper."""
 
@@ -91,7 +93,7 @@ class AutoSchedule(RegisteredSchedule):
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
         memory_limit: float | None = None,
-        profile_steps: int = 5,
+        profile_steps: int = USUAL_STEPS,
         budget: float | None = None,
         group: dist.ProcessGroup | None = None,
         measured: Callable[[JobCosts], None] = lambda costs: None,

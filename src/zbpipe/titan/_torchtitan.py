@@ -28,11 +28,10 @@ from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_splittable
 from zbpipe.runtime.products import GROUPED_MM
 from zbpipe.titan import monitor
+from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
 from zbpipe.titan.options import Options
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
-NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-"""What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
 
 
 def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
@@ -184,5 +183,5 @@ def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
 
 
 def _known(schedule: str) -> Traits | None:
-    """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.train.check` has refused the rest."""
+    """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.check` has refused the rest."""
     return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)

@@ -16,13 +16,9 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zbpipe.registry import lookup
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.build import require_options
-from zbpipe.runtime.profiler import WARM_UP
 from zbpipe.titan import cpu
-from zbpipe.titan.options import Options, parse
-from zbpipe.validate import require_valid
+from zbpipe.titan.check import check
+from zbpipe.titan.options import parse
 
 
 @record
@@ -64,67 +60,6 @@ def plug_in(on_cpu: bool) -> None:
     _torchtitan.report_loss_where_it_is()
     _torchtitan.defer_experts()
     torchtitan.train.ConfigManager = PluggedConfigManager
-
-
-def check(config: Any, options: Options) -> None:
-    """Refuse pipeline settings that cannot run, before any process group exists.
-
-    Raises:
-        ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field; or
-            zbpipe's options stand beside a schedule of torch's.
-    """
-    from zbpipe.titan._torchtitan import NAMES_FOR_TITANS_CSV
-
-    parallelism = config.parallelism
-    name, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
-    is_torchs = name in NAMES_FOR_TITANS_CSV or lookup(name).source == "torch"
-    if is_torchs and options.need_zbpipes_schedule():
-        raise ValueError(
-            f"of zbpipe's options only those that torch has, too, fit torch's {name}: leave the others out, such as"
-            " --zbpipe.split-backward and --zbpipe.defer-loss"
-        )
-    if name in NAMES_FOR_TITANS_CSV and options.for_torch.given():
-        raise ValueError(
-            f"zbpipe's options do not reach TorchTitan's own {name}: give the CSV file as the schedule instead"
-        )
-    if name not in NAMES_FOR_TITANS_CSV:
-        require_options(name, options.for_torch.given())
-    if degree > 1:
-        _check_measuring(config, options)
-    if degree <= 1 or name in NAMES_FOR_TITANS_CSV:
-        return
-    traits = lookup(name)
-    traits.place(degree)
-    if traits.source == "zbpipe" and parallelism.pipeline_parallel_schedule_csv:
-        raise ValueError(
-            f"pipeline_parallel_schedule_csv={parallelism.pipeline_parallel_schedule_csv!r} and the schedule"
-            f" {traits.name} exclude each other: leave one of them out"
-        )
-    if traits.placement == "table":
-        microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        require_valid(traits.generate(degree, microbatches))
-
-
-def _check_measuring(config: Any, options: Options) -> None:
-    """Refuse what would be asked for and never come."""
-    name = config.parallelism.pipeline_parallel_schedule
-    is_auto = name.lower() == AutoSchedule.schedule_name.lower()
-    if options.memory_limit is not None and not is_auto:
-        raise ValueError(f"--zbpipe.memory-limit is for the schedule Auto, not for {name}: leave it out")
-    if options.costs_out and not (options.profile_steps or is_auto):
-        raise ValueError(
-            f"--zbpipe.costs-out {options.costs_out} has nothing to write with {name}: say with --zbpipe.profile-steps"
-            " how many steps to measure, or use the schedule Auto"
-        )
-    needed = {
-        "--zbpipe.profile-steps": options.profile_steps + WARM_UP + 1 if options.profile_steps else 0,
-        "--zbpipe.trace-step": options.trace_step if options.trace else 0,
-    }
-    for option, steps in needed.items():
-        if steps > config.training.steps:
-            raise ValueError(
-                f"{option} needs {steps} steps, but training.steps={config.training.steps}: lower it, or train longer"
-            )
 
 
 if __name__ == "__main__":
