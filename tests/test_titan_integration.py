@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import json
 import logging
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +68,7 @@ def import_titan() -> None:
 def on_forks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
     """`function` of each argument, each in a process forked from this one, two at a time."""
     gc.collect()
-    gc.freeze()
+    gc.disable()  # the forks make many objects and end soon
     signal.alarm(TIMEOUT)  # ends the process, as it does the forks
     with multiprocessing.get_context("fork").Pool(2, signal.alarm, (TIMEOUT,), maxtasksperchild=1) as pool:
         results = pool.map(function, arguments, chunksize=1)
@@ -129,11 +132,12 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3, memory
-    from zbpipe.titan import cpu
+    from zbpipe.titan import cpu, options, train
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
-    _config = function()
+    _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
+    train.check(_config, options.Options())
     needs = memory.needs(_config, hardware.gpus)
     cpu.adapt(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
@@ -210,7 +214,7 @@ def modules_of(part: Any) -> tuple[str, ...]:
 
 
 # The configs of the 405B model differ in schedule, checkpointing and FSDP, not in how it is cut: all ranks of one.
-SOME = (0, 7, 15)
+SOME = (0, 15)
 JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFIGS[-2:]]
 
 
@@ -556,8 +560,70 @@ def test_training_on_the_cpu(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5  # and so none is NaN
 
 
+README = ROOT / "titan_integration" / "README.md"
+
+
 def test_the_readme_has_all_configs() -> None:
-    text = (ROOT / "titan_integration" / "README.md").read_text()
+    text = README.read_text()
     assert [name for name in CONFIGS if f"`{name}`" not in text] == []
     variables = re.findall(r"^#   ([A-Z_]+) ", SCRIPT.read_text(), re.MULTILINE)
+    assert len(variables) == 14
     assert [name for name in variables if f"`{name}`" not in text] == []
+
+
+def commands(program: str) -> list[str]:
+    """Those of the README with this program, each in one line."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].removeprefix("srun ") for line in lines if program in line]
+
+
+def model_of(arguments: list[str]) -> str:
+    """The model of a job by TorchTitan's own reading of the command line."""
+    import torchtitan.train
+
+    config = torchtitan.train.ConfigManager().parse_args(arguments)
+    return f"{config.model_spec.name} {config.model_spec.flavor}"
+
+
+def test_the_commands_of_the_readme(with_titan: Callable[..., Any]) -> None:
+    """Up to where TorchTitan has read them; a plan that is still to be made cannot be read."""
+    launches = commands("run_train.sh")
+    assert len(launches) == 13
+    models = set()
+    for launch in launches:
+        result = subprocess.run(
+            ["bash", "-c", launch],
+            cwd=ROOT,
+            env=os.environ | {"PYTHON": sys.executable, "DRY_RUN": "1", "PLATFORM": "rocm"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        arguments = shlex.split(result.stdout.splitlines()[-1])
+        arguments = arguments[arguments.index("zbpipe.titan.train") + 1 :]
+        if not any(".csv" in argument or argument.startswith("--zbpipe.") for argument in arguments):
+            models.add(with_titan(model_of, arguments))
+    assert models == {"llama3 debugmodel", "llama3 8B", "llama3 70B"}
+
+
+def table(arguments: list[str]) -> str:
+    """What `python -m titan_integration.memory` prints."""
+    from titan_integration import memory
+
+    sys.argv = ["memory", *arguments]
+    with redirect_stdout(io.StringIO()) as out:
+        memory.main()
+    return out.getvalue()
+
+
+def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
+    (command,) = commands("titan_integration.memory")
+    lines = with_titan(table, shlex.split(command)[3:]).splitlines()
+    assert lines[0] == "rank  parameters  weights  activations  total (GiB on each GPU)"
+    assert [line.split()[0] for line in lines[1:-1]] == ["0", "1", "2", "3"]
+    assert lines[1].split()[1] == "18.36B"
+    assert lines[-1] == "worst rank: 56.0 GiB, which with 15% left free fits: H100, H200, MI300X, MI325X, MI355X"
+    with pytest.raises(ValueError, match="48 GPUs are no multiple of PP x TP x replicas = 32: use 32 or 64"):
+        with_titan(table, ["--gpus", "48", *shlex.split(command)[5:]])
