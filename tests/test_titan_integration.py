@@ -34,7 +34,7 @@ from zbpipe.validate import validate
 pytest.importorskip("torchtitan")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
-TIMEOUT = 100
+TIMEOUT = 200
 """Seconds for one question to the process that has TorchTitan."""
 CONFIGS = (
     "llama3_debug",
