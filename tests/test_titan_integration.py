@@ -486,6 +486,7 @@ def test_one_process_for_all(tmp_path: Path) -> None:
             {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "1", "MASTER_PORT": "99999"},
             "MASTER_PORT='99999' has to be a whole number from 1 to 65535",
         ),
+        ({"SLURM_JOB_NUM_NODES": "16"}, "SLURM_JOB_NUM_NODES='16', but without srun this trains on one node"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "128"}, "started SLURM_STEP_NUM_TASKS='128' tasks on 16 nodes: use"),
         ({"MODULE": "titan_integration.llama4"}, "MODULE='titan_integration.llama4' is no Python module"),
         ({"TRAIN_FILE": "zbpipe.titan.tain"}, "TRAIN_FILE='zbpipe.titan.tain' is no Python module"),

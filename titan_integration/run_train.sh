@@ -120,6 +120,9 @@ if [[ -z $COMM_MODE && $gpus != any ]] && ((NGPU > gpus)); then
     fail "NGPU='$NGPU', but torch sees $gpus GPUs: use NGPU=$gpus, or look why the others are not seen"
 fi
 
+if [[ -z ${NNODES:-}${SLURM_STEP_NUM_NODES:-} ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
+    fail "SLURM_JOB_NUM_NODES='$SLURM_JOB_NUM_NODES', but without srun this trains on one node: put srun before the command, or set NNODES=1"
+fi
 NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 require_number NNODES 1 100000
 if [[ -z $COMM_MODE ]] && ((NNODES > 1)); then
