@@ -1,0 +1,165 @@
+"""Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
+
+Everything that is not set here is as in TorchTitan's own config of the model. The arithmetic is that of
+`titan_integration.memory`, which prints it for any change of these figures; GiB are those of the worst rank on the
+fewest GPUs, before what an op needs while it runs.
+
+What all the large jobs have in common:
+
+- Tensor parallelism stays within a node of 8 GPUs, the pipeline goes across nodes (its messages are small: one hidden
+  state a microbatch), and whatever GPUs are more than PP x TP become FSDP. TorchTitan's mesh has the pipeline outermost
+  and TP innermost, so ranks that are numbered node by node get just that.
+- 4 microbatches for each pipeline rank, of one sequence each: a pipeline wants at least 2, and its bubble goes down
+  with more. This is `training.local_batch_size`; the loader reads one microbatch at a time.
+- FSDP leaves the stages gathered between microbatches (`fsdp_reshard_after_forward` "default" means that for
+  pipelines), because a gather for each microbatch would cost more than the schedule saves.
+- Selective checkpointing where it fits. W keeps the inputs and output gradients of all linear layers of a microbatch
+  that waits for it, whatever is checkpointed; so under ZBV, which lets up to 2p - 1 stages wait, full checkpointing
+  saves nothing and costs a forward. VHalf lets 4 wait, and there it does save.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torchtitan.components import optimizer
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import activation_checkpoint
+from torchtitan.hf_datasets import text_datasets
+from torchtitan.models import llama3
+from torchtitan.models.llama3 import config_registry as titan
+from torchtitan.trainer import Trainer
+
+from zbpipe.titan import demo_config, python_text
+
+
+class Hardware(NamedTuple):
+    """What the figures of a config are for."""
+
+    gpus: int
+    """The fewest. Multiples of it become FSDP and need less memory."""
+    kind: str
+    """The smallest, one of `titan_integration.memory.GPUS`."""
+
+
+HARDWARE = {
+    "llama3_debug": Hardware(2, "H100"),
+    "llama3_8b": Hardware(8, "H100"),
+    "llama3_8b_no_downloads": Hardware(8, "H100"),
+    "llama3_70b": Hardware(32, "H200"),
+    "llama3_70b_80gb": Hardware(64, "H100"),
+    "llama3_405b": Hardware(128, "H200"),
+    "llama3_405b_288gb": Hardware(128, "MI355X"),
+    "llama3_405b_80gb": Hardware(512, "H100"),
+}
+
+_FIRST_STEP_SECONDS = 1800
+
+
+def llama3_debug() -> Trainer.Config:
+    """TorchTitan's debug model (6 layers) on the source of Python's standard library: no download, no GPU needed.
+
+    2 processes: PP 2. More, in multiples of 2, become FSDP. 8 microbatches of 256 tokens, float32.
+    """
+    config = demo_config.llama3_python_stdlib()
+    return _pipelined(config, "ZBV", pp=2, tp=1, checkpointing="selective")
+
+
+def llama3_8b() -> Trainer.Config:
+    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 52 GiB.
+
+    1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 22 bytes each (bf16 copy
+    2, float32 gradient 4, parameter, reduced gradient and AdamW's moments 16) are 35 GiB. The other ranks have 0.9 to
+    1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB a layer and microbatch from F to I (selective), 1.06 GiB from I
+    to W, at most 32 GiB, and 17 on rank 0.
+    """
+    return _pipelined(titan.llama3_8b(), "ZBV", pp=8, tp=1, checkpointing="selective")
+
+
+def llama3_8b_no_downloads() -> Trainer.Config:
+    """The same job on the source of Python's standard library, byte by byte: for a node without tokenizer and data."""
+    config = llama3_8b()
+    python_text.register()
+    config.tokenizer = python_text.ByteTokenizer.Config()
+    config.hf_assets_path = "."
+    config.dataloader = text_datasets.HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    return config
+
+
+def llama3_70b() -> Trainer.Config:
+    """4 nodes, PP 4 x TP 8, for GPUs of 141 GB or more: 93 GiB (with twice the nodes, FSDP 2: 77 GiB).
+
+    18.3 billion parameters on the worst rank, so 2.3 billion on a GPU, with 22 bytes each: 47 GiB. 16 microbatches:
+    0.2 GiB a layer and microbatch from F to I, 0.7 GiB from I to W, at most 49 GiB. TP cuts only one side of each
+    product, so x and dY, which wait for W, are not an eighth of what they are without it.
+    """
+    return _pipelined(titan.llama3_70b(), "ZBV", pp=4, tp=8, checkpointing="selective")
+
+
+def llama3_70b_80gb() -> Trainer.Config:
+    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 43 GiB.
+
+    Twice the ranks of `llama3_70b` halve the weights (25 GiB), and V-Half, whose bubble is about half of 1F1B's, holds
+    18 GiB of activations where ZBV would hold 52.
+    """
+    return _pipelined(titan.llama3_70b(), "VHalf", pp=8, tp=8, checkpointing="selective")
+
+
+def llama3_405b() -> Trainer.Config:
+    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 105 GiB (64 nodes, FSDP 4: 69 GiB).
+
+    126 layers, embedding and head are 128, which is 4 for each of the 32 stages. 25.5 billion parameters a rank, 3.2
+    billion on a GPU, with 22 bytes each: 65 GiB (10 bytes with FSDP 4: 30 GiB). 64 microbatches: 0.5 GiB a layer and
+    microbatch from F to I, 1.4 GiB from I to W. ZBV lets 31 stages of 4 layers wait for W, 170 GiB; V-Half 4, and holds
+    40 GiB in all.
+    """
+    return _pipelined(_bf16_405b(), "VHalf", pp=16, tp=8, checkpointing="selective")
+
+
+def llama3_405b_288gb() -> Trainer.Config:
+    """The same on MI355X, where ZBV fits: 235 GiB (64 nodes, FSDP 4: 200 GiB).
+
+    By the simulator ZBV's step is 7 % shorter than V-Half's at 16 ranks and 64 microbatches.
+    """
+    return _pipelined(_bf16_405b(), "ZBV", pp=16, tp=8, checkpointing="selective")
+
+
+def llama3_405b_80gb() -> Trainer.Config:
+    """64 nodes, PP 16 x TP 8 x FSDP 4, for GPUs of 80 GB: 52 GiB.
+
+    As `llama3_405b`, but with full checkpointing: of 40 GiB of activations 22 are left, what waits for W.
+    """
+    return _pipelined(_bf16_405b(), "VHalf", pp=16, tp=8, checkpointing="full")
+
+
+def _pipelined(
+    config: Trainer.Config, schedule: str, *, pp: int, tp: int, checkpointing: Literal["selective", "full"]
+) -> Trainer.Config:
+    parallelism = config.parallelism
+    parallelism.pipeline_parallel_schedule = schedule
+    parallelism.pipeline_parallel_degree = pp
+    parallelism.tensor_parallel_degree = tp
+    config.training.local_batch_size = 4 * pp
+    config.training.disable_cuda_graphs = True  # TorchTitan refuses them in a pipeline
+    policy = activation_checkpoint.SelectiveAC if checkpointing == "selective" else activation_checkpoint.FullAC
+    config.activation_checkpoint = policy.Config()
+    # In the first step every stage compiles its attention when the stage before it is done, and all others wait.
+    config.comm.init_timeout_seconds = _FIRST_STEP_SECONDS
+    return config
+
+
+def _bf16_405b() -> Trainer.Config:
+    """TorchTitan's 405B without float8 and asynchronous TP.
+
+    Weight gradients of float8 layers cannot wait for W, and asynchronous TP merges products with communication. So this
+    starts from its 70B config, which has neither, and sets what TorchTitan's 405B sets. (Its own function cannot be
+    called on a machine without float8.)
+    """
+    config = titan.llama3_70b()
+    config.model_spec = llama3.model_registry("405B")
+    config.hf_assets_path = "./assets/hf/Llama-3.1-405B"
+    config.optimizer = optimizer.default_adamw(lr=8e-5)
+    config.lr_scheduler.warmup_steps = 600
+    config.training.steps = 3000
+    config.compile = CompileConfig(enable=True)
+    return config
