@@ -131,6 +131,7 @@ def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
     job = titan.train(*pipeline(schedule), *given, num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"pipeline schedule {schedule} with" in job.log
+    assert ("Messages are received late" in job.log) == (schedule == "VHalf")
 
 
 LONGER = ("--training.steps", "7")

@@ -74,7 +74,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         if defer_loss and loss_fn is not None and split_backward != "autograd":
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
-        self._receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
+        self.receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
+        """Whether receives wait until shortly before they are needed."""
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
         self._lowered: dict[Schedule, _torch.Lists] = {}
@@ -97,7 +98,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     def _lower(self, schedule: Schedule) -> None:
         checks.require_runnable(schedule, self._placement, self._n_microbatches)
         _torch.lower(self, schedule)
-        if self._receives_late:
+        if self.receives_late:
             _torch.receive_late(self)
         if self._frees_sends_early:
             _torch.free_sends_early(self)

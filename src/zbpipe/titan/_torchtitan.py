@@ -115,7 +115,7 @@ def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
         if traits.name == AutoSchedule.schedule_name:
             own |= options.for_auto()
             own["measured"] = lambda costs: monitor.write_costs(costs, options.costs_out)
-        return build_pipeline_schedule(
+        built = build_pipeline_schedule(
             traits.name,
             stages,
             n_microbatches,
@@ -124,6 +124,9 @@ def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
             backward_requires_autograd=backward_requires_autograd,
             **options.for_torch.given() | own,
         )
+        if getattr(built, "receives_late", False):
+            logger.info("Messages are received late, shortly before they are needed")
+        return built
 
     if traits.source == "torch":
         return {"_build_pipeline_schedule": build} if options.for_torch.given() else {}
