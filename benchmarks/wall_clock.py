@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import random
@@ -49,8 +50,8 @@ METHODS = {
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 GOAL = 0.05
 """How far a measured time may be from the simulated one, relative to it."""
-SPUN = 2e-4
-"""Seconds at the end of a sleep that are spent awake, because `time.sleep` comes back late by about half of this."""
+LATE = 1e-4
+"""Seconds by which `time.sleep` usually comes back late. More than that is not spent awake, for the cores are few."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Result:
 
 def sleep_until(end: float) -> None:
     """Return at `end` of `time.monotonic`, as exactly as the machine allows."""
-    time.sleep(max(0.0, end - SPUN - time.monotonic()))
+    time.sleep(max(0.0, end - LATE - time.monotonic()))
     while time.monotonic() < end:
         pass
 
@@ -190,9 +191,9 @@ def message_seconds(messages: int = 100) -> float:
             # As in a pipeline, the receiver has been waiting for some time, and is asleep.
             sleep_until(time.monotonic() + 0.005)
             sent_at[0] = time.monotonic()
-            dist.isend(sent_at, 1 - rank).wait()
+            dist.send(sent_at, 1 - rank)
         else:
-            dist.irecv(sent_at, sender).wait()
+            dist.recv(sent_at, sender)
             taken.append(time.monotonic() - sent_at.item())
     median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
     dist.broadcast(median, 0)
@@ -227,10 +228,13 @@ class Runner:
     def seconds(self) -> float:
         """Of one step, from a start common to all ranks to the end of the last one."""
         self.ran.clear()
+        gc.collect()
+        gc.disable()  # as trainers do, who collect garbage between steps
         start = _common_start()
         sleep_until(start)
         self._run()
         taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+        gc.enable()
         check(self.ran, self.ops, self.costs, self.torchs)
         self.within += [each.end - each.start - sum(seconds for _, seconds in each.slept) for each in self.ran]
         self.between += [after.start - before.end for before, after in pairwise(self.ran)]
