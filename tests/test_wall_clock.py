@@ -1,0 +1,77 @@
+"""The benchmark of step times runs every schedule, and its stages sleep as often and as long as they should."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import wall_clock
+from wall_clock import Job, Ran, Result, check
+
+from zbpipe import CostModel, Op, OpKind
+
+JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=60)
+
+
+def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
+    """In every measured step each rank calls `check` with what ran."""
+    results = wall_clock.run_ranks(JOB)
+    assert [result.schedule for result in results] == [*wall_clock.NAMED, *wall_clock.PLANS]
+    for result in results:
+        # Sleeps are never too short, so no step is shorter than what a rank sleeps in it.
+        assert len(result.measured) == JOB.rounds
+        assert min(*result.measured, result.simulated) >= 3 * JOB.microbatches * JOB.unit
+    lines = wall_clock.table(results).splitlines()
+    assert len(lines) == 2 + len(results)
+    assert len({line.count("|") for line in lines}) == 1
+
+
+ONES = (1e-3, 1e-3)
+COSTS = CostModel(ONES, ONES, ONES, ONES)
+
+
+def ran(op: str, kinds: str, seconds: float = 1e-3) -> Ran:
+    return Ran(Op.parse(op), 0.0, 0.0, tuple((OpKind(kind), seconds) for kind in kinds))
+
+
+def ops(*names: str) -> list[Op]:
+    return [Op.parse(name) for name in names]
+
+
+def test_the_check_takes_each_backward() -> None:
+    check([ran("1F0", "F"), ran("1B0", "WI")], ops("1F0", "1B0"), COSTS, torchs_split=True)
+    for torchs_split in (False, True):
+        check([ran("1I0", "I"), ran("1W0", "W")], ops("1I0", "1W0"), COSTS, torchs_split)
+    check([ran("0I0", ""), ran("0W0", "IW")], ops("0I0", "0W0"), COSTS, torchs_split=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "kinds", "seconds"),
+    [
+        ("0F0", "", 1e-3),
+        ("0F0", "FF", 1e-3),
+        ("0F0", "F", 0.9e-3),
+        ("1B0", "I", 1e-3),
+        ("1I0", "IW", 1e-3),
+        ("1W0", "", 1e-3),
+        ("0I0", "", 1e-3),
+    ],
+)
+def test_the_check_refuses_what_did_not_sleep_as_it_should(op: str, kinds: str, seconds: float) -> None:
+    with pytest.raises(AssertionError, match=f"{op} slept"):
+        check([ran(op, kinds, seconds)], ops(op), COSTS, torchs_split=False)
+
+
+def test_the_check_refuses_another_order_than_the_simulated_one() -> None:
+    with pytest.raises(AssertionError, match="ran 0F0 0B0 instead of 0F0 0F1"):
+        check([ran("0F0", "F"), ran("0B0", "IW")], ops("0F0", "0F1"), COSTS, torchs_split=False)
+
+
+def test_a_step_that_is_off_is_marked() -> None:
+    right = Result(2, 4, (1, 1, 1), "1F1B", [1.02, 1.04, 9.0], 1.0, 1.03, 0.0, 0.0)
+    wrong = Result(2, 4, (1, 1, 1), "ZBV", [0.9, 0.94, 0.95], 1.0, 1.03, 0.0, 0.0)
+    assert [wall_clock.missed(right), wall_clock.missed(wrong)] == [False, True]
+    rows = [[cell.strip() for cell in line.split("|")] for line in wall_clock.table([right, wrong]).splitlines()[2:]]
+    assert [row[7] for row in rows] == ["1.040", "**0.940**"]
+    assert [row[9] for row in rows] == ["+0.0 %", "+10.6 %"]
