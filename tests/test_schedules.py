@@ -316,7 +316,7 @@ def test_one_stage_a_rank_as_torch_runs_it(name: str, ranks: int, microbatches: 
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 3])
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"])
 @pytest.mark.parametrize(
     ("ranks", "microbatches"), [(1, 3), (2, 2), (2, 3), (3, 2), (3, 6), (4, 4), (4, 6), (4, 10), (8, 3), (8, 16)]
 )

@@ -11,12 +11,12 @@ from zbpipe.registry import register
     summary="breadth first over v stages per rank; holds all m activations",
 )
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """All forwards stage by stage, then all full backwards stage by stage, the last stage first."""
+    """All forwards, stage by stage, then all full backwards in the opposite order, as torch has it."""
     placement = Placement.loop(ranks, stages_per_rank)
 
     def row(stages: tuple[int, ...]) -> tuple[Op, ...]:
-        order = [(OpKind.F, stage) for stage in stages] + [(OpKind.B, stage) for stage in reversed(stages)]
-        return tuple(Op(stage, kind, microbatch) for kind, stage in order for microbatch in range(microbatches))
+        forwards = [Op(stage, OpKind.F, microbatch) for stage in stages for microbatch in range(microbatches)]
+        return (*forwards, *(Op(op.stage, OpKind.B, op.microbatch) for op in reversed(forwards)))
 
     rows = tuple(row(placement.stages_on(rank)) for rank in range(ranks))
     return Schedule("LoopedBFS", placement, microbatches, rows)
