@@ -230,6 +230,16 @@ def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
     assert found.lower_bound <= cell.best
 
 
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 8 and cell.limit == 5.5], ids=str)
+def test_no_peer_is_better_on_eight_ranks_without_further_arguments(cell: Cell) -> None:
+    """Where the peers' V-Half is on the bound or next to it."""
+    if not fastest().compiled:
+        pytest.skip("too slow without numba")
+    found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit)
+    check_schedule(found.schedule, memory_limit=cell.limit)
+    assert found.makespan <= cell.best + 1e-9
+
+
 def test_per_stage_costs_and_links() -> None:
     """A heavy first and last stage, a slow link, and I that frees half: all of it counts."""
     placement = Placement.v(4)
@@ -297,9 +307,41 @@ def test_machine_code_gives_the_same_results() -> None:
         job = engine.prepare(tested.job)
         scheduler = ListScheduler(tested, engine)
         length, order = scheduler.run(Shape.plain(scheduler.legs))
-        return length, order, engine.anneal(job, engine.integers(order), 0.0, False, 0.1, 100_000, 7)
+        annealed = engine.anneal(job, engine.integers(order), 0.0, False, 0.1, 100_000, 7)
+        return length, order, scheduler.justify(order), annealed
 
     assert results(fastest()) == results(PLAIN)
+
+
+@settings(patient, max_examples=40)
+@given(st.data())
+def test_justifying_keeps_orders_sound_and_within_the_limit_and_makes_none_longer(data: st.DataObject) -> None:
+    placement = data.draw(placements(max_ranks=4))
+    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 99.0]))
+    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 8)), limit)
+    scheduler = ListScheduler(tested, PLAIN)
+    for before, order in scheduler.by_kind():
+        length, justified = scheduler.justify(order)
+        schedule = tested.schedule("justified", justified)
+        check_schedule(schedule)
+        assert tested.fits(schedule)
+        for ops in schedule:  # the microbatches stay in their order
+            assert sorted(ops, key=lambda op: (op.stage, op.kind)) == sorted(
+                ops, key=lambda op: (op[:2], op.microbatch)
+            )
+        assert length <= before
+        assert tested.length(justified) <= length * (1 + 1e-6)
+
+
+def test_justifying_fills_gaps_from_both_ends() -> None:
+    """Put as late as it can be, the W on rank 1 comes after the F and the I that others wait for, and stays there."""
+    tested = problem(Placement.loop(2), microbatches=2, limit=2)
+    scheduler = ListScheduler(tested, PLAIN)
+    order = tested.order(Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"))
+    length, justified = scheduler.justify(order)
+    assert tested.length(order) == 8
+    assert length == tested.lower_bound == 7
+    assert " ".join(map(str, tested.schedule("", justified).ops[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
 
 
 @settings(patient, max_examples=20)

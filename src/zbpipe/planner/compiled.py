@@ -17,9 +17,10 @@ from zbpipe.planner.kernel import Job
 
 @dataclass(frozen=True)
 class Engine:
-    """`kernel.list_schedule` and `kernel.anneal`, and what makes of a list what they take."""
+    """`kernel.list_schedule`, `kernel.justify` and `kernel.anneal`, and what makes of a list what they take."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
+    justify: Callable[..., tuple[float, list[int]]]
     anneal: Callable[..., tuple[float, list[int], int]]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
@@ -32,6 +33,7 @@ class Engine:
             job.microbatches,
             self.integers(job.rank),
             self.integers(job.feeder),
+            self.integers(job.after),
             self.floats(job.lag),
             self.integers(job.fed),
             self.floats(job.seconds),
@@ -41,7 +43,7 @@ class Engine:
         )
 
 
-PLAIN = Engine(kernel.list_schedule, kernel.anneal, list, list, compiled=False)
+PLAIN = Engine(kernel.list_schedule, kernel.justify, kernel.anneal, list, list, compiled=False)
 
 
 @cache
@@ -53,11 +55,12 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for helper in (kernel.choose, *kernel.ANNEALING):
+    for helper in kernel.HELPERS:
         numba.extending.register_jitable(helper)
     jit = numba.njit(cache=True)
     return Engine(
         jit(kernel.list_schedule),
+        jit(kernel.justify),
         jit(kernel.anneal),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),

@@ -8,6 +8,7 @@ ranks something to do at any time, and sees to the limits. So any shape goes, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
@@ -93,6 +94,7 @@ class ListScheduler:
     def __init__(self, problem: Problem, engine: Engine) -> None:
         self.engine = engine
         self.job: Job = engine.prepare(problem.job)
+        self.mirrored: Job = engine.prepare(problem.mirrored)
         self.problem = problem
         placement = problem.placement
         self.leg = [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
@@ -114,6 +116,10 @@ class ListScheduler:
             shape.pace * self.interval,
             cutoff,
         )
+
+    def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
+        """The makespan and the order after everything is moved to the end and back."""
+        return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind alone: I or F first, W last or before F, with and without patience."""

@@ -30,6 +30,8 @@ class Job(NamedTuple):
     """Where the node runs."""
     feeder: Ints
     """The node whose result it takes, -1 for the first stage's F."""
+    after: Ints
+    """A node of its own rank that comes first as well, -1 for none."""
     lag: Floats
     """Seconds that the result is on its way."""
     fed: Ints
@@ -396,6 +398,120 @@ def look_ahead(
     return right - position
 
 
+def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
+    """Put all ops as late as they can be, beginning at the end, and then all as soon as they can be.
+
+    Forward-backward improvement, well known for projects with limited resources: what is pushed to the end opens gaps
+    at the beginning that other ops can fill, and the other way round.
+
+    Args:
+        job: what is scheduled.
+        mirrored: the same in reversed time.
+        order: a sound order within the limits.
+
+    Returns:
+        A makespan that is no longer, and the ops in the order of their starts.
+    """
+    _, late = squeeze(mirrored, mirror(order, job.microbatches))
+    return squeeze(job, mirror(late, job.microbatches))
+
+
+def mirror(order: Ints, microbatches: int) -> list[int]:
+    """The order in reversed time, in which the last microbatch is the first one."""
+    total = len(order)
+    mirrored = [0] * total
+    for position in range(total):
+        op = order[position]
+        mirrored[total - 1 - position] = op + microbatches - 1 - 2 * (op % microbatches)
+    return mirrored
+
+
+def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
+    """Let each op in turn run as soon as it can, also before ops of its rank that have got their place already.
+
+    Args:
+        job: what is scheduled.
+        order: a sound order within the limits.
+
+    Returns:
+        A makespan that is no longer, and the ops in the order of their starts.
+    """
+    total, microbatches = len(order), job.microbatches
+    begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
+    before, after = [-1] * total, [-1] * total
+    first, last = [-1] * job.ranks, [-1] * job.ranks
+    makespan = 0.0
+    for op in order:
+        node = op // microbatches
+        rank = job.rank[node]
+        ready = 0.0
+        if job.feeder[node] >= 0:
+            ready = end[op + (job.feeder[node] - node) * microbatches] + job.lag[node]
+        if job.after[node] >= 0:
+            ready = max(ready, end[op + (job.after[node] - node) * microbatches])
+        behind = earliest_gap(job, op, ready, last[rank], begin, end, held, before)
+        following = after[behind] if behind >= 0 else first[rank]
+        begin[op] = max(ready, end[behind]) if behind >= 0 else ready
+        end[op] = begin[op] + job.seconds[node]
+        makespan = max(makespan, end[op])
+        held[op] = job.takes[node] + (held[behind] if behind >= 0 else 0.0)
+        before[op], after[op] = behind, following
+        if behind >= 0:
+            after[behind] = op
+        else:
+            first[rank] = op
+        if following >= 0:
+            before[following] = op
+        else:
+            last[rank] = op
+        while following >= 0:
+            held[following] += job.takes[node]
+            following = after[following]
+    return makespan, in_time(job, order, first, after, begin, end)
+
+
+def earliest_gap(
+    job: Job, op: int, ready: float, latest: int, begin: Floats, end: Floats, held: Floats, before: Ints
+) -> int:
+    """The op on its rank after which `op` can run the soonest, from what the rank has so far; -1 for its first.
+
+    Microbatches stay in their order, so that a stage sends as the next one receives.
+    """
+    node = op // job.microbatches
+    seconds, takes, limit = job.seconds[node], job.takes[node], job.limit[job.rank[node]]
+    best = follower = latest
+    while follower >= 0 and begin[follower] >= ready + seconds and follower // job.microbatches != node:
+        if takes > 0 and held[follower] + takes > limit:
+            break
+        previous = before[follower]
+        start = max(ready, end[previous]) if previous >= 0 else ready
+        fits = previous < 0 or held[previous] + takes <= limit
+        # Without gain nothing moves, or what takes no time could pass what it waits for.
+        if fits and start < begin[follower] and start + seconds <= begin[follower]:
+            best = previous
+        follower = previous
+    return best
+
+
+def in_time(job: Job, order: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
+    """The ops of all ranks by their starts. What takes no time comes before what starts with it, and else as before."""
+    place = [0] * len(order)
+    for position in range(len(order)):
+        place[order[position]] = position
+    heads = list(first)
+    merged = [0] * len(order)
+    for position in range(len(order)):
+        chosen = -1
+        for op in heads:
+            if op >= 0 and (
+                chosen < 0 or (begin[op], end[op], place[op]) < (begin[chosen], end[chosen], place[chosen])
+            ):
+                chosen = op
+        merged[position] = chosen
+        heads[job.rank[chosen // job.microbatches]] = after[chosen]
+    return merged
+
+
 def starts(job: Job, order: Ints) -> list[float]:
     """When the ops start if the ranks run them in this order, by position."""
     microbatches = job.microbatches
@@ -444,5 +560,5 @@ def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first:
         op = previous
 
 
-ANNEALING = (link, reach, shift, replay, look_ahead, measure, trace)
-"""What `anneal` is made of."""
+HELPERS = (choose, mirror, squeeze, earliest_gap, in_time, link, reach, shift, replay, look_ahead, measure, trace)
+"""What the others are made of."""

@@ -143,7 +143,8 @@ def plan(
     if exact:
         from zbpipe.planner.exact import prove
 
-        found, bounds = prove(search.by_placement)
+        found, proven = prove(search.by_placement)
+        bounds |= proven
     schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
     return Plan(
         schedule=schedule,
@@ -159,7 +160,7 @@ def plan(
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
     """A second or so of one core for 8 ranks and 32 microbatches, and no less; larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
-    return max(8e7, 1e5 * float(most**0.85)) / (1 if engine.compiled else 30)
+    return max(8e7, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)
 
 
 def _silent(share: float, best: float) -> None:

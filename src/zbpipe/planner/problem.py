@@ -70,6 +70,7 @@ class Problem:
                 (3 * stage + 3 if stage < last else 3 * stage + 1, 3 * stage - 2 if stage else -1, -1)
                 for stage in stages
             ),
+            after=[-1] * 3 * len(stages),
             lag=_flat(
                 (transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage), 0.0)
                 for stage in stages
@@ -80,6 +81,18 @@ class Problem:
             # which none can.
             reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
+        )
+
+    @cached_property
+    def mirrored(self) -> Job:
+        """The job in reversed time: microbatches go from W and I of the first stage to its F, the last one first."""
+        job = self.job
+        return job._replace(
+            feeder=job.fed,
+            after=_flat((-1, node + 2, -1) for node in range(0, len(job.rank), 3)),
+            lag=[job.lag[user] if user >= 0 else 0.0 for user in job.fed],
+            fed=[-1 if node % 3 == 2 else feeder for node, feeder in enumerate(job.feeder)],
+            takes=[-takes for takes in job.takes],
         )
 
     def schedule(self, name: str, order: Iterable[int]) -> Schedule:

@@ -19,9 +19,15 @@ Progress = Callable[[float, float], None]
 
 _LISTING = 10
 """What it takes to place one op by list scheduling, in ops that annealing times anew."""
+_JUSTIFYING = 40
+"""The same to justify one op."""
+_PROMISING = 1.04
+"""By how much a list may be longer than the shortest one and still be justified."""
+_CLIMBS = 4
+"""How often list scheduling begins anew on each placement."""
 _ROUNDS = 3
 """Of annealing before the last one: 8 orders, then 4, then 2."""
-_SHARE_OF_SHAPES = 0.25
+_SHARE_OF_SHAPES = 0.4
 """Of the budget, for list scheduling."""
 _WORTH = 1.1
 """By how much an order may be longer than the best one and still be annealed."""
@@ -63,26 +69,33 @@ class Search:
     def run(self, seeds: Iterable[tuple[Problem, Schedule]]) -> Found:
         """The best order found, from known schedules and from list scheduling."""
         found = [self.keep(problem, problem.order(schedule), schedule.name) for problem, schedule in seeds]
-        share = _SHARE_OF_SHAPES * self.budget / len(self.problems)
-        for problem in self.problems:
+        waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
+        while waiting and waiting[0].lower_bound * _NEAR < self.shortest:
+            share = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / len(waiting)
+            problem = waiting.pop(0)
             scheduler = ListScheduler(problem, self.engine)
-            found.append(self.keep(problem, self.shapes(problem, scheduler, share), "list scheduling"))
+            for _ in range(_CLIMBS):
+                found.append(self.keep(problem, self.shapes(problem, scheduler, share / _CLIMBS), "list scheduling"))
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
         """Shapes at random, then more and more shapes like the best one."""
-        best = Shape.plain(scheduler.legs)
-        length, order = scheduler.run(best)
-        tries = max(int(budget / (_LISTING * problem.num_ops)), 10)
-        for number in range(tries):
-            if length <= problem.lower_bound * _NEAR:
-                break
-            fresh = number < tries / 4 or self.random.random() < 0.1
+        budget = max(budget, 2 * (_LISTING + _JUSTIFYING) * problem.num_ops)
+        best, begin = Shape.plain(scheduler.legs), self.left
+        shortest, order = scheduler.run(best)
+        length = shortest
+        while (spent := begin - self.left) < budget and length > problem.lower_bound * _NEAR:
+            fresh = spent < budget / 4 or self.random.random() < 0.1
             shape = Shape.random(scheduler.legs, self.random) if fresh else best.vary(self.random)
-            trial, listed = scheduler.run(shape, length * _NEAR)
-            self.spend(_LISTING * len(listed))
-            if trial <= length:
-                best, length, order = shape, trial, listed
+            listed, trial = scheduler.run(shape, shortest * _PROMISING)
+            self.spend(_LISTING * len(trial))
+            if listed > shortest * _PROMISING:
+                continue
+            shortest = min(shortest, listed)
+            justified, trial = scheduler.justify(trial)
+            self.spend(_JUSTIFYING * len(trial))
+            if justified <= length:
+                best, length, order = shape, justified, trial
         return order
 
     def race(self, found: list[Found]) -> Found:
@@ -108,8 +121,9 @@ class Search:
         problem = start.problem
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
         heat = mean * min(_HEAT * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
+        job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
         _, order, done = self.engine.anneal(
-            self.engine.prepare(problem.job),
+            job,
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
             problem.by_span,
@@ -119,7 +133,8 @@ class Search:
         )
         self.spend(done)
         by = start.by if start.by.endswith("annealing") else f"{start.by}, annealing"
-        better = self.keep(problem, problem.in_time(order), by)
+        _, order = self.engine.justify(job, mirrored, self.engine.integers(order))
+        better = self.keep(problem, order, by)
         return better if better.length < start.length else start
 
     @property
