@@ -17,6 +17,7 @@ from zbpipe.validate import Finding, validate
 if TYPE_CHECKING:
     from zbpipe.planner.layers import LayerPlan, plan_layers
     from zbpipe.planner.plan import Plan, plan
+    from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
@@ -42,6 +43,7 @@ __all__ = [
     "Link",
     "Op",
     "OpKind",
+    "PipelineError",
     "Placement",
     "Plan",
     "Schedule",
@@ -69,6 +71,8 @@ def __getattr__(name: str) -> Any:
     if name in ("LayerPlan", "Plan", "plan", "plan_layers"):  # the search is not needed for anything else
         module = "layers" if name in ("LayerPlan", "plan_layers") else "plan"
         return getattr(import_module(f"zbpipe.planner.{module}"), name)
+    if name == "PipelineError":
+        return import_module("zbpipe.runtime.failures").PipelineError
     if name in __all__:  # public, but not imported above: it needs torch
         module = "products" if name in ("GROUPED_MM", "LINEAR", "WeightProduct") else "schedules"
         return getattr(import_module(f"zbpipe.runtime.{module}"), name)

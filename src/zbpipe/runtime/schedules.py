@@ -15,7 +15,7 @@ from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.lowered import blocked_queues, mixed_up_messages, parse, validate_lowered
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, agreement, failures
 from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
 from zbpipe.runtime.products import WeightGradients
@@ -89,6 +89,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
 
+        That they all have is checked when that step begins.
+
         Raises:
             ValueError: it has another placement or another number of microbatches, or could not run.
         """
@@ -100,6 +102,15 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             _torch.free_sends_early(self)
         _require_sound_messages(self, schedule.name)
         self.schedule = schedule
+        self._is_agreed = False
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        with failures.named(self, self.schedule.name):
+            if not self._is_agreed:
+                stage = self._stages[0]
+                agreement.require_same(self, self.schedule.name, stage.group, stage.device)
+                self._is_agreed = True
+            super()._step_microbatches(*args, **kwargs)
 
 
 class ScheduleZBH1(RegisteredSchedule):
