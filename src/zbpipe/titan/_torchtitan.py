@@ -21,7 +21,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, agreement
 from zbpipe.runtime.products import GROUPED_MM
 from zbpipe.runtime.schedules import build_pipeline_schedule, require_splittable
 from zbpipe.titan.options import Options
@@ -32,7 +32,10 @@ NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 
 
 def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
-    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
+    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
+
+    It raises a `PipelineError` on all ranks of the job if their schedules differ.
+    """
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = _known(parallelism.pipeline_parallel_schedule)
@@ -41,6 +44,8 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         if traits is None or traits.source == "torch":
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
+        # Of all ranks, whatever they run: of one that has torch's 1F1B, one that has ZBV would wait for messages.
+        agreement.require_same(built[0], parallelism.pipeline_parallel_schedule, None, kwargs["device"])
         return built
 
     return pipeline

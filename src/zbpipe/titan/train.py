@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zbpipe.registry import lookup
+from zbpipe.runtime.failures import told_to_other_ranks
 from zbpipe.runtime.schedules import require_options
 from zbpipe.titan import cpu
 from zbpipe.titan.options import Options, parse
@@ -25,14 +26,19 @@ from zbpipe.validate import require_valid
 
 @record
 def main() -> None:
-    """Train as `torchtitan.train.main` does, with zbpipe's schedules."""
+    """Train as `torchtitan.train.main` does, with zbpipe's schedules.
+
+    Raises:
+        PipelineError: a step failed, or another rank did; other exceptions of the job pass as they are.
+    """
     on_cpu = cpu.is_needed()
     if on_cpu:
         if os.environ.get("RANK", "0") == "0":
             print(cpu.NOTICE, file=sys.stderr, flush=True)
         cpu.stand_in()
     plug_in(on_cpu)
-    importlib.import_module("torchtitan.train").main()
+    with told_to_other_ranks():
+        importlib.import_module("torchtitan.train").main()
 
 
 def plug_in(on_cpu: bool) -> None:
