@@ -9,10 +9,12 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,54 @@ class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+class Ending(NamedTuple):
+    """How a rank ended."""
+
+    exit_code: int | None
+    """None: it went on until the time was up."""
+    value: Any
+    """What the function returned; None if it did not."""
+    error: str | None
+    """The traceback, if it raised."""
+
+
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """`function(*args)` on every rank of a gloo group; what each returned, by rank.
 
     `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
     """
+    with _started(num_ranks, function, args, timeout) as (ends, _):
+        return _collect(ends, timeout)
+
+
+def endings(
+    num_ranks: int, function: Callable[..., Any], *args: Any, group_timeout: float, timeout: float = 120
+) -> list[Ending]:
+    """The same for ranks that fail: how each of them ended within `timeout` seconds."""
+    with _started(num_ranks, function, args, group_timeout) as (ends, processes):
+        deadline = time.monotonic() + timeout
+        answers = [_answer(end, deadline) for end in ends]
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    return [
+        Ending(code, None if failed else value, value if failed else None)
+        for code, (failed, value) in zip(codes, answers, strict=True)
+    ]
+
+
+def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(end.recv_bytes()) if end.poll(max(0.0, deadline - time.monotonic())) else (False, None)
+    except EOFError:
+        return False, None
+
+
+@contextmanager
+def _started(
+    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float
+) -> Iterator[tuple[list[Connection], list[SpawnProcess]]]:
+    """The ranks, and for each the end of a pipe that brings its answer. Leaving ends them all."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         # A file as the meeting point needs no port.
@@ -37,7 +82,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_main,
-                args=(theirs, rank, num_ranks, str(meeting_point), timeout, function, args),
+                args=(theirs, rank, num_ranks, str(meeting_point), group_timeout, function, args),
                 daemon=True,
             )
             process.start()
@@ -45,7 +90,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout:
             ends.append(ours)
             processes.append(process)
         try:
-            return _collect(ends, timeout)
+            yield ends, processes
         finally:
             for process in processes:
                 process.join(timeout=5)

@@ -115,6 +115,48 @@ def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
         assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES[-1:])
 
 
+def evaluate_and_accumulate(names: tuple[str, ...], microbatches: int) -> dict[str, Result]:
+    """Eval, step, eval, step: the losses of all four, and what the two steps have summed up."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for name in names:
+        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        modules = {
+            index: build_stage(index, num_stages)
+            for index in zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
+        }
+        stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
+        # With scale_grads, torch would divide what the first step left once more.
+        runtime = zbpipe.build_pipeline_schedule(name, stages, microbatches, loss_fn, scale_grads=False)
+        losses: list[float] = []
+        for seed, run in enumerate((runtime.eval, runtime.step, runtime.eval, runtime.step)):
+            tokens, targets = batch(microbatches, seed)
+            found: list[torch.Tensor] = []
+            run(
+                *([tokens] if 0 in modules else []),
+                target=targets if num_stages - 1 in modules else None,
+                losses=found,
+            )
+            losses += [loss.item() for loss in found]
+        results[name] = losses, gradients(modules)
+    return results
+
+
+def test_validation_and_gradient_accumulation() -> None:
+    num_ranks, names, microbatches = 3, ("ZBV", *NEW), 4
+    per_rank = run_ranks(num_ranks, evaluate_and_accumulate, names, microbatches)
+    for name in names:
+        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        expected = [reference(num_stages, microbatches, seed) for seed in range(4)]
+        found_losses = [loss for results in per_rank for loss in results[name][0]]
+        assert found_losses == pytest.approx([loss for losses, _ in expected for loss in losses], rel=1e-6)
+        found = {key: grad for results in per_rank for key, grad in results[name][1].items()}
+        assert found.keys() == expected[0][1].keys()
+        for key, grad in found.items():
+            summed = microbatches * (expected[1][1][key] + expected[3][1][key])
+            torch.testing.assert_close(grad, summed, **TOLERANCE, msg=lambda m, n=f"{name}, {key}": f"{n}: {m}")
+
+
 def train_from_file(table: str, microbatches: int) -> list[Result]:
     return train(table, (microbatches,), "none")
 

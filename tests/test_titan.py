@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,6 +60,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
         ),
         (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
+        (pipeline("eight_microbatches.csv"), "is a table for 8 microbatches, but the job has 4"),
+        (pipeline("no_schedule.csv"), "no_schedule.csv' holds no schedule: row 1 (rank 0): 'garbage' is not an op"),
+        (pipeline("missing.csv"), "missing: rank 1, 1B3: no rank runs this backward"),
+        (pipeline("deadlock.csv"), "deadlock: "),
         (
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
             "only those that torch has, too, fit torch's 1F1B: leave the others out",
@@ -83,13 +90,28 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
-    table = tmp_path / "four_ranks.csv"
-    table.write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
-    found = [str(table) if argument == table.name else argument for argument in arguments]
-    job = titan.train(*found, num_ranks=2)
+    tables = wrong_tables()
+    for name, table in tables.items():
+        (tmp_path / name).write_text(table)
+    job = titan.train(*(str(tmp_path / each) if each in tables else each for each in arguments), num_ranks=2)
     assert len(job.errors) == 2
     assert all(error in each for each in job.errors), job.errors
     assert not job.began
+    if arguments[-1] in tables:  # known before the ranks meet
+        assert job.log.count("Error: ") == 2
+        assert "Building" not in job.log
+
+
+def wrong_tables() -> dict[str, str]:
+    right = zbpipe.generate("1F1B", 2, 4).to_csv()
+    first, second = right.strip().split("\n")
+    return {
+        "four_ranks.csv": zbpipe.generate("ZBV", 4, 8).to_csv(),
+        "eight_microbatches.csv": zbpipe.generate("ZBV", 2, 8).to_csv(),
+        "no_schedule.csv": "garbage\n",
+        "missing.csv": right.replace("1B3", ""),
+        "deadlock.csv": "\n".join([",".join(reversed(first.split(","))), second]),
+    }
 
 
 def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +204,79 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert outcome.error == "no end after 3 seconds"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
+
+
+def faulty(config: str) -> tuple[str, ...]:
+    return "--module", "fault_config", "--config", config
+
+
+def test_a_stage_that_raises(titan: Titan) -> None:
+    job = titan.train(*pipeline("ZBV"), *faulty("raises_in_step_2"), num_ranks=2)
+    here = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
+    seen = r"rank 0, schedule ZBV, step \d+ of \d+, .* rank 1: RuntimeError: "
+    assert len(job.errors) == 2
+    assert re.match(f"PipelineError: another rank failed first: {here}. Then this one: {seen}", job.errors[0])
+    assert re.fullmatch(f"PipelineError: {here}", job.errors[1])
+
+
+@pytest.mark.parametrize(("schedule", "with_loss"), [("ZBV", 0), ("1F1B", 1)])
+def test_a_loss_that_is_not_finite(titan: Titan, schedule: str, with_loss: int) -> None:
+    """TorchTitan sees it on the rank with the last stage."""
+    job = titan.train(*pipeline(schedule), *faulty("nan_in_step_2"), num_ranks=2)
+    assert len(job.errors) == 2
+    complaint = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
+    assert re.fullmatch(complaint, job.errors[with_loss])
+    first = f"PipelineError: another rank failed first: rank {with_loss}: {complaint}. Then this one: "
+    assert re.match(first, job.errors[1 - with_loss]), job.errors
+
+
+def test_ranks_with_different_schedules(titan: Titan) -> None:
+    job = titan.train(*pipeline("ZBV")[:2], *faulty("other_schedule"), num_ranks=2)
+    differ = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
+    assert len(job.errors) == 2
+    assert all(re.fullmatch(differ, error) for error in job.errors), job.errors
+    assert not job.began
+
+
+@pytest.fixture(scope="module")
+def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a job whose rank 1 was killed after the second of four steps."""
+    checkpoints = tmp_path_factory.mktemp("stopped")
+    arguments = (*pipeline("ZBV"), *LONGER, *faulty("killed_in_step_3"))
+    job = titan.train(*arguments, num_ranks=2, checkpoints=checkpoints)
+    assert job.exit_codes == (1, -signal.SIGKILL), job.log
+    assert re.search(r"rank 0, schedule ZBV, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer", job.errors[0])
+    assert [step["step"] for step in job.steps] == [1, 2]
+    return checkpoints
+
+
+LONGER = ("--training.steps", "4")
+
+
+@pytest.mark.parametrize("schedule", ["ZBV", "VHalf", "1F1B"])
+def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_path: Path, schedule: str) -> None:
+    """VHalf places the stages as before, 1F1B has half as many."""
+    checkpoints = shutil.copytree(stopped, tmp_path / "checkpoints")
+    job = titan.train(*pipeline(schedule), *LONGER, num_ranks=2, checkpoints=checkpoints)
+    assert job.error is None, job.log
+    assert "Training starts at step 3" in job.log
+    expected = titan.without_pipeline(*LONGER)
+    assert [step["step"] for step in job.steps] == [3, 4]
+    for name in ("loss_metrics/global_avg_loss", "grad_norm"):
+        found, wanted = ([step[name] for step in steps] for steps in (job.steps, expected.steps[2:]))
+        assert found == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
+
+
+def test_accumulation_and_validation(titan: Titan) -> None:
+    settings = (
+        *("--training.global_batch_size", "8"),  # twice the local one
+        *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
+        *("--validator.dataloader.dataset", "python_stdlib"),
+    )
+    job = titan.train(*pipeline("ZBV"), *settings, num_ranks=2)
+    assert_trains_alike(job, titan.without_pipeline(*settings))
+    assert "gradient accumulation steps 2" in job.log
+    assert sum("validation_metrics/loss" in step for step in job.steps) == 3
 
 
 def prepare() -> None:

@@ -37,6 +37,14 @@ def start_from(seed: Path) -> tuple[str, ...]:
     return ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed))
 
 
+def start_or_resume(seed: Path, checkpoints: Path) -> tuple[str, ...]:
+    """TorchTitan's arguments for a job that can be stopped: its own checkpoints go before the seed."""
+    return (
+        *("--checkpoint.enable", "--checkpoint.initial_load_path", str(seed)),
+        *("--checkpoint.folder", str(checkpoints), "--checkpoint.interval", "2"),
+    )
+
+
 @dataclass(frozen=True)
 class Job(Outcome):
     """How a job ended."""
@@ -65,10 +73,20 @@ class Titan:
         self._seeds: dict[str, Path] = {}
 
     def train(
-        self, *arguments: str, num_ranks: int, model: str = LLAMA, functorch: dict[str, Any] | None = None
+        self,
+        *arguments: str,
+        num_ranks: int,
+        model: str = LLAMA,
+        functorch: dict[str, Any] | None = None,
+        checkpoints: Path | None = None,
     ) -> Job:
-        """A job of a few small steps, from the model's seed checkpoint; `functorch` sets compiler options."""
-        return self._run((*SHORT, *start_from(self.seed(model)), *arguments), num_ranks, model, functorch or {})
+        """A job of a few small steps, from the model's seed checkpoint; `functorch` sets compiler options.
+
+        With `checkpoints` it saves one there after every second step, and goes on from the last one if there is any.
+        """
+        seed = self.seed(model)
+        start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
+        return self._run((*SHORT, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
         """What the pipelines are compared with: run once, and kept."""

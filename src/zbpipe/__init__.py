@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zbpipe.planner.plan import Plan, plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
+    from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.profiler import Profiler
     from zbpipe.runtime.schedules import (
@@ -45,6 +46,7 @@ __all__ = [
     "Link",
     "Op",
     "OpKind",
+    "PipelineError",
     "Placement",
     "Plan",
     "Profiler",
@@ -74,6 +76,7 @@ _LATER = {
     "planner.plan": ("Plan", "plan"),
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
+    "runtime.failures": ("PipelineError",),
     "runtime.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.profiler": ("Profiler",),
 }

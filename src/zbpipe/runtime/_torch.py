@@ -7,6 +7,7 @@ number.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed._composable.replicate import DDP
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining.schedules import (
@@ -26,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
     get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -230,6 +233,66 @@ def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
 def to_other_ranks(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """The sends and receives whose peer is not this very process."""
     return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def default_store() -> Any:
+    """The key-value store in which the ranks of the job met; None before they did."""
+    return _get_default_store() if dist.is_initialized() else None
+
+
+def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
+    """At which step of its schedule, as torch numbers them from 0, and at which action `error` came out of `runtime`.
+
+    With the message it waited for, if it was waiting for one. No other trace of this leaves torch's executor.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
+    found = frames[executor].f_locals
+    if "time_step" not in found:
+        return "before its first step"
+    waits = frames[-1].f_code is _wait_batch_p2p.__code__
+    action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
+    if waits and frames[executor + 1] is frames[-1]:
+        return f"after step {total - 1}, waiting for its last sends"
+    message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
+    return f"step {found['time_step']} of {total}, {action}{message}"
+
+
+_EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
+_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
+
+
+def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
+    """What `action` waits for, or to whom it sends."""
+    kind, stage, microbatch = _key(action)
+    forward = kind.endswith("F")
+    if "SEND" in kind:
+        return f" to rank {_rank_of(stage + (1 if forward else -1), runtime)}"
+    sender = _rank_of(stage - 1 if forward else stage + 1, runtime)
+    if kind in _MESSAGES:
+        return f" from rank {sender}"
+    kinds, source = (("F",), stage - 1) if forward else (("I", "B"), stage + 1)
+    ops = (op for row in runtime.pipeline_order.values() for op in row if op)
+    awaited = next(op for op in ops if op[0] == source and op[2] == microbatch and op[1].value in kinds)
+    return f", waiting for {awaited} from rank {sender}"
+
+
+def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
+    """In the job, not in the pipeline."""
+    group = runtime._stages[0].group
+    rank = runtime.stage_index_to_group_rank[stage]
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def num_microbatches(schedule: _PipelineSchedule) -> int:
+    """Of one step."""
+    return schedule._n_microbatches
+
+
+def what_it_runs(schedule: _PipelineSchedule) -> str:
+    """Equal on two ranks that run the same table over as many microbatches, whatever its name."""
+    table = lowered_table(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
+    return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
 
 def _action(op: Op) -> _Action | None:

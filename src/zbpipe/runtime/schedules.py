@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import _torch, agreement, checks, failures
 from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
 from zbpipe.runtime.products import WeightGradients
@@ -79,6 +79,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
         self._lowered: dict[Schedule, _torch.Lists] = {}
+        self._is_agreed = False
+        """Whether all ranks are known to have the same lists."""
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
@@ -86,12 +88,15 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
 
+        That they all have is checked when that step begins.
+
         Raises:
             ValueError: it has another placement or another number of microbatches, or could not run.
         """
         if schedule not in self._lowered:
             self._lower(schedule)
             self._lowered[schedule] = _torch.lists_of(self)
+            self._is_agreed = False
         _torch.use_lists(self, self._lowered[schedule])
         self.schedule = schedule
 
@@ -103,6 +108,14 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         if self._frees_sends_early:
             _torch.free_sends_early(self)
         checks.require_sound_messages(self, schedule.name)
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        with failures.named(self, self.schedule.name):
+            if not self._is_agreed:
+                stage = self._stages[0]
+                agreement.require_same(self, self.schedule.name, stage.group, stage.device)
+                self._is_agreed = True
+            super()._step_microbatches(*args, **kwargs)
 
 
 class ScheduleZBH1(RegisteredSchedule):

@@ -23,7 +23,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, agreement
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_splittable
 from zbpipe.runtime.products import GROUPED_MM
@@ -35,7 +35,10 @@ PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], boo
 
 
 def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
-    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own."""
+    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
+
+    It raises a `PipelineError` on all ranks of the job if their schedules differ.
+    """
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = _known(parallelism.pipeline_parallel_schedule)
@@ -44,6 +47,8 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         if traits is None or traits.source == "torch":
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
+        # Of all ranks, whatever they run: of one that has torch's 1F1B, one that has ZBV would wait for messages.
+        agreement.require_same(built[0], parallelism.pipeline_parallel_schedule, None, kwargs["device"])
         add_metrics(monitor.attach(built[0], options), parallelism.pipeline_parallel_schedule)
         return built
 

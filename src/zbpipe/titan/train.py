@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from zbpipe.runtime.failures import told_to_other_ranks
 from zbpipe.titan import cpu
 from zbpipe.titan.check import check
 from zbpipe.titan.options import parse
@@ -23,14 +24,19 @@ from zbpipe.titan.options import parse
 
 @record
 def main() -> None:
-    """Train as `torchtitan.train.main` does, with zbpipe's schedules."""
+    """Train as `torchtitan.train.main` does, with zbpipe's schedules.
+
+    Raises:
+        PipelineError: a step failed, or another rank did; other exceptions of the job pass as they are.
+    """
     on_cpu = cpu.is_needed()
     if on_cpu:
         if os.environ.get("RANK", "0") == "0":
             print(cpu.NOTICE, file=sys.stderr, flush=True)
         cpu.stand_in()
     plug_in(on_cpu)
-    importlib.import_module("torchtitan.train").main()
+    with told_to_other_ranks():
+        importlib.import_module("torchtitan.train").main()
 
 
 def plug_in(on_cpu: bool) -> None:

@@ -1,0 +1,257 @@
+"""What goes wrong in a long run: it ends soon, on every rank, by an error that says where it began."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build_stage, loss_fn
+from ranks import endings, run_ranks
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime import _torch, failures
+from zbpipe.runtime.products import PendingGradient
+
+MICROBATCHES = 6
+SHORT_TIMEOUT = 2.0
+
+
+class Job:
+    """This rank's part of a pipeline."""
+
+    def __init__(self, schedule: str = "ZBV", loss: Callable[..., torch.Tensor] = loss_fn, **options: Any) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        indices = zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
+        self.num_stages = len(indices) * num_ranks
+        self.modules = {index: build_stage(index, self.num_stages) for index in indices}
+        stages = [
+            PipelineStage(module, index, self.num_stages, torch.device("cpu")) for index, module in self.modules.items()
+        ]
+        self.schedule: Any = zbpipe.build_pipeline_schedule(schedule, stages, MICROBATCHES, loss, **options)
+
+    def step(self) -> None:
+        tokens, targets = batch(MICROBATCHES)
+        self.schedule.step(
+            *([tokens] if 0 in self.modules else []),
+            target=targets if self.num_stages - 1 in self.modules else None,
+            losses=[],
+        )
+
+
+class OnCall:
+    """Does something at its nth call."""
+
+    def __init__(self, nth: int, action: Callable[[], None]) -> None:
+        self.left, self.action = nth, action
+
+    def __call__(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+
+
+def end_suddenly() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def explode(*args: Any) -> Any:
+    raise ArithmeticError("too much")
+
+
+def fail_in_the_second_step(action: Callable[[], None]) -> None:
+    """In the third F of stage 4, which is on rank 1 of three."""
+    job = Job()
+    job.step()
+    if 4 in job.modules:
+        job.modules[4].register_forward_pre_hook(OnCall(3, action))
+    job.step()
+
+
+def at(rank: str, peer: str) -> str:
+    """Where `rank` was when it could not reach `peer`: at a computation that waited for a message, or at a message."""
+    op = r"(\d[FI]\d, waiting for \d[FI]\d from|\d(RECV|SEND|WAIT_SEND)_[FB]\d (from|to))"
+    return rf"rank {rank}, schedule ZBV, step \d+ of \d+, {op} rank {peer}: RuntimeError: "
+
+
+LOST = rf"{at('[02]', '1')}.*by peer"
+
+
+def test_a_rank_killed_in_the_middle_of_a_step() -> None:
+    first, killed, last = endings(3, fail_in_the_second_step, end_suddenly, group_timeout=60, timeout=60)
+    assert killed.exit_code == -signal.SIGKILL
+    for ending in (first, last):
+        assert ending.exit_code == 0, ending
+        assert re.search(rf"PipelineError: (another rank failed first: )?{LOST}", ending.error or ""), ending.error
+
+
+def in_forward() -> None:
+    fail_in_the_second_step(explode)
+
+
+def in_backward() -> None:
+    job = Job()
+    if 4 in job.modules:
+        job.modules[4].register_full_backward_hook(OnCall(3, explode))
+    job.step()
+
+
+def in_weight_gradient() -> None:
+    job = Job()
+    job.step()
+    on_call = OnCall(3, explode) if dist.get_rank() == 1 else PendingGradient.accumulate
+    with mock.patch.object(PendingGradient, "accumulate", on_call):
+        job.step()
+
+
+def in_loss() -> None:
+    explodes = OnCall(5, explode)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        explodes()
+        return loss_fn(output, target)
+
+    Job(loss=loss).step()
+
+
+def too_slow() -> None:
+    fail_in_the_second_step(lambda: time.sleep(2 * SHORT_TIMEOUT))
+
+
+def another_schedule() -> None:
+    Job("VHalf" if dist.get_rank() == 1 else "ZBV").step()
+
+
+def other_receives() -> None:
+    Job(defer_pp_recv=dist.get_rank() == 1).step()
+
+
+def all_swap() -> None:
+    job = Job()
+    job.step()
+    job.schedule.adopt(zbpipe.generate("VHalf", 3, MICROBATCHES))
+    job.step()
+
+
+def one_swaps() -> None:
+    job = Job()
+    job.step()
+    job.schedule.adopt(zbpipe.generate("VHalf" if dist.get_rank() == 1 else "VMin", 3, MICROBATCHES))
+    job.step()
+
+
+FAULTS = (
+    *(in_forward, in_backward, in_weight_gradient, in_loss, too_slow),
+    *(another_schedule, other_receives, all_swap, one_swaps),
+)
+
+
+def all_faults(folder: Path) -> dict[str, str]:
+    """One after the other, each in a process group of its own, which it leaves broken; what this rank raised."""
+    errors = {}
+    for fault in FAULTS:
+        renew_group(folder / fault.__name__, SHORT_TIMEOUT if fault is too_slow else 60.0)
+        try:
+            fault()
+        except zbpipe.PipelineError as error:
+            errors[fault.__name__] = str(error)
+    renew_group(folder / "end", 60.0)
+    return errors
+
+
+def renew_group(meeting_point: Path, timeout: float) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+
+
+def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
+    per_rank = run_ranks(3, all_faults, tmp_path)
+
+    def assert_told(name: str, *patterns: str) -> None:
+        """The error of each rank."""
+        for errors, pattern in zip(per_rank, patterns, strict=True):
+            assert re.match(pattern, errors[name]), errors[name]
+
+    for name, where in (
+        ("in_forward", r"rank 1, schedule ZBV, step \d+ of \d+, 4F2"),
+        ("in_backward", r"rank 1, schedule ZBV, step \d+ of \d+, 4I\d"),
+        ("in_weight_gradient", r"rank 1, schedule ZBV, step \d+ of \d+, 4W0"),
+    ):
+        here = f"{where}: ArithmeticError: too much"
+        first = f"another rank failed first: {here}. Then this one: "
+        assert_told(name, first + at("0", "1"), here + "$", first + at("2", "1"))
+    here = r"rank 0, schedule ZBV, step \d+ of \d+, 5F\d: ArithmeticError: too much"
+    first = f"another rank failed first: {here}. Then this one: "
+    assert_told("in_loss", here + "$", first + at("1", "0"), first + at("2", "1"))
+    timed_out = r"(another rank failed first: )?rank \d, schedule ZBV, step \d+ of \d+, .* from rank 1: .*Timed out"
+    assert_told("too_slow", timed_out, timed_out, timed_out)
+
+    def differ(most: str, one: str) -> str:
+        one, most = (rf"{name} with 6 microbatches \(table \w{{8}}\)" for name in (one, most))
+        return f"the ranks have different schedules: ranks 0, 2: {most}; rank 1: {one}$"
+
+    for name, most, one in (
+        ("another_schedule", "ZBV", "VHalf"),
+        ("other_receives", "ZBV", "ZBV"),
+        ("one_swaps", "VMin", "VHalf"),
+    ):
+        assert_told(name, *3 * [differ(most, one)])
+    assert "all_swap" not in per_rank[0]
+
+
+class SilentStore:
+    def compare_set(self, *args: str) -> bytes:
+        time.sleep(60)
+        return b""
+
+
+class BrokenStore:
+    def compare_set(self, *args: str) -> bytes:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize("store", [SilentStore(), BrokenStore(), None])
+def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    monkeypatch.setattr(_torch, "default_store", lambda: store)
+    monkeypatch.setattr(failures, "_PATIENCE", 0.2)
+    with pytest.raises(ArithmeticError), failures.told_to_other_ranks():
+        explode()
+
+
+def test_a_rank_killed_under_torchrun(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("killed_job.py")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+        # torchrun ends the other ranks when it sees that one is gone. Here it looks late, to let them speak first.
+        *("--monitor-interval", "5", "--log-dir", str(tmp_path), str(script), str(tmp_path)),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+    assert ended.returncode != 0
+    assert re.search(r"Signal 9 \(SIGKILL\)", ended.stderr), ended.stderr
+    files = sorted(tmp_path.rglob("error.json"))
+    errors = [json.loads(file.read_text())["message"]["message"] for file in files]
+    assert len(errors) == 2
+    for error in errors:
+        assert re.match(rf"PipelineError: (another rank failed first: )?{LOST}", error), error
