@@ -148,6 +148,17 @@ def test_the_exact_solver_finds_nothing_below_the_bound(
     assert length <= tested.length(known) * (1 + 1e-6)
 
 
+def test_the_exact_order_frees_first_what_it_counts_on() -> None:
+    """A W that takes no time starts together with the F that needs its room."""
+    pytest.importorskip("ortools")
+    ones = (1.0,) * 4
+    tested = problem(Placement.v(2), CostModel(ones, ones, (1, 1, 1, 0), ones), microbatches=2, limit=1)
+    known = ListScheduler(tested, PLAIN).by_kind()[0][1]
+    order = solve(tested, known, effort=2.0).order
+    assert order is not None
+    assert tested.fits(tested.schedule("exact", order))
+
+
 def test_the_exact_solver_finds_what_the_search_missed() -> None:
     pytest.importorskip("ortools")
     searched = plan(2, 4, (1, 2, 1), 1.5, placements=["v"], budget=1)

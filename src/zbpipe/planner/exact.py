@@ -79,7 +79,8 @@ def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof
     order = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         # Ops that take no whole number of time may start together: the one that comes first in the chain goes first.
-        order = tuple(sorted(model.start, key=lambda op: (solver.value(model.start[op]), model.depth(op))))
+        # They go before what starts with them, too, because it may count on the room that they free.
+        order = tuple(sorted(model.start, key=lambda op: (*model.span(op, solver), model.depth(op))))
     return Proof(order, solver.best_objective_bound * model.second)
 
 
@@ -146,6 +147,11 @@ class _Model:
                 begin = max(begin, end[feeder * self.microbatches + microbatch] + self.lag[node])
             self.model.add_hint(self.start[op], begin)
             clock[rank] = end[op] = begin + self.seconds[node]
+
+    def span(self, op: int, solver: Any) -> tuple[int, int]:
+        """When the solver starts and ends an op."""
+        start = solver.value(self.start[op])
+        return start, start + self.seconds[op // self.microbatches]
 
     def depth(self, op: int) -> int:
         """How many ops of the same microbatch come before it."""
