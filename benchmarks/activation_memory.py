@@ -262,18 +262,15 @@ def _innermost(traceback: str) -> str:
 # Predictions.
 
 
-def predicted(name: str, job: Job, ops: Mapping[str, OpBytes]) -> list[float] | None:
+def predicted(name: str, job: Job, ops: Mapping[str, OpBytes]) -> list[float]:
     """The simulator's peak in bytes by rank, from what one stage keeps after F and after I.
 
-    The order of a rank's ops is fixed, so their times make no difference. None if the stage keeps more after I than
-    after F, which a `CostModel` cannot say.
+    The order of a rank's ops is fixed, so their times make no difference.
     """
     schedule = zbpipe.generate(name, job.ranks, job.microbatches)
     ones = (1.0,) * schedule.placement.num_stages
     activations = tuple(float(ops["F"].after) for _ in ones)
     freed_by_i = 1 - ops["I"].after / ops["F"].after if "I" in ops else 0.0
-    if freed_by_i < 0:
-        return None
     return list(zbpipe.simulate(schedule, CostModel(ones, ones, ones, activations, freed_by_i)).peak_memory)
 
 

@@ -266,19 +266,21 @@ def agreed(limit: float | None) -> tuple[Any, ...]:
 def test_auto_plans_and_keeps_the_better() -> None:
     (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed, None)
     assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
-    assert names[0] == outcome.start == "VHalf"
+    assert names[0] == outcome.start == "Auto-VHalf"
     assert names[-1] == outcome.chosen
     assert outcome.expected_after < outcome.expected_before
     assert outcome.measured_after is not None
-    assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "VHalf")
+    assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "Auto-VHalf")
     assert rows.startswith("rank 0: 0F0")
 
 
 def test_auto_begins_within_its_limit() -> None:
     placement = Placement.v(4)
-    assert start_within(4, placement, 8).name == "VHalf"
-    assert start_within(2.5, placement, 8).name == "VMin"
-    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too little for Auto, .* VMin, holds 2 microbatches"):
+    assert start_within(4, placement, 8).name == "Auto-VHalf"
+    assert start_within(2.5, placement, 8).name == "Auto-VMin"
+    with pytest.raises(
+        ValueError, match=r"memory_limit=1.5 is too little for Auto, .* Auto-VMin, holds 2 micro"
+    ):
         start_within(1.5, placement, 8)
 
 

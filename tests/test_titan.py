@@ -171,8 +171,8 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert job.losses == pytest.approx(expected.losses, rel=1e-5)
     grad_norms = [[step["grad_norm"] for step in each.steps] for each in (job, expected)]
     assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-4)
-    assert "Auto: VHalf takes" in job.log
-    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with VHalf" in job.log
+    assert "Auto: Auto-VHalf takes" in job.log
+    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
     measured = costs_file.load(costs)
     assert measured.placement == zbpipe.Placement.v(2)
     assert min(*measured.costs.f, *measured.costs.i, *measured.costs.w) > 0  # type: ignore[union-attr]

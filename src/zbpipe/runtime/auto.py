@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import registry
+from zbpipe.algorithms.auto import starts
 from zbpipe.costs import CostModel, shares_within
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement, Schedule
@@ -22,8 +22,6 @@ from zbpipe.runtime.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.simulate import simulate
 
-_STARTS = ("VHalf", "VMin")
-"""By how much memory they need, the one with the shorter step first."""
 _MANY_OPS = 20_000
 _WORK = 5e8
 """For so many ops the search has a budget of about ten seconds, because all other ranks wait for it."""
@@ -64,7 +62,7 @@ class _Proposal:
 
 
 class AutoSchedule(RegisteredSchedule):
-    """Starts as V-Half (or V-Min, under a tight limit), measures, plans, and swaps the schedule between two steps.
+    """Starts as V-Half (or V-Min, under a tight limit) with W at once, measures, plans, and swaps between two steps.
 
     Weights, optimizer, order of the data and the placement of the stages (two a rank, on a V) stay as they are, and so
     do the losses. It takes `profile_steps` + 2 steps to measure, and then twice as many in which plan and start take
@@ -209,14 +207,14 @@ def start_within(limit: float, placement: Placement, microbatches: int) -> Sched
     Raises:
         ValueError: all of them hold more.
     """
-    for name in _STARTS:
-        schedule = registry.generate(name, placement.num_ranks, microbatches)
+    for schedule in starts(placement.num_ranks, microbatches):
         peak = max(simulate(schedule, CostModel.uniform(placement)).peak_activations)
         if peak <= limit:
             return schedule
     raise ValueError(
-        f"memory_limit={limit:g} is too little for Auto, whose most sparing schedule, {name}, holds {peak:g}"
-        f" microbatches of a rank's share on {placement.num_ranks} ranks: raise it, or use smaller microbatches"
+        f"memory_limit={limit:g} is too little for Auto, whose most sparing schedule, {schedule.name},"
+        f" holds {peak:g} microbatches of a rank's share on {placement.num_ranks} ranks: raise it, or use smaller"
+        " microbatches"
     )
 
 
