@@ -249,7 +249,7 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
     found = frames[executor].f_locals
     if "time_step" not in found:
-        return "before its first step"
+        return "before step 0"
     waits = frames[-1].f_code is _wait_batch_p2p.__code__
     action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
     if waits and frames[executor + 1] is frames[-1]:
@@ -273,7 +273,8 @@ def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> st
         return f" from rank {sender}"
     kinds, source = (("F",), stage - 1) if forward else (("I", "B"), stage + 1)
     ops = (op for row in runtime.pipeline_order.values() for op in row if op)
-    awaited = next(op for op in ops if op[0] == source and op[2] == microbatch and op[1].value in kinds)
+    found = (op for op in ops if op[0] == source and op[2] == microbatch and op[1].value in kinds)
+    awaited = next(found, f"stage {source}")
     return f", waiting for {awaited} from rank {sender}"
 
 
