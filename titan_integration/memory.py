@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.costs import CostModel
+from zbpipe.ir import Schedule
 from zbpipe.layers import even_sizes, split_of
 from zbpipe.registry import generate, lookup
+from zbpipe.simulate import simulate
 from zbpipe.titan import cpu, options
 
 GIB = 2**30
@@ -67,7 +69,7 @@ def needs(config: Any, num_gpus: int) -> list[Need]:
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     schedule = generate(traits.name, ranks, microbatches)
     stages = _stages(config, schedule.placement.num_stages)
-    peaks = _peaks(schedule, [stage.kept_by_f for stage in stages], [stage.kept_by_i for stage in stages])
+    peaks = _peaks(schedule, stages)
     found = []
     for rank in range(ranks):
         parameters = sum(stages[stage].parameters for stage in schedule.placement.stages_on(rank))
@@ -151,28 +153,12 @@ class _Block:
         return 4 * self.dim + (2 * self.queries + self.keys_and_values + 3 * self.hidden) / tp
 
 
-def _peaks(schedule: Schedule, kept_by_f: Sequence[float], kept_by_i: Sequence[float]) -> list[float]:
-    """By rank, the most that lives after any of its ops."""
-
-    def change(op: Op) -> float:
-        match op.kind:
-            case OpKind.F:
-                return kept_by_f[op.stage]
-            case OpKind.I:
-                return kept_by_i[op.stage] - kept_by_f[op.stage]
-            case OpKind.W:
-                return -kept_by_i[op.stage]
-            case OpKind.B:
-                return -kept_by_f[op.stage]
-
-    peaks = []
-    for ops in schedule:
-        held = peak = 0.0
-        for op in ops:
-            held += change(op)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+def _peaks(schedule: Schedule, stages: Sequence[_Stage]) -> tuple[float, ...]:
+    """By rank, the most that lives at a time; it depends on the order of the ops only."""
+    times = (1.0,) * len(stages)
+    kept = tuple(stage.kept_by_f for stage in stages)
+    freed = tuple(1 - stage.kept_by_i / stage.kept_by_f if stage.kept_by_f else 0.0 for stage in stages)
+    return simulate(schedule, CostModel(times, times, times, kept, freed)).peak_memory
 
 
 def main() -> None:
