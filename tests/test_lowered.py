@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
 from zbpipe import Schedule, generate, testing
@@ -34,7 +35,7 @@ def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = Fals
     return "\n".join(",".join(map(str, rows[rank])) for rank in range(ranks))
 
 
-def lowered_runtime(schedule: Schedule, defer_pp_recv: bool = False) -> Any:
+def lowered_runtime(schedule: Schedule, defer_pp_recv: bool = False, **options: Any) -> Any:
     """One of torch's schedules that has the tables of ours, and nothing more."""
     runtime: Any = object.__new__(_PipelineScheduleRuntime)
     runtime.__dict__.update(
@@ -48,6 +49,7 @@ def lowered_runtime(schedule: Schedule, defer_pp_recv: bool = False) -> Any:
         _defer_reduce_grad_wait=False,
         _max_outstanding_sends=None,
     )
+    runtime.__dict__.update(options)
     lower(runtime, schedule)
     return runtime
 
@@ -126,6 +128,23 @@ def test_ranks_that_wait_for_each_others_sends() -> None:
     (deadlock,) = [finding for finding in validate_lowered(parse(table)) if finding.rule == "deadlock"]
     assert "rank 0 (position 2, 0RECV_B0) waits for 1SEND_B0 on rank 1" in deadlock.message
     assert "rank 1 (position 0, 1RECV_F1) waits for 0SEND_F1 on rank 0" in deadlock.message
+
+
+def test_compute_on_a_stage_that_is_not_gathered() -> None:
+    rows = parse(lowered("ZBV", 2, 3))
+    for change in (
+        lambda row: row.remove(Action(3, "UNSHARD", -1)),
+        lambda row: row.insert(row.index(Action(3, "F", 0)), Action(3, "RESHARD", -1)),
+    ):
+        finding, *_ = validate_lowered(changed(rows, 0, change))
+        assert (finding.rule, finding.rank, finding.op) == ("order", 0, Action(3, "F", 0))
+        assert "it needs 3UNSHARD before it" in finding.message
+
+
+@given(testing.runnable_schedules(), st.integers(1, 4), st.sampled_from(["full", "auto"]))
+def test_stages_are_gathered_however_many_may_be_active(schedule: Schedule, most: int, lookahead: str) -> None:
+    runtime = lowered_runtime(schedule, _max_active_stages=most, _unshard_lookahead=lookahead)
+    assert validate_lowered(parse(lowered_table(runtime))) == []
 
 
 def test_overlapped_actions_stand_one_after_the_other() -> None:

@@ -114,7 +114,14 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
     checks = _Lowered(rows, compute)
     # Who waits for whom shows better among the messages.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
-    return [*alone, *checks.unmatched(), *checks.disordered(), *checks.crossed(), *checks.deadlocked()]
+    return [
+        *alone,
+        *checks.unmatched(),
+        *checks.disordered(),
+        *checks.ungathered(),
+        *checks.crossed(),
+        *checks.deadlocked(),
+    ]
 
 
 def mixed_up_messages(rows: Rows) -> list[Finding]:
@@ -244,6 +251,20 @@ class _Lowered:
                     if here and min(here) > position:
                         message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
                         yield self.finding("order", action, message, (rank, position))
+
+    def ungathered(self) -> Iterator[Finding]:
+        """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
+        for rank, row in enumerate(self.rows):
+            gathered: set[int] = set()
+            gathers = any(action.kind == "UNSHARD" for action in row)
+            for position, action in enumerate(row):
+                if action.kind == "UNSHARD":
+                    gathered.add(action.stage)
+                elif action.kind == "RESHARD":
+                    gathered.discard(action.stage)
+                elif gathers and action.kind in _COMPUTE and action.stage not in gathered:
+                    message = f"it needs {action.stage}UNSHARD before it"
+                    yield self.finding("order", action, message, (rank, position))
 
     def crossed(self) -> Iterator[Finding]:
         """Messages from one rank to another that are not received in the order in which they are sent."""
