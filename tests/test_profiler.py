@@ -193,6 +193,22 @@ def test_bytes_of_activations() -> None:
         assert costs.waits(stage) > checkpoints
 
 
+def profiled_beside_torchs() -> tuple[float, ...]:
+    job = sleepy_job("ZBV")
+    profiler = zbpipe.Profiler(job.schedule, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for _ in range(3):
+            job.step()
+    assert profiler.costs is not None
+    assert isinstance(profiler.costs.costs, CostModel)
+    return profiler.costs.costs.activations
+
+
+def test_memory_is_not_measured_while_torchs_profiler_runs() -> None:
+    """There is one at a time only. Stages then count alike."""
+    assert run_ranks(2, profiled_beside_torchs) == [(0.5, 0.5, 0.5, 0.5)] * 2
+
+
 def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
     for message in run_ranks(2, refused):
         assert "ScheduleInterleaved1F1B runs whole backwards" in message

@@ -121,7 +121,7 @@ def plan(
     if objective not in ("makespan", "longest_rank_span"):
         raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {objective!r}")
     if budget is not None and not budget > 0:
-        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {8e7:g} is usual")
+        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {1e8:g} is usual")
     wanted = list(named_placements(ranks, placements))
     if not wanted:
         raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
@@ -160,7 +160,7 @@ def plan(
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
     """A second or so of one core for 8 ranks and 32 microbatches, and no less; larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
-    return max(8e7, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)
+    return max(1e8, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)
 
 
 def _silent(share: float, best: float) -> None:

@@ -285,6 +285,11 @@ def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
+def profiler_is_on() -> bool:
+    """Whether torch's profiler looks at this process now."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def num_microbatches(schedule: _PipelineSchedule) -> int:
     """Of one step."""
     return schedule._n_microbatches

@@ -123,7 +123,9 @@ class _Recorder:
         stage = _torch.stages_of(schedule)[0]
         self._group = stage.group
         self._clock: _Clock = _HostClock() if stage.device.type == "cpu" else _DeviceClock(stage.device)
-        self._watched = min(1, schedule._n_microbatches - 1) if with_memory else -1
+        # On the CPU it takes torch's profiler, of which there can be one at a time only.
+        with_memory = with_memory and not (stage.device.type == "cpu" and _torch.profiler_is_on())
+        self._watched = min(1, _torch.num_microbatches(schedule) - 1) if with_memory else -1
         """The microbatch of which memory is measured: the second, because the first makes `.grad`."""
         self._device = stage.device
         self._marks: dict[Op, tuple[Any, Any]] = {}
