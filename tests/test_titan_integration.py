@@ -473,6 +473,10 @@ def test_one_process_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "complaint"),
     [
+        (
+            {"MASTER_ADDR": "n0", "NODE_RANK": "3"},
+            "NODE_RANK='3' and MASTER_ADDR='n0' are of several nodes",
+        ),
         ({"PLATFORM": "tpu"}, "PLATFORM='tpu' is unknown: use cuda, rocm or cpu"),
         ({"COMM_MODE": "fake"}, "COMM_MODE='fake' is unknown: use fake_backend or local_tensor"),
         ({"NGPU": "08"}, "NGPU='08' has to be a whole number from 1 to"),
@@ -568,7 +572,7 @@ def test_the_readme_has_all_configs() -> None:
     text = README.read_text()
     assert [name for name in CONFIGS if f"`{name}`" not in text] == []
     variables = re.findall(r"^#   ([A-Z_]+) ", SCRIPT.read_text(), re.MULTILINE)
-    assert len(variables) == 14
+    assert len(variables) == 15
     assert [name for name in variables if f"`{name}`" not in text] == []
 
 
@@ -576,7 +580,7 @@ def commands(program: str) -> list[str]:
     """Those of the README with this program, each in one line."""
     blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].removeprefix("srun ") for line in lines if program in line]
+    return [re.sub(r"^srun (--\S+ )*", "", line.split("  #")[0]) for line in lines if program in line]
 
 
 def model_of(arguments: list[str]) -> str:
@@ -623,8 +627,27 @@ def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
     (command,) = commands("titan_integration.memory")
     lines = with_titan(table, shlex.split(command)[3:]).splitlines()
     assert lines[0] == "rank  parameters  weights  activations  total (GiB on each GPU)"
-    assert [line.split()[0] for line in lines[1:-1]] == ["0", "1", "2", "3"]
+    assert [line.split()[0] for line in lines[1:-2]] == ["0", "1", "2", "3"]
     assert lines[1].split()[1] == "18.36B"
+    assert lines[-2].startswith("a microbatch of an average rank's share, the unit of --zbpipe.memory-limit: ")
     assert lines[-1] == "worst rank: 56.0 GiB, which with 15% left free fits: H100, H200, MI300X, MI325X, MI355X"
     with pytest.raises(ValueError, match="48 GPUs are no multiple of PP x TP x replicas = 32: use 32 or 64"):
         with_titan(table, ["--gpus", "48", *shlex.split(command)[5:]])
+
+
+def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
+    """What its plan may take, by its limit; where that is tight, what it starts with."""
+
+    def activations(limit: str) -> list[float]:
+        arguments = [
+            *("--gpus", "32", "--module", "titan_integration.llama3", "--config", "llama3_70b"),
+            *("--parallelism.pipeline_parallel_schedule", "Auto", "--zbpipe.memory-limit", limit),
+        ]
+        lines = with_titan(table, arguments).splitlines()
+        units.append(float(lines[-2].split()[-2]))
+        return [float(line.split()[3]) for line in lines[1:5]]
+
+    units: list[float] = []
+    tight, ample = activations("2"), activations("12")
+    assert ample == pytest.approx([12 * units[0]] * 4, rel=0.01)
+    assert min(tight) > 2 * units[0]

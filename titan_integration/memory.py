@@ -49,8 +49,10 @@ class Need:
         return self.weights + self.activations
 
 
-def needs(config: Any, num_gpus: int) -> list[Need]:
+def needs(config: Any, num_gpus: int, memory_limit: float | None = None) -> list[Need]:
     """By pipeline rank, for a `Trainer.Config` of a Llama model on so many GPUs.
+
+    With the schedule `Auto`, what its plan may take: `memory_limit` as in `--zbpipe.memory-limit`.
 
     Raises:
         ValueError: the GPUs are no multiple of what the other degrees take, or checkpointing is neither selective nor
@@ -70,11 +72,25 @@ def needs(config: Any, num_gpus: int) -> list[Need]:
     schedule = generate(traits.name, ranks, microbatches)
     stages = _stages(config, schedule.placement.num_stages)
     peaks = _peaks(schedule, stages)
+    if traits.name == "Auto":
+        room = (ranks if memory_limit is None else memory_limit) * _share(stages, ranks)
+        peaks = tuple(max(peak, room) for peak in peaks)
     found = []
     for rank in range(ranks):
         parameters = sum(stages[stage].parameters for stage in schedule.placement.stages_on(rank))
         found.append(Need(parameters, parameters / tp * bytes_per_parameter(fsdp), peaks[rank]))
     return found
+
+
+def unit_of_memory_limit(config: Any) -> float:
+    """Bytes on each GPU of what F keeps of one microbatch in an average rank's layers."""
+    ranks = config.parallelism.pipeline_parallel_degree
+    placement = lookup(config.parallelism.pipeline_parallel_schedule).place(ranks)
+    return _share(_stages(config, placement.num_stages), ranks)
+
+
+def _share(stages: Sequence[_Stage], ranks: int) -> float:
+    return sum(stage.kept_by_f for stage in stages) / ranks
 
 
 def bytes_per_parameter(fsdp: int) -> float:
@@ -166,18 +182,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="titan_integration.memory", allow_abbrev=False)
     parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
     known, rest = parser.parse_known_args()
-    _, rest = options.parse(rest)
+    chosen, rest = options.parse(rest)
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
     from torchtitan.config import ConfigManager
 
-    found = needs(ConfigManager().parse_args(rest), known.gpus)
+    config = ConfigManager().parse_args(rest)
+    found = needs(config, known.gpus, chosen.memory_limit)
     print("rank  parameters  weights  activations  total (GiB on each GPU)")
     for rank, need in enumerate(found):
         figures = (need.weights, need.activations, need.total)
         print(f"{rank:4}  {need.parameters / 1e9:9.2f}B  " + "  ".join(f"{figure / GIB:7.1f}" for figure in figures))
     worst = max(need.total for need in found) / GIB
     fits = [name for name, memory in GPUS.items() if worst <= USABLE * memory]
+    unit = unit_of_memory_limit(config) / GIB
+    print(f"a microbatch of an average rank's share, the unit of --zbpipe.memory-limit: {unit:.2f} GiB")
     print(f"worst rank: {worst:.1f} GiB, which with {1 - USABLE:.0%} left free fits: {', '.join(fits) or 'no GPU'}")
 
 

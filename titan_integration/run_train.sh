@@ -9,6 +9,7 @@
 #   MODULE       TorchTitan's --module (default: titan_integration.llama3)
 #   CONFIG       TorchTitan's --config, a function in it (default: llama3_debug)
 #   LOG_RANK     whose output is shown, numbers on this node separated by commas (default: 0, where a V has its loss)
+#   LOG_DIR      folder for the output of all processes, in files (default: a folder of torchrun's in /tmp)
 #   TRAIN_FILE   Python module to run (default: zbpipe.titan.train)
 #   PLATFORM     cuda, rocm, cpu, or auto (default): what torch finds
 #   COMM_MODE    fake_backend or local_tensor: one process that stands for rank RANK (default: 0) of NGPU, one step
@@ -123,6 +124,9 @@ fi
 if [[ -z ${NNODES:-}${SLURM_STEP_NUM_NODES:-} ]] && ((${SLURM_JOB_NUM_NODES:-1} > 1)); then
     fail "SLURM_JOB_NUM_NODES='$SLURM_JOB_NUM_NODES', but without srun this trains on one node: put srun before the command, or set NNODES=1"
 fi
+if [[ -z $COMM_MODE && -z ${NNODES:-}${SLURM_STEP_NUM_NODES:-} && -n ${NODE_RANK:-}${MASTER_ADDR:-} ]]; then
+    fail "NODE_RANK='${NODE_RANK:-}' and MASTER_ADDR='${MASTER_ADDR:-}' are of several nodes: set NNODES, too, or leave them out"
+fi
 NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
 require_number NNODES 1 100000
 if [[ -z $COMM_MODE ]] && ((NNODES > 1)); then
@@ -130,6 +134,8 @@ if [[ -z $COMM_MODE ]] && ((NNODES > 1)); then
         ((${SLURM_STEP_NUM_TASKS:-$NNODES} == NNODES)) ||
             fail "srun started SLURM_STEP_NUM_TASKS='$SLURM_STEP_NUM_TASKS' tasks on $NNODES nodes: use --ntasks-per-node=1, torchrun starts the GPUs' processes"
         NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
+        [[ -n ${MASTER_ADDR:-} ]] || command -v scontrol >/dev/null ||
+            fail "scontrol is not there to name node 0 of SLURM_STEP_NODELIST='${SLURM_STEP_NODELIST:-}': set MASTER_ADDR"
         MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-}" | head -n 1)}
         MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
     fi
@@ -177,7 +183,7 @@ if [[ -n $COMM_MODE ]]; then
 else
     command=(
         "$PYTHON" -m torch.distributed.run --nproc-per-node "$NGPU" "${rendezvous[@]}"
-        --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m "${trainer[@]}" "$@"
+        --local-ranks-filter "$LOG_RANK" ${LOG_DIR:+--log-dir "$LOG_DIR"} --role rank --tee 3 -m "${trainer[@]}" "$@"
     )
 fi
 
