@@ -389,7 +389,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="default: 4 8")
     parser.add_argument("--microbatches", type=int, nargs="+", help="for each of the ranks (default: 2p)")
-    parser.add_argument("--unit", type=float, default=0.07, help="seconds of a time of 1 (default: %(default)s)")
+    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a time of 1 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="measured of each schedule (default: %(default)s)")
     parser.add_argument(
         "--schedules", nargs="+", default=[*NAMED, *PLANS], metavar="NAME", help="1F1B is always run (default: all)"
