@@ -66,6 +66,7 @@ def run(mode: str, schedule: str, nth: int, options: argparse.Namespace) -> Run:
         outcome = train_on_cpu(arguments, num_ranks=2, folder=Path(folder), timeout=TIMEOUT)
         log = (Path(folder) / "output.log").read_text()
     if outcome.error is not None:
+        print(log[-5000:], file=sys.stderr)
         return Run(mode, schedule, nth, None, None, outcome.error)
     windows = [step["throughput(tps)"] for step in outcome.steps if step["step"] > SKIPPED]
     decided = re.findall(r"Auto: (in turn.*|stays.*)", log)

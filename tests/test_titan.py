@@ -416,3 +416,11 @@ def test_the_first_error_is_told(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": time}}}))
     assert launch.first_error(tmp_path) == "ValueError: first and why"
+
+
+def test_a_rank_that_left_no_exception_is_told(tmp_path: Path) -> None:
+    summary = (
+        "Root Cause (first observed failure):\n  exitcode  : -11\n  traceback : Signal 11 (SIGSEGV) received by PID 7\n"
+    )
+    (tmp_path / "output.log").write_text("torch.distributed.elastic.ChildFailedError: \n" + summary)
+    assert launch.first_error(tmp_path) == "Signal 11 (SIGSEGV) received by PID 7"
