@@ -66,7 +66,8 @@ def told_to_other_ranks() -> Iterator[None]:
     """Around a whole job: the other ranks learn of an exception that ends it here, and this rank learns of theirs.
 
     Raises:
-        PipelineError: another rank failed first, by another error. Else exceptions pass as they are.
+        PipelineError: another rank failed first, by another error. Else exceptions pass as they are, and so does every
+            ValueError.
     """
     try:
         yield
@@ -75,7 +76,8 @@ def told_to_other_ranks() -> Iterator[None]:
     except Exception as error:
         failure = _failure(error, "")
         first = _first_of_all(failure)
-        if failure.error == first.error:
+        # What is refused by a ValueError has nothing to do with the others.
+        if failure.error == first.error or isinstance(error, ValueError):
             raise
         raise _error(failure, first) from error
 
