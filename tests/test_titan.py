@@ -422,5 +422,6 @@ def test_a_rank_that_left_no_exception_is_told(tmp_path: Path) -> None:
     summary = (
         "Root Cause (first observed failure):\n  exitcode  : -11\n  traceback : Signal 11 (SIGSEGV) received by PID 7\n"
     )
-    (tmp_path / "output.log").write_text("torch.distributed.elastic.ChildFailedError: \n" + summary)
+    others = "Failures:\n  exitcode  : -15\n  traceback : Signal 15 (SIGTERM) received by PID 6\n"
+    (tmp_path / "output.log").write_text("torch.distributed.elastic.ChildFailedError: \n" + others + summary)
     assert launch.first_error(tmp_path) == "Signal 11 (SIGSEGV) received by PID 7"

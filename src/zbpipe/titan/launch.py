@@ -118,7 +118,7 @@ def first_error(folder: Path) -> str:
         first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))
         return " ".join(first["message"].split())
     lines = (folder / "output.log").read_text().splitlines()
-    # A rank that a signal ended, by a crash or from outside, left no exception: torchrun tells of it at the end.
+    # A rank that a signal ended, by a crash or from outside, left no exception. torchrun tells of the root cause last.
     killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
-    errors = killed or [line for line in lines if "Error: " in line]
+    errors = killed[-1:] or [line for line in lines if "Error: " in line]
     return errors[0].strip() if errors else f"the job ended without an error of its own; see {folder / 'output.log'}"
