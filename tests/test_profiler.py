@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -222,6 +224,23 @@ def refused() -> str:
     with pytest.raises(ValueError, match="runs whole backwards") as error:
         zbpipe.Profiler(sleepy_job("Interleaved1F1B").schedule)
     return str(error.value)
+
+
+def freed_after_it_was_watched() -> bool:
+    job = sleepy_job("ZBV")
+    seen: list[StepRecord] = []
+    collect(job.schedule, [Wanted.TIMES], seen.extend)
+    job.step()
+    gc.collect()
+    gc.disable()
+    schedule = ref(job.schedule)
+    del job
+    return schedule() is None
+
+
+def test_watching_keeps_no_schedule_alive() -> None:
+    """Its process group would outlive the interpreter, whose end then aborts the process now and then."""
+    assert run_ranks(2, freed_after_it_was_watched) == [True, True]
 
 
 def evaluated() -> tuple[int, int]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,9 @@ def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
     if watchers is not None:
         watchers.append(watcher)
         return
-    step = schedule.step
-    vars(schedule).update(_watchers=[watcher], step=lambda *args, **kwargs: _step(schedule, step, *args, **kwargs))
+    # Not by a circle of references: a schedule that lives until the interpreter ends keeps its process groups alive.
+    watched = ref(schedule)
+    vars(schedule).update(_watchers=[watcher], step=lambda *args, **kwargs: _step(watched(), *args, **kwargs))
 
 
 def collect(
@@ -99,7 +101,8 @@ class _Collector:
             self._done(self._records)
 
 
-def _step(schedule: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    step = type(schedule).step.__get__(schedule)
     if not schedule._has_backward:  # schedule.eval
         return step(*args, **kwargs)
     asked = [(watcher, watcher.before()) for watcher in schedule._watchers]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 import torchtitan.trainer
@@ -165,13 +166,17 @@ def report_loss_where_it_is() -> None:
 def add_metrics(pipeline: monitor.PipelineMetrics, pp_schedule: str) -> None:
     """Have the steps that TorchTitan logs looked at, and put what is found among its metrics and on the console."""
     should_log, log = MetricsProcessor.should_log, MetricsProcessor.log
+    watching = ref(pipeline)  # of the schedule, which has to go before the interpreter does
 
     def armed_where_logged(self: Any, step: int) -> bool:
-        pipeline.armed = should_log(self, step)
-        return pipeline.armed
+        is_logged: bool = should_log(self, step)
+        if pipeline := watching():
+            pipeline.armed = is_logged
+        return is_logged
 
     def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
-        found = pipeline.collect()
+        pipeline = watching()
+        found = pipeline.collect() if pipeline else {}
         log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
         if found and dist.get_rank() == rank_with_loss(self.parallel_dims, pp_schedule):
             logger.info(monitor.in_words(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
@@ -45,7 +46,7 @@ class PipelineMetrics:
     def __init__(self, schedule: _torch.PipelineSchedule) -> None:
         self.armed = False
         """Whether TorchTitan will log the step that comes now."""
-        self._schedule = schedule
+        self._schedule = ref(schedule)
         self._record: StepRecord | None = None
         self._links: Links | None = None
         watch(schedule, self)
@@ -60,11 +61,12 @@ class PipelineMetrics:
 
     def collect(self) -> dict[str, Any]:
         """The metrics of the last step that was looked at; all ranks of the pipeline have to ask for them."""
-        if self._record is None:
+        schedule = self._schedule()
+        if self._record is None or schedule is None:
             return {}
         if self._links is None:
-            self._links = measure_links(_torch.stages_of(self._schedule), self._record.message_bytes)
-        planned, measured = timelines(self._schedule, self._record, self._links)
+            self._links = measure_links(_torch.stages_of(schedule), self._record.message_bytes)
+        planned, measured = timelines(schedule, self._record, self._links)
         self._record = None
         return {
             "zbpipe/step(s)": measured.makespan,
