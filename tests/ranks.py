@@ -120,6 +120,17 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
+def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: float) -> None:
+    """Meet the other ranks, by a file that no other group has used."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+
+
 def _main(
     end: Connection,
     rank: int,
@@ -132,13 +143,7 @@ def _main(
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting_point}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+        join_group(meeting_point, rank, num_ranks, timeout)
         value = function(*args)
         dist.barrier()
         answer = (False, value)

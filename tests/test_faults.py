@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, build_stage, loss_fn
-from ranks import endings, run_ranks
+from ranks import endings, join_group, run_ranks
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
@@ -175,13 +174,7 @@ def all_faults(folder: Path) -> dict[str, str]:
 def renew_group(meeting_point: Path, timeout: float) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting_point}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    join_group(meeting_point, rank, num_ranks, timeout)
 
 
 def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
