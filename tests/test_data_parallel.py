@@ -58,7 +58,7 @@ class Run(NamedTuple):
     events: list[list[tuple[int, str]]]
     """By step: each B, I and W of a stage, and which parameter group of a stage was reduced, in order."""
     left_to_w: dict[int, set[str]]
-    """By stage: the parameters that have no gradient after the first I."""
+    """By stage: the parameters that have no gradient after the second step's first I; the first step's computes all."""
 
 
 # Sharding a stage between its actions and waiting late are options of newer versions of torch.
@@ -170,7 +170,8 @@ def _watch(stage: Any, run: Run) -> None:
         backward(*args, full_backward=full_backward, **kwargs)
         run.events[-1].append((stage.stage_index, "B" if full_backward else "I"))
         without = {n for n, p in stage.submod.named_parameters() if p.requires_grad and p.grad is None}
-        run.left_to_w.setdefault(stage.stage_index, without)
+        if len(run.events) == 2:
+            run.left_to_w.setdefault(stage.stage_index, without)
 
     def noted_backward_weight(*args: Any, **kwargs: Any) -> None:
         backward_weight(*args, **kwargs)

@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import CompileContext
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed._composable.replicate import DDP
 from torch.distributed.distributed_c10d import _get_default_store
@@ -32,6 +36,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.ir import Op, Schedule
@@ -337,6 +342,113 @@ def compiled_call(module: nn.Module) -> Any:
 def has_hooks(weight: Tensor) -> bool:
     """Whether hooks want to see the gradient of `weight`: `register_hook`, `register_post_accumulate_grad_hook`."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
+
+
+def has_hooks_on_node(weight: Tensor) -> bool:
+    """Whether hooks sit on the node by which autograd adds to `weight.grad`.
+
+    Nothing lists them. But all hooks of a node share a dictionary, and one more hook's handle knows it.
+    """
+    node = get_gradient_edge(weight).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *gradients: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def will_run(node: Node) -> bool | None:
+    """Within a backward, whether it goes on to `node`: `torch.autograd.grad` goes to what it was asked for only.
+
+    None if it was asked for the gradient that arrives there, which then nobody else may take.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs what runs now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func`, forward-mode AD or the tracer of TorchScript looks at what runs now."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Which memory it lies in; None for tensor subclasses, which keep theirs to themselves."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if type(local) in (Tensor, nn.Parameter) else None
+
+
+def num_holders(storage: int) -> int:
+    """How many tensors lie in the memory that `storage_of` named."""
+    return torch._C._storage_Use_Count(storage) - _ASKING
+
+
+def _count_asking() -> int:
+    alone = torch.empty(1)
+    return torch._C._storage_Use_Count(cast(int, storage_of(alone))) - 1
+
+
+_ASKING = _count_asking()
+"""`storage_of` leaves a Python object behind, which counts."""
+
+
+def held_by_stage(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
+    """What torch keeps of a microbatch after its backward: what the stage received, and what it will send."""
+    infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
+    held = (*(getattr(info, "buffer", None) for info in infos), *(stage.bwd_cache.get(microbatch) or ()))
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def slot_permit() -> Callable[[], str]:
+    """A question that a layer asks while it is being compiled, and whose answer becomes a constant of the graph.
+
+    "take": use the slots, and leave none behind. "borrow": use them; nothing can be changed here, in a checkpointed
+    part of the graph. "no": another use has them, or nothing tells how often this part runs.
+    """
+    last_trace: Any = None
+    was_borrowed = is_in_parts = False
+
+    def ask() -> str:
+        nonlocal last_trace, was_borrowed, is_in_parts
+        trace = CompileContext.current_trace_id()
+        if trace == last_trace:
+            return "no"
+        last_trace = trace
+        output = InstructionTranslator.current_tx().output
+        # What borrows leaves the slots to what runs after it, so that must not be a graph that uses them, too.
+        is_part = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+        if output.current_tracer.parent is None:
+            is_in_parts |= is_part
+            return "no" if is_part and was_borrowed else "take"
+        if is_part or is_in_parts or not _is_in_checkpoints_only(output.current_tracer):
+            return "no"
+        was_borrowed = True
+        return "borrow"
+
+    # A function, because the compiler takes two functions with the same code for equal, and so reuses a block's graph
+    # for the next block.
+    return cast(Callable[[], str], torch.compiler.assume_constant_result(ask))  # type: ignore[no-untyped-call]
+
+
+def _is_in_checkpoints_only(tracer: Any) -> bool:
+    """Whether what is being traced stands in no other operator than activation checkpointing: a loop runs often."""
+    while tracer.parent is not None:
+        if tracer.source_target is not tag_activation_checkpoint:
+            return False
+        tracer = tracer.parent
+    return True
 
 
 def reduces_in_hooks(module: nn.Module) -> bool:

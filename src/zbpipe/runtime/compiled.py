@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import PLAIN, Deferral, Slots, Spec, deferrals, put_off, spec
+from zbpipe.runtime.deferred import PLAIN, Deferral, Due, Slots, Spec, deferrals, due, spec
 from zbpipe.runtime.products import LINEAR, PendingGradient
 
 _MOST_SHAPES = 16
@@ -62,6 +62,8 @@ class _Region:
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By what the tensors among the inputs look like."""
         self._next: tuple[_Site, ...] = ()
+        self._ran_eagerly: set[tuple[int | None, ...]] = set()
+        """The memory of the inputs of such calls: activation checkpointing will repeat them in the backward."""
         self._unshards = _torch.is_fsdp(module)
         if self._unshards:
             # After FSDP's own hook, when the weights are those that the region uses; and not compiled with the region.
@@ -69,19 +71,29 @@ class _Region:
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region on these inputs."""
-        self._next = ()
-        for deferral in self._deferrals:
-            deferral.slots = None
+        if torch.compiler.is_compiling():  # as a part of a larger one
+            return eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
-        inputs = tuple(spec(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        inputs, memory = tuple(map(spec, tensors)), tuple(map(_torch.storage_of, tensors))
+        if _torch.is_in_backward() and memory in self._ran_eagerly:
+            self._ran_eagerly.remove(memory)
+            return eager(*args, **kwargs)
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
+            self._ran_eagerly.add(memory)
             with self._learn(inputs):
                 return eager(*args, **kwargs)
         self._next = self._sites.get(inputs, ())
         if not self._unshards:
             self._provide_slots()
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            # Its layers may run elsewhere before the next call.
+            self._next = ()
+            for deferral in self._deferrals:
+                deferral.slots = None
 
     @contextmanager
     def _learn(self, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -101,7 +113,7 @@ class _Region:
                 deferral.seen = None
 
     def _provide_slots(self) -> None:
-        found = [(site, weight) for site in self._next if _can_leave(weight := site.weight)]
+        found = [(site, site.weight) for site in self._next if _can_leave(site)]
         if found:
             sites, weights = zip(*found, strict=True)
             slots = iter(_Slots.apply(sites, *weights))
@@ -110,9 +122,11 @@ class _Region:
                 site.deferral.has_deferred = True
 
 
-def _can_leave(weight: Tensor) -> bool:
-    """Whether the gradient of `weight` can leave the region as x and dY."""
-    return type(weight) in PLAIN and weight.requires_grad and not _torch.has_hooks(weight)
+def _can_leave(site: _Site) -> bool:
+    """Whether the gradient of the weight can leave the region as x and dY."""
+    weight = site.weight
+    plain = type(weight) in PLAIN and weight.requires_grad
+    return plain and site.deferral.can_defer() and not _torch.has_hooks(weight)
 
 
 class _Slots(torch.autograd.Function):
@@ -137,8 +151,10 @@ class _Slots(torch.autograd.Function):
             x, dy = carried[2 * n : 2 * n + 2]
             if x is None or dy is None:  # the layer's result was not used
                 continue
-            if not put_off(ctx.sites[n].deferral.gradients, PendingGradient(LINEAR, ctx.weights[n], x, dy)):
-                gradients[n] = LINEAR.weight_gradient(dy, x).to(ctx.weights[n].dtype)
+            deferral, weight = ctx.sites[n].deferral, ctx.weights[n]
+            pending = PendingGradient(deferral.layer, LINEAR, weight, x, dy)
+            if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
+                gradients[n] = LINEAR.weight_gradient(dy, x).to(weight.dtype)
         return None, *gradients
 
 

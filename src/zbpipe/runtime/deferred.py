@@ -15,13 +15,15 @@ slots, which `zbpipe.runtime.compiled` provides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from enum import Enum, auto
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -33,18 +35,19 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the layers in `module` put their weight gradients off while `gradients` records.
 
     These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.products.WeightProduct`). Parameters, buffers and their names stay as they are. What cannot be put
-    off gets its gradient in I, from autograd: weights with hooks, weights that are more than a cast or a transpose of a
-    parameter, tensor subclasses but DTensor, and the parameters of all other layers. A layer that was prepared before
-    follows the new `gradients`.
+    `zbpipe.runtime.products.WeightProduct`); an empty one keeps a layer's weight gradients in I. Parameters, buffers
+    and their names stay as they are. What cannot be put off gets its gradient in I, from autograd: weights with hooks,
+    weights that are more than a cast or a transpose of a parameter, tensor subclasses but DTensor, and the parameters
+    of all other layers. A layer that was prepared before follows the new `gradients`.
     """
     for layer in module.modules():
         if _torch.is_optimized(layer):
             continue
-        products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else None)
-        if _ATTRIBUTE in layer.__dict__:
+        products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
+        if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
-        elif products is not None:
+            deferral_of(layer).products = products
+        elif products:
             setattr(layer, _ATTRIBUTE, Deferral(layer, products, gradients))
             _replace_forward(layer)
 
@@ -56,7 +59,9 @@ def deferral_of(layer: nn.Module) -> Deferral:
 
 def deferrals(module: nn.Module) -> dict[str, Deferral]:
     """Of all layers that were prepared, by the names of the layers."""
-    return {name: deferral_of(layer) for name, layer in module.named_modules() if _ATTRIBUTE in layer.__dict__}
+    # None: the layer comes out of a pickle.
+    layers = [(name, layer) for name, layer in module.named_modules() if layer.__dict__.get(_ATTRIBUTE) is not None]
+    return {name: deferral_of(layer) for name, layer in layers}
 
 
 _ATTRIBUTE = "_weight_deferral"
@@ -92,21 +97,27 @@ class Deferral:
         """Whether its products are caught in a forward of its own, which the compiler does not allow."""
         self.is_compiled = False
         """Whether the layer belongs to a compiled region."""
+        self.stays_in_i = False
+        """Whether x or dY were seen to change before W could use them."""
+        self.has_node_hooks = False
+        """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.slots: Slots | None = None
         """For the next call inside of a compiled region."""
+        self.may_use_slots = _torch.slot_permit()
+        """Asked while the region is compiled."""
         self.seen: list[tuple[str, Spec, Spec]] | None = None
         """If not None, each plain use adds the weight's name and what the rows of x and of y look like."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a weight of the layer's own."""
         if torch.compiler.is_compiling():
-            return _linear_in_slots(input, weight, bias, self.slots)
-        target = _target(input, weight)
-        if target is None:
+            return _linear_in_slots(input, weight, bias, self._take_slots())
+        target = self._target(input, weight)
+        if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         input = _autocast(input)
         self.has_deferred |= not self.is_compiled
-        y: Tensor = _DeferredLinear.apply(input, weight, bias, target, self.gradients)
+        y: Tensor = _DeferredLinear.apply(input, weight, bias, _Use(self, target))
         if self.seen is not None and isinstance(target, Tensor) and not self.is_caught:
             self.seen += [
                 (name, spec(rows(input)), spec(rows(y))) for name, own in self.layer.named_parameters() if own is target
@@ -116,11 +127,11 @@ class Deferral:
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A product of `self.products`: `function(x, weight, ...)`."""
         x, weight, *rest = args
-        target = _target(x, weight)
+        target = self._target(x, weight)
         if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
             return function(*args, **kwargs)
         self.has_deferred |= not self.is_compiled
-        call = _Call(function, self.products[function], tuple(rest), kwargs, target, self.gradients)
+        call = _Call(function, self.products[function], tuple(rest), kwargs, _Use(self, target))
         return _DeferredProduct.apply(x, weight, call)
 
     def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -133,6 +144,50 @@ class Deferral:
             return False
         leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
+
+    def can_defer(self) -> bool:
+        """Whether W may compute the layer's weight gradients, as far as the layer is concerned."""
+        return bool(self.products) and not self.stays_in_i and not self.has_node_hooks
+
+    def look_for_hooks(self) -> None:
+        """Between two steps; hooks on the weight itself are seen at any time."""
+        parameters = self.layer.parameters(recurse=False)
+        self.has_node_hooks = any(p.requires_grad and _torch.has_hooks_on_node(p) for p in parameters)
+
+    def _target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
+        """Where W adds the gradient of `weight`; None if it cannot be put off."""
+        if not (weight.requires_grad and torch.is_grad_enabled() and self.can_defer()):
+            return None
+        plain = type(x) in PLAIN and type(weight) in PLAIN
+        if plain and (x.layout is not torch.strided or x.is_nested or _torch.is_transformed()):
+            return None
+        if plain and weight.is_leaf:
+            return weight
+        if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+            return None
+        return _torch.edge_to_leaf(weight)
+
+    def _take_slots(self) -> Slots | None:
+        """While a region is compiled: the slots, of which one pair carries one product."""
+        if self.slots is None:
+            return None
+        permit = self.may_use_slots()
+        if permit == "no":
+            return None
+        slots = self.slots
+        if permit == "take":
+            self.slots = None
+        return slots
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
+        twin = object.__new__(Deferral)
+        memo[id(self)] = twin
+        vars(twin).update(deepcopy(vars(self) | {"slots": None, "seen": None}, memo))
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a pickle the layer is the one that it was before, so that it can be loaded without zbpipe."""
+        return type(None), ()
 
 
 # Methods of the layer, and not of its Deferral, because the compiler takes two layers for the same code only then, and
@@ -152,6 +207,10 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return deferral_of(layer).linear(input, layer.weight, layer.bias)
 
 
+# A pickled method is found again by its name: as the forward of the layer's class.
+_linear_forward.__name__ = "forward"
+
+
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward of the layer's own: keep it, and catch the products inside."""
     deferral = deferral_of(layer)
@@ -160,6 +219,9 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return deferral.original(*args, **kwargs)
     with _CatchProducts(deferral):
         return deferral.original(*args, **kwargs)
+
+
+_catching_forward.__name__ = "forward"
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -208,18 +270,6 @@ def spec(tensor: Tensor) -> Spec:
     return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
-def _target(x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
-    """Where W adds the gradient of `weight`; None if it cannot be put off."""
-    if not (weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    plain = type(x) in PLAIN and type(weight) in PLAIN
-    if plain and weight.is_leaf:
-        return weight
-    if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-        return None
-    return _torch.edge_to_leaf(weight)
-
-
 PLAIN = (Tensor, nn.Parameter)
 """The types of tensors whose gradient is nothing but a product of x and dY."""
 
@@ -227,9 +277,26 @@ PLAIN = (Tensor, nn.Parameter)
 def _autocast(x: Tensor) -> Tensor:
     """Under autocast the product runs in autocast's dtype, so that is the x to keep; it casts the weight itself."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point():
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
         return x.to(torch.get_autocast_dtype(device))
     return x
+
+
+class _Use(NamedTuple):
+    """One product of a layer, and where its weight gradient goes."""
+
+    deferral: Deferral
+    target: Tensor | GradientEdge
+
+
+class Due(Enum):
+    """When a weight gradient is to be computed."""
+
+    LATER = auto()
+    """In W, which has what it needs."""
+    NOW = auto()
+    NEVER = auto()
+    """This backward is about other gradients."""
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -239,35 +306,29 @@ class _DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor | GradientEdge,
-        gradients: WeightGradients,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, use: _Use) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing hands out a copy of a saved tensor; only this is where the gradient belongs.
-        ctx.target = target
-        ctx.gradients = gradients
+        # Checkpointing hands out a copy of a saved tensor; only this knows where the gradient belongs.
+        ctx.use = use
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = LINEAR.input_gradient(dy, weight)
         dy = rows(dy)
         # x is detached, because it would keep the whole graph that made it alive until W.
-        if not put_off(ctx.gradients, PendingGradient(LINEAR, ctx.target, rows(x.detach()), dy)):
+        use: _Use = ctx.use
+        pending = PendingGradient(use.deferral.layer, LINEAR, use.target, rows(x.detach()), dy)
+        if due(use.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = LINEAR.weight_gradient(dy, rows(x)).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
 class _Call(NamedTuple):
@@ -277,8 +338,7 @@ class _Call(NamedTuple):
     product: WeightProduct
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    target: Tensor | GradientEdge
-    gradients: WeightGradients
+    use: _Use
 
 
 class _DeferredProduct(torch.autograd.Function):
@@ -297,18 +357,29 @@ class _DeferredProduct(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
-        pending = PendingGradient(call.product, call.target, x.detach(), dy, call.arguments, call.options)
-        if not put_off(call.gradients, pending):
+        deferral, target = call.use
+        pending = PendingGradient(deferral.layer, call.product, target, x.detach(), dy, call.arguments, call.options)
+        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
         return dx, dw, None
 
 
-def put_off(gradients: WeightGradients, pending: PendingGradient) -> bool:
-    """False if dW is to be computed now: nothing records, the backward is to be differentiated itself, or hooks on the
-    weight wait for its gradient."""
-    if torch.is_grad_enabled() or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)):
-        return False
-    return gradients.defer(pending)
+def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
+    """Put the weight gradient off, or tell that it is to be computed now: because nothing records, the backward is to
+    be differentiated itself, or hooks on the weight wait for its gradient.
+
+    Args:
+        deferral: of the layer.
+        pending: what W would need.
+        node: where autograd would take the gradient.
+    """
+    wanted = _torch.will_run(node)
+    if wanted is False:
+        return Due.NEVER
+    hooked = isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)
+    if wanted is None or hooked or torch.is_grad_enabled() or not deferral.gradients.defer(pending):
+        return Due.NOW
+    return Due.LATER
 
 
 def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime import _torch
@@ -44,13 +44,18 @@ WeightProducts = Mapping[Callable[..., Any], WeightProduct]
 
 def rows(tensor: Tensor) -> Tensor:
     """All leading dimensions in one: (..., n) to (rows, n)."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-LINEAR = WeightProduct(
-    input_gradient=lambda dy, weight: dy.matmul(weight if weight.dtype == dy.dtype else weight.to(dy.dtype)),
-    weight_gradient=lambda dy, x: dy.t().mm(x),
-)
+def _linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    return dy.matmul((weight if weight.dtype == dy.dtype else weight.to(dy.dtype)).conj())
+
+
+def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.t().mm(x.conj())
+
+
+LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
 """`torch.nn.functional.linear` of x: (rows, in), whose bias gets its gradient in I."""
 
 
@@ -59,16 +64,18 @@ def _grouped_mm_weight_gradient(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     return _torch.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
-GROUPED_MM = WeightProduct(
-    input_gradient=lambda dy, weight, offs: _torch.grouped_mm(dy, weight.transpose(-2, -1), offs=offs),
-    weight_gradient=_grouped_mm_weight_gradient,
-)
+def _grouped_mm_input_gradient(dy: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return _torch.grouped_mm(dy, weight.transpose(-2, -1), offs=offs)
+
+
+GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
 """`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each: (groups, in, out)."""
 
 
 class PendingGradient(NamedTuple):
     """What W needs for one use of one weight."""
 
+    layer: nn.Module
     product: WeightProduct
     weight: Tensor | GradientEdge
     """The leaf itself, or where autograd takes the gradient of a tensor made from it."""
@@ -78,16 +85,27 @@ class PendingGradient(NamedTuple):
     arguments: tuple[Any, ...] = ()
     """Of the product, after x and the weight."""
     options: Mapping[str, Any] = {}
+    versions: tuple[int, int] | None = None
+    """How often x and dY had been changed in place when I left them behind."""
+
+    def stamped(self) -> PendingGradient:
+        """The same with the `versions` of now."""
+        return self._replace(versions=(self.x._version, self.dy._version))
+
+    def changed(self) -> tuple[str, ...]:
+        """What was changed in place since: the names of x, of dY, of both or of none."""
+        found = zip(("x", "dY"), self.versions or (), (self.x._version, self.dy._version), strict=False)
+        return tuple(name for name, before, now in found if before != now)
 
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
-        product, weight, x, dy, arguments, options = self
+        _, product, weight, x, dy, arguments, options, _ = self
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
             return
         grad = weight.grad
         if product is LINEAR and grad is not None and grad.dtype == dy.dtype and not grad.is_sparse:
-            grad.addmm_(dy.t(), x)
+            grad.addmm_(dy.t(), x.conj())
             return
         gradient = product.weight_gradient(dy, x, *arguments, **options)
         if grad is None:
@@ -102,22 +120,26 @@ class WeightGradients:
     """Collects the weight gradients that backwards put off. One per schedule and rank."""
 
     def __init__(self) -> None:
-        # A plain attribute: autograd runs the backward of CUDA ops in threads of its own.
+        # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
         self._recording: list[PendingGradient] | None = None
+        self._on_trial = False
 
     @contextmanager
-    def record(self) -> Iterator[list[PendingGradient]]:
-        """Within, layers put their weight gradients off into the list that this gives."""
+    def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
+        """Within, layers put their weight gradients off into the list that this gives.
+
+        On trial they compute them all the same, so that the list only shows what would wait.
+        """
         pending: list[PendingGradient] = []
-        self._recording = pending
+        self._recording, self._on_trial = pending, on_trial
         try:
             yield pending
         finally:
             self._recording = None
 
     def defer(self, gradient: PendingGradient) -> bool:
-        """Take over `gradient`; False if nothing is recording and it has to be computed now."""
+        """Take over `gradient`; False if it has to be computed now."""
         if self._recording is None:
             return False
-        self._recording.append(gradient)
-        return True
+        self._recording.append(gradient.stamped())
+        return not self._on_trial

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.compiled import defer_in_compiled_regions
-from zbpipe.runtime.deferred import defer_weights, deferrals
+from zbpipe.runtime.deferred import defer_weights, deferral_of, deferrals
+from zbpipe.runtime.ownership import owned
 from zbpipe.runtime.products import PendingGradient, WeightGradients
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -49,7 +50,7 @@ def split_backward(
         return
     gradients = gradients or WeightGradients()
     for stage in stages:
-        _split(stage, gradients)
+        _split(stage, stages, gradients)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
 
@@ -102,7 +103,7 @@ def _tell_what_is_left_in_i(stage: _torch.Stage) -> None:
     """Once: whatever has a matrix for weight and did not put its gradient off."""
     prepared = deferrals(stage.submod)
     left = [
-        f"{name} ({type(layer).__name__})"
+        _name_of(stage, layer)
         for name, layer in stage.submod.named_modules()
         if _has_matrix(layer) and not (name in prepared and prepared[name].has_deferred)
     ]
@@ -112,18 +113,51 @@ def _tell_what_is_left_in_i(stage: _torch.Stage) -> None:
         )
 
 
+def _keep_in_i_what_changed(stage: _torch.Stage, pending: Sequence[PendingGradient]) -> None:
+    changed = {id(gradient.layer): gradient for gradient in pending if gradient.changed()}
+    for gradient in changed.values():
+        deferral_of(gradient.layer).stays_in_i = True
+        logger.warning(
+            "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
+            stage.stage_index,
+            _in_words(gradient.changed()),
+            _name_of(stage, gradient.layer),
+        )
+
+
+def _require_unchanged(stage: _torch.Stage, microbatch: int, gradient: PendingGradient) -> None:
+    changed = gradient.changed()
+    if changed:
+        raise RuntimeError(
+            f"stage {stage.stage_index}, microbatch {microbatch}: {_in_words(changed)} of layer"
+            f" {_name_of(stage, gradient.layer)} was changed in place between its I and its W, so its weight gradient"
+            " would be wrong. Look for hooks and backwards of your own that write into gradients, and for inputs that"
+            " are written again; or keep the layer's weight gradient in I by layer.weight_products = {}"
+        )
+
+
+def _in_words(changed: tuple[str, ...]) -> str:
+    return " and ".join({"x": "the input (x)", "dY": "the gradient of the output (dY)"}[each] for each in changed)
+
+
+def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
+    """With its class; the stage itself has no name."""
+    name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
+    return f"{name or 'the stage itself'} ({type(layer).__name__})"
+
+
 def _has_matrix(layer: nn.Module) -> bool:
     """Whether it owns a weight with a product for a gradient; an embedding's gradient is no product."""
     parameters = layer.parameters(recurse=False)
     return not isinstance(layer, nn.Embedding) and any(p.requires_grad and p.dim() >= 2 for p in parameters)
 
 
-def _split(stage: _torch.Stage, gradients: WeightGradients) -> None:
+def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
     if not isinstance(stage, _SplitBackward):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
-        stage.__dict__.update(_pending={}, _num_split=0)
-    stage.__dict__["_gradients"] = gradients
+        stage.__dict__.update(_pending={}, _num_split=0, _is_scaled=False)
+    stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
 
@@ -144,6 +178,10 @@ class _SplitBackward(_torch.Stage):
     """By microbatch, from its I to its W."""
     _num_split: int
     """How many I have run."""
+    _on_rank: tuple[_torch.Stage, ...]
+    """All stages of this rank."""
+    _is_scaled: bool
+    """Whether its gradients of this step were divided by the number of microbatches."""
 
     def backward_one_chunk(
         self,
@@ -155,9 +193,17 @@ class _SplitBackward(_torch.Stage):
         if full_backward or not self.has_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
-        with self._gradients.record() as pending:
+        # The first I computes all weight gradients itself, to see whether anything would change them before W.
+        on_trial = not self._num_split
+        with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
-        self._pending[bwd_chunk_id] = pending
+        if on_trial:
+            _keep_in_i_what_changed(self, pending)
+            pending.clear()
+        for gradient in pending:
+            _require_unchanged(self, bwd_chunk_id, gradient)
+        self._pending[bwd_chunk_id] = owned(pending, _torch.held_by_stage(self, bwd_chunk_id))
+        pending.clear()
         # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
         if loss is not None and not loss._is_view():
             loss.detach_()
@@ -171,8 +217,19 @@ class _SplitBackward(_torch.Stage):
         pending = self._pending.pop(bwd_chunk_id)
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
-            pending.pop().accumulate()
+            gradient = pending.pop()
+            _require_unchanged(self, bwd_chunk_id, gradient)
+            gradient.accumulate()
         _torch.settle_gradients(self.submod)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide each gradient once, also of parameters that other stages of this rank share: the last one does it."""
+        self._is_scaled = True
+        unfinished = (stage for stage in self._on_rank if not cast(_SplitBackward, stage)._is_scaled)
+        later = {id(parameter) for stage in unfinished for parameter in stage.submod.parameters()}
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None and id(parameter) not in later:
+                parameter.grad.div_(grad_scale_factor)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
@@ -191,4 +248,7 @@ class _SplitBackward(_torch.Stage):
 
     def clear_runtime_states(self) -> None:
         self._pending.clear()
+        self._is_scaled = False
+        for deferral in deferrals(self.submod).values():
+            deferral.look_for_hooks()
         super().clear_runtime_states()
