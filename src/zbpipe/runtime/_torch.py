@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -290,6 +291,19 @@ def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
+@contextmanager
+def gradients_put_aside(stages: Sequence[_PipelineStageBase]) -> Iterator[None]:
+    """Within, no parameter of `stages` has a gradient; afterwards each has the one from before again."""
+    gradients = [(parameter, parameter.grad) for stage in stages for parameter in stage.submod.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
 def profiler_is_on() -> bool:
     """Whether torch's profiler looks at this process now."""
     return bool(torch._C._autograd._profiler_enabled())
@@ -384,10 +398,24 @@ def is_transformed() -> bool:
     )
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """Which memory it lies in; None for tensor subclasses, which keep theirs to themselves."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata if type(local) in (Tensor, nn.Parameter) else None
+def bare(tensor: Tensor) -> Tensor:
+    """The same values in the same memory, in a tensor of its own that refers to no other.
+
+    A view refers to its base. Of what has its memory elsewhere (results of collectives under way), a copy.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.data
+    local = tensor._local_tensor
+    return DTensor(local.data if type(local) is Tensor else local.clone(), tensor._spec, requires_grad=False)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Which memory it lies in."""
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def num_holders(storage: int) -> int:
@@ -397,7 +425,7 @@ def num_holders(storage: int) -> int:
 
 def _count_asking() -> int:
     alone = torch.empty(1)
-    return torch._C._storage_Use_Count(cast(int, storage_of(alone))) - 1
+    return torch._C._storage_Use_Count(storage_of(alone)) - 1
 
 
 _ASKING = _count_asking()
@@ -408,7 +436,8 @@ def held_by_stage(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
     """What torch keeps of a microbatch after its backward: what the stage received, and what it will send."""
     infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
     held = (*(getattr(info, "buffer", None) for info in infos), *(stage.bwd_cache.get(microbatch) or ()))
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+    tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+    return [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None)]
 
 
 def slot_permit() -> Callable[[], str]:

@@ -72,6 +72,7 @@ def build_pipeline_schedule(
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
     checks.require_matching_messages(built, traits.name, options)
     require_splittable(built, traits.name)
+    checks.require_scaled_once(built, traits.name)
     return built
 
 

@@ -13,6 +13,7 @@ from zbpipe import registry
 from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.lowered import blocked_queues, mixed_up_messages, parse, validate_lowered
 from zbpipe.runtime import _torch
+from zbpipe.runtime.stages import is_split
 from zbpipe.validate import require_valid
 
 
@@ -90,6 +91,23 @@ def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, optio
             f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
             f" gives wrong gradients ({mixed_up[0]}): leave the option out"
         )
+
+
+def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
+    """torch divides the gradients of each stage by the number of microbatches, those that two stages share twice."""
+    stages = _torch.stages_of(runtime)
+    if not runtime.scale_grads or all(map(is_split, stages)):
+        return
+    owners: dict[int, int] = {}
+    for stage in stages:
+        for parameter_name, parameter in stage.submod.named_parameters():
+            owner = owners.setdefault(id(parameter), stage.stage_index)
+            if owner != stage.stage_index:
+                raise ValueError(
+                    f"stages {owner} and {stage.stage_index} share {parameter_name}, whose gradient {name} would divide"
+                    " by the number of microbatches once for each: build it with scale_grads=False and divide the"
+                    " loss, or use a schedule of zbpipe's with its own split, which divides once"
+                )
 
 
 def require_sound_messages(runtime: _torch.ScheduleRuntime, name: str) -> None:

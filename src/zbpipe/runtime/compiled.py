@@ -125,8 +125,7 @@ class _Region:
 def _can_leave(site: _Site) -> bool:
     """Whether the gradient of the weight can leave the region as x and dY."""
     weight = site.weight
-    plain = type(weight) in PLAIN and weight.requires_grad
-    return plain and site.deferral.can_defer() and not _torch.has_hooks(weight)
+    return type(weight) in PLAIN and weight.requires_grad
 
 
 class _Slots(torch.autograd.Function):

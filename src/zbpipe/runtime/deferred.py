@@ -145,10 +145,6 @@ class Deferral:
         leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
-    def can_defer(self) -> bool:
-        """Whether W may compute the layer's weight gradients, as far as the layer is concerned."""
-        return bool(self.products) and not self.stays_in_i and not self.has_node_hooks
-
     def look_for_hooks(self) -> None:
         """Between two steps; hooks on the weight itself are seen at any time."""
         parameters = self.layer.parameters(recurse=False)
@@ -156,7 +152,7 @@ class Deferral:
 
     def _target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
         """Where W adds the gradient of `weight`; None if it cannot be put off."""
-        if not (weight.requires_grad and torch.is_grad_enabled() and self.can_defer()):
+        if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         plain = type(x) in PLAIN and type(weight) in PLAIN
         if plain and (x.layout is not torch.strided or x.is_nested or _torch.is_transformed()):
@@ -366,7 +362,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     """Put the weight gradient off, or tell that it is to be computed now: because nothing records, the backward is to
-    be differentiated itself, or hooks on the weight wait for its gradient.
+    be differentiated itself, hooks on the weight wait for its gradient, or x or dY would not last until W.
 
     Args:
         deferral: of the layer.
@@ -376,10 +372,10 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     wanted = _torch.will_run(node)
     if wanted is False:
         return Due.NEVER
-    hooked = isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight)
-    if wanted is None or hooked or torch.is_grad_enabled() or not deferral.gradients.defer(pending):
+    hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
+    if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    return Due.LATER
+    return Due.LATER if deferral.gradients.defer(pending) else Due.NOW
 
 
 def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:

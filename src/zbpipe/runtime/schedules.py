@@ -84,6 +84,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
+        checks.require_scaled_once(self, traits.name)
 
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
@@ -108,6 +109,12 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         if self._frees_sends_early:
             _torch.free_sends_early(self)
         checks.require_sound_messages(self, schedule.name)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        # To infer shapes torch runs every stage once, on whatever is in memory. A loss or a layer that calls `backward`
+        # itself leaves gradients then.
+        with _torch.gradients_put_aside(self._stages):
+            super()._initialize_stages(*args, **kwargs)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
         with failures.named(self, self.schedule.name):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbpipe.runtime import _torch
 from zbpipe.runtime.compiled import defer_in_compiled_regions
 from zbpipe.runtime.deferred import defer_weights, deferral_of, deferrals
-from zbpipe.runtime.ownership import owned
+from zbpipe.runtime.ownership import take_over
 from zbpipe.runtime.products import PendingGradient, WeightGradients
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -53,6 +53,11 @@ def split_backward(
         _split(stage, stages, gradients)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
+
+
+def is_split(stage: _torch.Stage) -> bool:
+    """Whether it takes the two halves of a backward by zbpipe's split."""
+    return isinstance(stage, _SplitBackward)
 
 
 def _refuse_early_reduction(stage: _torch.Stage) -> None:
@@ -125,15 +130,16 @@ def _keep_in_i_what_changed(stage: _torch.Stage, pending: Sequence[PendingGradie
         )
 
 
-def _require_unchanged(stage: _torch.Stage, microbatch: int, gradient: PendingGradient) -> None:
-    changed = gradient.changed()
-    if changed:
-        raise RuntimeError(
-            f"stage {stage.stage_index}, microbatch {microbatch}: {_in_words(changed)} of layer"
-            f" {_name_of(stage, gradient.layer)} was changed in place between its I and its W, so its weight gradient"
-            " would be wrong. Look for hooks and backwards of your own that write into gradients, and for inputs that"
-            " are written again; or keep the layer's weight gradient in I by layer.weight_products = {}"
-        )
+def _require_unchanged(stage: _torch.Stage, microbatch: int, pending: Sequence[PendingGradient]) -> None:
+    for gradient in pending:
+        changed = gradient.changed()
+        if changed:
+            raise RuntimeError(
+                f"stage {stage.stage_index}, microbatch {microbatch}: {_in_words(changed)} of layer"
+                f" {_name_of(stage, gradient.layer)} was changed in place during I, after the layer had used it, so its"
+                " weight gradient in W would be wrong. Look for hooks and backwards of your own that write into"
+                " gradients; or keep the layer's weight gradient in I by layer.weight_products = {}"
+            )
 
 
 def _in_words(changed: tuple[str, ...]) -> str:
@@ -153,7 +159,7 @@ def _has_matrix(layer: nn.Module) -> bool:
 
 
 def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
-    if not isinstance(stage, _SplitBackward):
+    if not is_split(stage):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
         stage.__dict__.update(_pending={}, _num_split=0, _is_scaled=False)
@@ -200,10 +206,9 @@ class _SplitBackward(_torch.Stage):
         if on_trial:
             _keep_in_i_what_changed(self, pending)
             pending.clear()
-        for gradient in pending:
-            _require_unchanged(self, bwd_chunk_id, gradient)
-        self._pending[bwd_chunk_id] = owned(pending, _torch.held_by_stage(self, bwd_chunk_id))
-        pending.clear()
+        _require_unchanged(self, bwd_chunk_id, pending)
+        take_over(pending, _torch.held_by_stage(self, bwd_chunk_id))
+        self._pending[bwd_chunk_id] = pending
         # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
         if loss is not None and not loss._is_view():
             loss.detach_()
@@ -217,9 +222,7 @@ class _SplitBackward(_torch.Stage):
         pending = self._pending.pop(bwd_chunk_id)
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
-            gradient = pending.pop()
-            _require_unchanged(self, bwd_chunk_id, gradient)
-            gradient.accumulate()
+            pending.pop().accumulate()
         _torch.settle_gradients(self.submod)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
