@@ -1,10 +1,12 @@
 """The command as people and scripts meet it: output, JSON keys, one-line errors, and no torch on the way."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zbpipe
-from zbpipe import cli, registry
+from zbpipe import cli, generate, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
 from zbpipe.simulate import simulate
@@ -29,6 +31,7 @@ SIMULATE_KEYS = {
     "peak_activations",
     "lower_bound",
 }
+HUGE = 10**20 - 1
 COMMANDS = ("list", "show", "simulate", "compare", "plan", "export", "validate")
 
 
@@ -96,6 +99,13 @@ def test_show_writes_the_files_that_it_is_asked_for(here: Path) -> None:
     assert '"1F2"' in (here / "b.html").read_text()
     assert json.loads((here / "c.json").read_text())["traceEvents"]
     assert "rank 0" not in output, "the picture is in the files"
+
+
+def test_a_long_way_makes_no_endless_picture() -> None:
+    """Nearly all of the timeline is idle."""
+    shown = answer("show ZBV -p 2 -m 2 --comm 1e50")
+    assert len(shown) < 1e6
+    assert "24 ops are too short for a column" in shown
 
 
 def test_stages_per_rank_reach_the_schedule() -> None:
@@ -195,6 +205,70 @@ def test_compare_leaves_out_what_cannot_have_these_numbers() -> None:
     assert len(json.loads(result.stdout)) == len(registry.schedules()) - 1
 
 
+@pytest.mark.usefixtures("extra")
+@pytest.mark.parametrize(
+    "command", ["compare -p 2 -m 3 --json", "plan -p 2 -m 3 --budget 1e4 --placement single --json"]
+)
+def test_the_mistakes_of_one_schedule_leave_the_others(command: str) -> None:
+    whole = generate("1F1B", 2, 3)
+
+    @zbpipe.register("Raises")
+    def raises(ranks: int, microbatches: int) -> Schedule:
+        raise KeyError("a bug")
+
+    wrong: dict[str, Any] = {
+        "Other": generate("1F1B", 2, 4),
+        "Lists": [[]],
+        "Empty": replace(whole, ops=((), ())),
+        "Texts": replace(whole, ops=(("0F0",), ())),
+        "Swapped": replace(whole, ops=whole.ops[::-1]),
+        "Doubled": replace(whole, ops=tuple((*ops, ops[0]) for ops in whole)),
+        "Stuck": replace(whole, ops=tuple(ops[::-1] for ops in whole)),
+    }
+    for name, made in wrong.items():
+        zbpipe.register(name)(lambda ranks, microbatches, made=made: made)
+    result = run(command)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"left out {name}" for name in ("Raises", *wrong)]
+    assert lines[0] == "left out Raises: KeyError: 'a bug'"
+    found = json.loads(result.stdout)
+    rows = found if isinstance(found, list) else found["named"]
+    assert {row["schedule"] for row in rows} == {traits.name for traits in registry.schedules().values()} - {
+        "Raises",
+        *wrong,
+    }
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by permissions, which root does not notice."""
+
+    def worked(*_: object, **__: object) -> None:
+        raise AssertionError("this came too late")
+
+    monkeypatch.setattr("zbpipe.registry.generate", worked)
+    monkeypatch.setattr("zbpipe.titan.demo.run_demo", worked)
+    monkeypatch.setattr(os, "access", lambda file, mode: False)
+    for line in (
+        "export ZBV -p 2 -m 2 -o",
+        "show ZBV -p 2 -m 2 --svg",
+        "plan -p 2 -m 2 -o",
+        "demo --json",
+        "demo --keep",
+    ):
+        for file in ("new", "mine.csv"):
+            result = run(f"{line} {file}")
+            assert result.exit_code == 2, (line, result.output)
+            assert result.stderr.count("\n") == 1
+
+
+def test_a_result_of_the_demo_that_cannot_be_written_after_all(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbpipe.titan.demo.run_demo", lambda *_: (here / "a").mkdir() or [])
+    result = run("demo --json a")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: a: Is a directory; name a file")
+
+
 # export, validate, and files
 
 
@@ -224,6 +298,30 @@ def test_validate_says_what_is_no_table(here: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.startswith("table: row 1 (rank 0): '0X0' is not an op")
     assert result.stdout.count("\n") == 1
+
+
+def test_a_table_from_excel(here: Path) -> None:
+    (here / "excel.csv").write_bytes(b"\xef\xbb\xbf" + (here / "mine.csv").read_bytes().replace(b"\n", b"\r\n"))
+    assert answer("validate excel.csv") == answer("validate mine.csv").replace("mine", "excel")
+    assert answer("show excel.csv") == answer("show mine.csv").replace("mine", "excel")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"0F99999999\n", "table: schedule bad.csv: rank 0 runs 0F99999999, but 1 op(s) are far too few for 100000000"),
+        (b"99999999F0,99999999B0\n", "rank 0 runs 99999999F0, but no rank runs stage 0"),
+        (b"0F0;0B0\r\n", "';' separates the cells of the table: save it with commas"),
+        ("0F0,0B0\n".encode("utf-16"), "it is no UTF-8 text"),
+        (b"," * (2**25 + 1), "it has more than 32 MiB"),
+    ],
+)
+def test_validate_says_in_a_line_what_makes_no_sense(here: Path, content: bytes, words: str) -> None:
+    (here / "bad.csv").write_bytes(content)
+    result = run("validate bad.csv")
+    assert result.exit_code == 1
+    assert result.stdout.count("\n") == 1
+    assert words in result.stdout
 
 
 def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
@@ -258,9 +356,32 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show bad.csv", "bad.csv cannot run: deadlock"),
         ("show twice.csv", "twice.csv cannot run: placement"),
         ("validate none.csv", "'none.csv' does not exist"),
-        ("show ZBV -p 2 -m 2 --svg no/such.svg", "no/such.svg: No such file or directory; name a file"),
+        ("show ZBV -p 2 -m 2 --svg no/such.svg", "'no/such.svg' is in no folder that exists and is yours to write to"),
+        ("show ZBV -p 2 -m 2 --html no/such.html", "'no/such.html' is in no folder"),
+        ("show ZBV -p 2 -m 2 --perfetto mine.csv/a.json", "'mine.csv/a.json' is in no folder"),
+        (f"show ZBV -p 2 -m 2 --svg {300 * 'x'}", "cannot be written: File name too long"),
         ("show ZBV -p 2 -m 2 --html .", "is a directory"),
-        ("export ZBV -p 2 -m 2 -o no/such.csv", "no/such.csv: No such file or directory"),
+        ("export ZBV -p 2 -m 2 -o no/such.csv", "'no/such.csv' is in no folder"),
+        ("demo --json no/such.json", "'no/such.json' is in no folder"),
+        ("demo --keep mine.csv/a", "mine.csv is no folder that is yours to write to"),
+        ("demo --keep .", "the folder is not empty"),
+        (f"demo --steps {HUGE}", f"{HUGE} is not in the range"),
+        (f"show ZBV -p {HUGE} -m 2", f"{HUGE} ranks with 2 stage(s) each"),
+        (f"show ZBV -p 2 -m {HUGE}", f"{HUGE} microbatches are too many for them: use at most 65536"),
+        (f"show 1F1B -p 2 -m 2 --stages-per-rank {HUGE}", f"1F1B runs 1 stage(s) per rank, got stages_per_rank={HUGE}"),
+        (f"show LoopedBFS -p 2 -m 2 --stages-per-rank {HUGE}", f"2 ranks with {HUGE} stage(s) each"),
+        (f"simulate ZBV -p 2 -m 2 --steps {HUGE}", f"num_steps={HUGE} of 24 ops are too many"),
+        (f"export ZBV -p {HUGE} -m 2 -o a.csv", f"{HUGE} ranks with 2 stage(s) each"),
+        (f"compare -p {HUGE} -m 2", f"a pipeline of {HUGE} ranks has {HUGE} stages, but at most 1024 are possible"),
+        (f"compare -p 2 -m {HUGE}", f"{HUGE} microbatches are too many for them: use at most 131072"),
+        (f"show mine.csv -m {HUGE}", f"mine.csv is a table for 4 microbatches, but the job has {HUGE}"),
+        ("show far.csv", "rank 0 runs 0F99999999, but 1 op(s) are far too few for 100000000 microbatches"),
+        ("show /dev/zero.csv", "cannot be read"),
+        ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' has no three times from zero to 1e+100"),
+        ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' has no three times"),
+        ("validate mine.csv --memory-limit nan", "nan is no amount; write a number from zero"),
+        ("validate mine.csv --memory-limit inf", "inf is no amount"),
+        ("validate mine.csv --memory-limit -1", "-1.0 is no amount"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("compare -m 2", "'-p'"),
         ("show", "Missing argument 'NAME'. See `zbpipe show --help`."),
@@ -270,6 +391,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
 )
 def test_errors_are_one_line_with_exit_code_2(here: Path, line: str, words: str) -> None:
     (here / "bad.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    (here / "far.csv").write_text("0F99999999\n")
     (here / "twice.csv").write_text("0F0,0B0,1F0,1B0\n1F0,1B0\n")
     result = CliRunner().invoke(cli.main, shlex.split(line), prog_name="zbpipe")
     assert result.exit_code == 2, result.output

@@ -129,6 +129,11 @@ def test_what_it_writes(here: Path) -> None:
 # Cost files
 
 
+def test_layers_that_take_no_time(here: Path) -> None:
+    dump(JobCosts(LayerCosts((Layer(("a",), 0, 0, 0, 0),) * 4)), here / "nothing.toml")
+    assert "a plan for TorchTitan's even split takes 0" in answer(f"-p 2 -m 2 --costs-file nothing.toml {QUICK}")
+
+
 def test_costs_of_stages_from_a_file(here: Path) -> None:
     found = json_of("-m 8 --costs-file stages.toml")
     assert (found["ranks"], found["rank_of"]) == (2, [0, 1, 1, 0])
@@ -174,6 +179,13 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         ("-p 2 -m 4 --objective speed", "'speed' is not one of 'makespan', 'longest_rank_span'"),
         ("-p 2 -m 4 --budget 0", "budget=0 leaves nothing to search with"),
         ("-p 2 -m 4 --budget nan", "budget=nan leaves nothing to search with"),
+        ("-p 2 -m 4 --budget inf", "budget=inf takes days"),
+        (
+            f"-p {10**20} -m 4",
+            f"a plan for {10**20} ranks has {10**20} stages, but at most 1024 are possible: use fewer",
+        ),
+        (f"-p 2 -m {10**20}", f"{10**20} microbatches are too many for them: use at most 131072"),
+        (f"-p 2 -m 4 --placement 0-{10**20}", "a placement needs a stage on every rank"),
         ("-p 2 -m 4 --seed x", "'x' is not a valid integer"),
         ("-p 2 -m 4 -o no/such.csv", "'no/such.csv' is in no folder that exists and is yours to write to"),
         ("-p 2 -m 4 --json no/such.json", "'no/such.json' is in no folder"),

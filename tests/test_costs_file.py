@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,20 @@ def test_what_is_written_is_read_as_equal(tmp_path: Path, job: JobCosts, ending:
     file = tmp_path / f"costs.{ending}"
     dump(job, file)
     assert load(file) == job
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path, ending: str) -> None:
+    job = JobCosts(CostModel((1,), (1,), (1,), (1,)))
+    dump(job, tmp_path / f"a.{ending}")
+    (tmp_path / f"b.{ending}").write_bytes(b"\xef\xbb\xbf" + (tmp_path / f"a.{ending}").read_bytes())
+    assert load(tmp_path / f"b.{ending}") == job
+
+
+@pytest.mark.parametrize("memory", [-1.0, math.nan, (1.0, math.inf)])
+def test_limits_are_amounts(memory: float | tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a job cannot have memory_bytes = (-1.0|nan|inf)"):
+        JobCosts(CostModel((1,), (1,), (1,), (1,)), memory_bytes=memory)
 
 
 def test_equal_layers_take_one_table(tmp_path: Path) -> None:
@@ -146,6 +161,12 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
             {"layers": [LAYER | {"count": 2, "modules": ["norm"]}]},
             "modules = ['norm']: expected one name that ends in a number, for example ['layers.0']",
         ),
+        ({"layers": [LAYER | {"count": 10**20}]}, "a model of more than 10000 layers cannot be cut"),
+        (
+            {"stages": STAGES | {"rank_of": [0, 10**20]}},
+            "a placement needs a stage on every rank, got the ranks (0, 1000",
+        ),
+        ({"stages": STAGES | {"f": [1, 1e200]}}, "cannot have f = 1e+200: give a number from 0 to 1e+100"),
         ({"layers": [LAYER | {"name": "x"}]}, "[[layers]] number 1 name = 'x': unknown key"),
     ],
 )
@@ -161,6 +182,8 @@ def test_what_is_wrong_is_named(data: Any, words: str) -> None:
         ("a.toml", "f = [", "is no TOML: "),
         ("a.json", "{", "is no JSON: "),
         ("a.toml", "f = 3", "f = 3: unknown key"),
+        ("a.toml", "f = " + "[" * 10**5, "nests its values too deep"),
+        ("a.json", "[" * 10**5, "nests its values too deep"),
     ],
 )
 def test_errors_name_the_file(tmp_path: Path, name: str, text: str, words: str) -> None:

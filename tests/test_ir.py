@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,9 @@ def test_an_op_is_written_as_torch_writes_it(op: Op) -> None:
     assert repr(_Action.from_str(str(op))) == str(op)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "3F", "3X0", "3F0 1", "-1F0", "3SEND_F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "3F", "3X0", "3F0 1", "-1F0", "3SEND_F0", "\u0663F\u0660", "3F1.5", "3F" + 20 * "9"]
+)
 def test_what_is_no_op_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not an op.*for example 3F0") as error:
         Op.parse(text)
@@ -74,9 +77,45 @@ def test_bubbles_in_torchs_csv_are_dropped() -> None:
         ("0F0,0Q0\n", r"row 1 \(rank 0\): '0Q0' is not an op"),
         ("", "the table is empty"),
         ("0F0,0B0\n,\n", "rank 1 has no ops"),
-        ("0F0,2F0\n", "no rank runs stage 1"),
+        ("0F0,2F0\n", "rank 0 runs 2F0, but no rank runs stage 1"),
+        ("0F0,0B0\n999999999999999F0\n", "rank 1 runs 999999999999999F0, but no rank runs stage 1"),
+        (
+            "0F0,0F99999999,0B0\n1F0,1B0\n",
+            r"rank 0 runs 0F99999999, but 5 op\(s\) are far too few for 100000000 microbatches on 2 stage",
+        ),
+        ("0F" + 9999 * "9", r"row 1 \(rank 0\): '0F999\d*\.\.\.9*' is not an op"),
+        (200_000 * "0", "the table is no CSV: field larger"),
+        ("0F0;0B0\n", "';' separates the cells of the table: save it with commas"),
+        ("0F0\t0B0\n", "'\\\\t' separates the cells"),
     ],
 )
 def test_a_csv_that_is_no_schedule_is_refused(table: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule.from_csv(table)
+
+
+def test_what_excel_adds_is_taken() -> None:
+    table = generate("1F1B", 2, 2).to_csv()
+    for ends in ("\r\n", "\r"):
+        assert Schedule.from_csv("\ufeff" + table.replace("\n", ends), "1F1B") == generate("1F1B", 2, 2)
+
+
+@pytest.mark.parametrize("op", [Op(-1, OpKind.F, 0), Op(0, OpKind.F, -1)])
+def test_rows_with_numbers_below_zero_are_refused(op: Op) -> None:
+    with pytest.raises(ValueError, match=f"rank 0 runs {op}, but"):
+        Schedule.from_rows([[Op(0, OpKind.F, 0), op, Op(0, OpKind.B, 0)]], "x")
+
+
+@pytest.mark.parametrize("place", [Placement.loop, Placement.v])
+def test_placements_have_an_end(place: Callable[[int, int], Placement]) -> None:
+    assert place(256, 4).num_stages == 1024
+    with pytest.raises(ValueError, match=r"10{20} ranks with 1 stage\(s\) each has 10{20} stages, but at most 1024"):
+        place(10**20, 1)
+    with pytest.raises(ValueError, match="1025 ranks"):
+        place(1025, 1)
+
+
+@pytest.mark.parametrize("ranks", [(0, 10**20), (-1, 0), (1,), ()])
+def test_a_placement_without_gaps_only(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="needs a stage on every rank"):
+        Placement(ranks)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -150,6 +153,18 @@ def test_an_even_split_that_does_not_fit_is_no_rival() -> None:
     found = plan_layers(2, 4, costs, 1.1, placements=["single"], budget=LITTLE)
     assert found.even is None
     assert max(found.plan.timeline.peak_memory) <= 1.1 * 10 / 2 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("number", [-1.0, math.nan, math.inf])
+def test_costs_of_layers_are_amounts(number: float) -> None:
+    layer = Layer(("norm",), 1, 1, 1, 1)
+    for name in ("f", "i", "w", "activations"):
+        with pytest.raises(ValueError, match=f"the layer norm cannot have {name} = {number}"):
+            replace(layer, **{name: number})
+    with pytest.raises(ValueError, match=f"LayerCosts cannot have message_bytes = {number}"):
+        LayerCosts((layer,), message_bytes=number)
+    with pytest.raises(ValueError, match=f"LayerCosts cannot have freed_by_i = {3 + number}"):
+        LayerCosts((layer,), freed_by_i=3 + number)
 
 
 def test_progress_goes_from_nothing_to_all() -> None:

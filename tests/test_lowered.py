@@ -18,6 +18,7 @@ from zbpipe.lowered import (
     Action,
     Rows,
     blocked_queues,
+    check_table,
     has_communication,
     mixed_up_messages,
     parse,
@@ -278,3 +279,15 @@ def test_messages_that_block_each_others_queue() -> None:
 def test_torchs_own_late_receives_block_queues() -> None:
     assert blocked_queues(parse(lowered("1F1B", 4, 8))) == []
     assert blocked_queues(parse(lowered("1F1B", 4, 8, defer_pp_recv=True))) != []
+
+
+def test_numbers_without_end_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 runs 0F99999999, but 3 op\(s\) are far too few"):
+        check_table("0F0,0SEND_F0,0F99999999\n1RECV_F0,1F0\n", "x")
+    with pytest.raises(ValueError, match=r"row 1 \(rank 0\): '0SEND_F9999.*' is no action"):
+        check_table("0F0,0SEND_F" + 9999 * "9", "x")
+
+
+def test_actions_that_stand_there_often_take_no_endless_time() -> None:
+    table = ",".join(["0F0", "0SEND_F0"] * 30_000) + "\n" + ",".join(["1RECV_F0", "1F0"] * 30_000)
+    assert {finding.rule for finding in validate_lowered(parse(table))} == {"doubled", "missing"}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Link, OpKind, Placement, Schedule, generate, simulate
+from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.costs import least_room, shares_within
 from zbpipe.planner.bound import lower_bound, span_bound
 from zbpipe.planner.compiled import PLAIN, Engine, fastest
@@ -421,3 +421,11 @@ def test_the_plain_import_is_light() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("table", ["1F0,1I0,1W0", "0F0,0I0,0W0,0W0", "0I0,0F0,0W0"])
+def test_a_schedule_that_cannot_run_has_no_order(table: str) -> None:
+    """One that is left out, one twice, one too early."""
+    rows = tuple(tuple(map(Op.parse, row.split(","))) for row in (table, "1F0,1I0,1W0"))
+    with pytest.raises(ValueError, match="schedule x cannot run"):
+        problem(Placement.loop(2), microbatches=1).order(Schedule("x", Placement.loop(2), 1, rows))

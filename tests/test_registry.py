@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,17 @@ def test_schedules_need_no_torch() -> None:
         ),
         (lambda: zbpipe.generate(3, 4, 2), "a schedule is named by a string, for example 'ZBV', got 3"),
         (lambda: zbpipe.register("x.csv"), "names ending in .csv are files"),
+        (lambda: zbpipe.register("X.CSV"), "names ending in .csv are files"),
+        (lambda: zbpipe.register(""), "'' cannot be the name of a schedule"),
+        (lambda: zbpipe.register("  "), "'  ' cannot be the name"),
+        (lambda: zbpipe.register("Mine "), "'Mine ' cannot be the name"),
+        (lambda: zbpipe.register("My\nown"), r"'My\\nown' cannot be the name"),
+        (lambda: zbpipe.register("-p"), "'-p' cannot be the name"),
+        (lambda: zbpipe.register(None), "None cannot be the name"),  # type: ignore[arg-type]
+        (lambda: zbpipe.register("X", stages_per_rank="2"), "stages_per_rank has to be a whole number, got '2'"),  # type: ignore[arg-type]
+        (lambda: zbpipe.generate("1F1B", 10**20, 2), r"10{20} ranks .* at most 1024 are possible"),
+        (lambda: zbpipe.generate("1F1B", 2, 10**20), r"1F1B on 2 ranks has 2 .*, and 10{20} microbatches are too many"),
+        (lambda: zbpipe.stage_indices("ZBV", rank=0, num_ranks=10**20), "at most 1024 are possible"),
         (lambda: zbpipe.register("X", placement="ring"), "placement='ring'"),
         (lambda: zbpipe.register("X", stages_per_rank=0), "stages_per_rank=0"),
     ],
@@ -102,6 +114,29 @@ def test_a_function_that_makes_no_schedule(monkeypatch: pytest.MonkeyPatch) -> N
     zbpipe.register("Lists")(lambda ranks, microbatches: [[]])
     with pytest.raises(ValueError, match=r"'Lists' has to return a zbpipe.Schedule, got <class 'list'>"):
         zbpipe.generate("Lists", 1, 1)
+
+
+def test_a_function_that_makes_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    zbpipe.register("More")(lambda ranks, microbatches: zbpipe.generate("1F1B", ranks, microbatches + 1))
+    with pytest.raises(ValueError, match="'More' has to return a schedule for 3 microbatches, got one for 4"):
+        zbpipe.generate("More", 2, 3)
+    zbpipe.register("Loop", placement="v", stages_per_rank=2)(registry.lookup("LoopedBFS").generate)
+    with pytest.raises(ValueError, match=r"on the ranks \(0, 1, 1, 0\), but its function .* on \(0, 1, 0, 1\)"):
+        zbpipe.generate("Loop", 2, 3)
+
+
+def test_a_large_job_is_no_mistake() -> None:
+    assert zbpipe.generate("Interleaved1F1B", 64, 512, stages_per_rank=4).num_microbatches == 512
+
+
+def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path: Path) -> None:
+    """With nothing but the standard library and the sources."""
+    (tmp_path / "zbpipe").symlink_to(Path(zbpipe.__file__).parent)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe; print(zbpipe.__version__)"
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "0+unknown\n"
+    assert zbpipe.__version__ == metadata.version("zbpipe")
 
 
 def test_a_broken_entry_point_leaves_the_other_schedules(tmp_path: Path) -> None:

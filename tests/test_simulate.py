@@ -1,7 +1,8 @@
 """The simulator against a second, slow and plain one, and against what must hold for any schedule and any costs."""
 
-from dataclasses import fields
-from itertools import pairwise
+import math
+from dataclasses import fields, replace
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -356,11 +357,23 @@ def test_wrong_arguments_are_refused() -> None:
         simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(CostModel) if field.name not in ("link", "links")])
+COSTS = [field.name for field in fields(CostModel) if field.name not in ("link", "links")]
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e308, 10**400])
+def test_costs_that_are_not_finite_are_refused(name: str, number: float) -> None:
+    costs = CostModel.uniform(Placement.loop(2))
+    bad = (1.0, number) if isinstance(getattr(costs, name), tuple) else number
+    with pytest.raises(ValueError, match=f"a CostModel cannot have {name} = {number}".replace("+", r"\+")):
+        exchange(costs, name, bad)
+
+
+@pytest.mark.parametrize("name", COSTS)
 def test_costs_below_zero_are_refused(name: str) -> None:
     costs = CostModel.uniform(Placement.loop(2))
     bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else 1.5 if name == "freed_by_i" else -0.5
-    with pytest.raises(ValueError, match="costs are zero or more"):
+    with pytest.raises(ValueError, match=rf"a CostModel cannot have {name} = (-0.5|1.5): give a number"):
         exchange(costs, name, bad)
     if isinstance(bad, tuple):
         with pytest.raises(ValueError, match="need one number a stage each"):
@@ -375,6 +388,19 @@ def test_an_order_that_cannot_run_is_refused(row: str) -> None:
 
 
 def test_a_link_needs_a_possible_speed() -> None:
-    for impossible in ({"latency": -1.0}, {"bandwidth": 0.0}):
-        with pytest.raises(ValueError, match="a link's latency is zero or more"):
-            Link(**impossible)
+    for name, impossible in product(("latency", "bandwidth"), (-1.0, math.nan)):
+        with pytest.raises(ValueError, match=f"a link cannot have {name} = {impossible}: give a number"):
+            Link(**{name: impossible})
+    with pytest.raises(ValueError, match="latency = inf"):
+        Link(math.inf)
+    with pytest.raises(ValueError, match=r"bandwidth = 0.0: give a number above 0"):
+        Link(bandwidth=0.0)
+
+
+def test_what_no_machine_holds_is_refused() -> None:
+    schedule = generate("ZBV", 2, 4)
+    costs = CostModel.uniform(schedule.placement)
+    with pytest.raises(ValueError, match=r"num_steps=10{20} of 48 ops are too many: simulate at most 87381"):
+        simulate(schedule, costs, num_steps=10**20)
+    with pytest.raises(ValueError, match="cannot run"):
+        simulate(replace(schedule, num_microbatches=10**12), costs)

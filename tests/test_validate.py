@@ -1,5 +1,6 @@
 """Every way to break a schedule is found, under its own name and at its place."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Finding, Op, OpKind, Schedule, generate, simulate, validate
+from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
 from zbpipe.testing import schedules
 from zbpipe.validate import require_valid
 
@@ -165,3 +166,33 @@ def test_a_missing_op_does_not_hide_a_deadlock() -> None:
     """0B0 lacks its forward, and still it waits for 1B0 while rank 1 waits for 0F1."""
     table = "0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n"
     assert sorted({finding.rule for finding in validate(Schedule.from_csv(table))}) == ["deadlock", "missing"]
+
+
+def test_missing_ops_are_not_listed_without_end() -> None:
+    """One finding more than needed is no use, and a schedule may ask for any number."""
+    findings = validate(Schedule("x", Placement.loop(1), 10**12, ((),)))
+    assert {finding.rule for finding in findings} == {"missing"}
+    assert len(findings) == 1000
+
+
+def test_ops_that_stand_there_often_take_no_endless_time() -> None:
+    """The work grows with the table and not with its square, of which this one has billions."""
+    rows = tuple((Op(stage, OpKind.F, 0),) * 60_000 for stage in (0, 1))
+    assert {finding.rule for finding in validate(Schedule("x", Placement.loop(2), 1, rows))} == {"doubled", "missing"}
+
+
+def test_memory_is_counted_in_time_that_grows_with_the_table() -> None:
+    schedule = generate("GPipe", 1, 40_000)
+    assert validate(schedule, 40_000) == []
+
+
+def test_a_row_that_no_stage_calls_for_has_no_memory() -> None:
+    schedule = Schedule.from_csv("0F0,0B0\n0F1,0B1\n")
+    assert {finding.rule for finding in validate(schedule, 1.0)} == {"placement"}
+
+
+@pytest.mark.parametrize("arguments", [(math.nan,), (-1.0,), (None, math.nan), (None, 1.5), (None, -math.inf)])
+def test_limits_that_are_no_amounts_are_refused(arguments: tuple[float | None, ...]) -> None:
+    limit, freed = (*arguments, 0.0)[:2]
+    with pytest.raises(ValueError, match=r"(memory_limit|freed_by_i)=(nan|-1.0|1.5|-inf) is no (amount|share): give"):
+        validate(generate("1F1B", 1, 1), limit, freed_by_i=freed or 0.0)

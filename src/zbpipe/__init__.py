@@ -4,7 +4,7 @@ Importing this package does not import torch; the names that need it are loaded 
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, Link
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
         ScheduleZBV,
     )
 
-__version__ = version("zbpipe")
+try:
+    __version__ = version("zbpipe")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "GROUPED_MM",

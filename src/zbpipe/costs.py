@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -10,13 +10,44 @@ from types import MappingProxyType
 
 from zbpipe.ir import OpKind, Placement
 
+MOST = 1e100
+"""The largest cost: no sum or product of such numbers is infinite."""
+
+
+def is_amount(number: float) -> bool:
+    """Whether it can be a cost: a number from 0 to 1e100."""
+    return 0 <= number <= MOST
+
+
+def require_amounts(what: str, **amounts: Iterable[float]) -> None:
+    """Refuse numbers that cannot be costs.
+
+    Raises:
+        ValueError: the first of them, by the name of its list.
+    """
+    for name, numbers in amounts.items():
+        for number in numbers:
+            if not is_amount(number):
+                raise ValueError(f"{what} cannot have {name} = {number}: give a number from 0 to {MOST:g}")
+
+
+def require_shares(what: str, freed_by_i: Iterable[float]) -> None:
+    """Refuse numbers that cannot be the share of the activations that I frees.
+
+    Raises:
+        ValueError: the first of them.
+    """
+    for share in freed_by_i:
+        if not -MOST <= share <= 1:
+            raise ValueError(f"{what} cannot have freed_by_i = {share}: give a number up to 1")
+
 
 @dataclass(frozen=True)
 class Link:
     """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
 
     Raises:
-        ValueError: a negative latency, or a bandwidth that is not positive.
+        ValueError: a latency that is negative or not finite, or a bandwidth that is not positive.
     """
 
     latency: float = 0.0
@@ -25,8 +56,9 @@ class Link:
     """Bytes per second."""
 
     def __post_init__(self) -> None:
-        if not self.latency >= 0 or not self.bandwidth > 0:
-            raise ValueError(f"a link's latency is zero or more and its bandwidth more than zero; got {self}")
+        require_amounts("a link", latency=(self.latency,))
+        if not self.bandwidth >= 1 / MOST:
+            raise ValueError(f"a link cannot have bandwidth = {self.bandwidth}: give a number above 0")
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency + num_bytes / self.bandwidth
@@ -37,7 +69,7 @@ class CostModel:
     """Costs per stage. Times are seconds of one microbatch, memory is what one microbatch's forward keeps.
 
     Raises:
-        ValueError: tuples of different lengths, or a number below zero.
+        ValueError: tuples of different lengths, or a number that is negative or not finite.
     """
 
     f: tuple[float, ...]
@@ -69,9 +101,9 @@ class CostModel:
         freed = self.freed_by_i if isinstance(self.freed_by_i, tuple) else (self.freed_by_i,) * len(self.f)
         if len(freed) != len(self.f):
             raise ValueError(f"freed_by_i has to be one number, or one a stage: got {len(freed)} for {len(self.f)}")
-        numbers = (*self.f, *self.i, *self.w, *self.activations, self.message_bytes)
-        if any(not number >= 0 for number in numbers) or not all(-inf < share <= 1 for share in freed):
-            raise ValueError(f"costs are zero or more, and freed_by_i is a number up to 1; got {self}")
+        columns = {"f": self.f, "i": self.i, "w": self.w, "activations": self.activations}
+        require_amounts("a CostModel", **columns, message_bytes=(self.message_bytes,))
+        require_shares("a CostModel", freed)
 
     @classmethod
     def uniform(

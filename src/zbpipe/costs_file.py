@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from math import inf, isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zbpipe.costs import CostModel, Link, shares_within
+from zbpipe.costs import CostModel, Link, require_amounts, shares_within
+from zbpipe.files import read_text
 from zbpipe.ir import Placement
-from zbpipe.layers import Layer, LayerCosts
+from zbpipe.layers import MOST_LAYERS, Layer, LayerCosts
 
 _TIMES = ("f", "i", "w", "activations")
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JobCosts:
 
     Raises:
         ValueError: a placement with another number of stages than the costs, or beside costs of layers; limits for
-            another number of ranks than the placement has.
+            another number of ranks than the placement has, or limits that are negative or not finite.
     """
 
     costs: CostModel | LayerCosts
@@ -40,6 +41,8 @@ class JobCosts:
     """What a rank, or each of them, can hold of activations, in the unit of `activations`."""
 
     def __post_init__(self) -> None:
+        memory = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
+        require_amounts("a job", memory_bytes=(limit for limit in memory if limit is not None))
         if self.placement is None:
             return
         if not isinstance(self.costs, CostModel):
@@ -87,10 +90,12 @@ def load(path: str | Path) -> JobCosts:
     if path.suffix not in (".toml", ".json"):
         raise ValueError(f"cost file {str(path)!r} has to end in .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ValueError(f"cost file {str(path)!r} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"cost file {str(path)!r} nests its values too deep: it needs tables of lists only") from None
     except ValueError as error:
         raise ValueError(f"cost file {str(path)!r} is no {path.suffix[1:].upper()}: {error}") from None
     try:
@@ -136,8 +141,9 @@ def from_data(data: Any) -> JobCosts:
             " one number"
         )
     if layers:
-        model = LayerCosts(tuple(layer for each in layers for layer in _layers(each)), **shared)
-        return JobCosts(model, None, memory)
+        # One more than there may be is enough to be refused: `count` can be any number.
+        some = islice(chain.from_iterable(map(_layers, layers)), MOST_LAYERS + 1)
+        return JobCosts(LayerCosts(tuple(some), **shared), None, memory)
     rank_of = stages.take("rank_of", "a list with the rank of each stage", _whole_numbers, None)
     columns = [stages.take(name, "a list with a number from zero on for each stage", _numbers) for name in _TIMES]
     stages.close()
@@ -311,7 +317,7 @@ def _layers(table: _Table) -> Iterable[Layer]:
             f" ['layers.0'], because count = {count} counts it up"
         )
     first = int(match[2])
-    return [Layer((f"{match[1]}{number}",), *numbers) for number in range(first, first + count)]
+    return (Layer((f"{match[1]}{number}",), *numbers) for number in range(first, first + count))
 
 
 def _runs(layers: Sequence[Layer]) -> list[list[Layer]]:

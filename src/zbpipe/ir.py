@@ -10,13 +10,42 @@ from __future__ import annotations
 import csv
 import io
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
-_OP = re.compile(r"(?P<stage>\d+)(?P<kind>[FIWB])(?P<microbatch>\d+)")
+NUMBER = "[0-9]{1,15}"
+"""A stage or a microbatch in a table, as a regular expression; what is longer is a mistake, or worse."""
+_OP = re.compile(rf"(?P<stage>{NUMBER})(?P<kind>[FIWB])(?P<microbatch>{NUMBER})")
+
+MOST_STAGES = 1024
+"""In a schedule that is made by name or planned."""
+MOST_WORK = 2**18
+"""Microbatches times stages in such a schedule: a table of some megabytes."""
+
+
+def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
+    """Refuse what would take gigabytes or hours, before anything is made of that size.
+
+    Args:
+        what: for the message.
+        num_stages: on all ranks together.
+        num_microbatches: from 1 on.
+
+    Raises:
+        ValueError: more than 1024 stages, or microbatches times stages beyond 2**18.
+    """
+    if num_stages > MOST_STAGES:
+        raise ValueError(f"{what} has {num_stages} stages, but at most {MOST_STAGES} are possible: use fewer")
+    if num_stages * num_microbatches > MOST_WORK:
+        raise ValueError(
+            f"{what} has {num_stages} stage(s), and {num_microbatches} microbatches are too many for them: use at most"
+            f" {MOST_WORK // num_stages}, or fewer ranks"
+        )
 
 
 class OpKind(StrEnum):
@@ -48,7 +77,7 @@ class Op(NamedTuple):
         match = _OP.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not an op: expected stage, one of F, I, W, B, and microbatch, for example 3F0"
+                f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B, and microbatch, for example 3F0"
             )
         return cls(int(match["stage"]), OpKind(match["kind"]), int(match["microbatch"]))
 
@@ -60,17 +89,27 @@ class Placement:
     rank_of: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.rank_of or set(self.rank_of) != set(range(max(self.rank_of) + 1)):
+        ranks = set(self.rank_of)
+        if not ranks or min(ranks) < 0 or max(ranks) >= len(ranks):
             raise ValueError(f"a placement needs a stage on every rank, got the ranks {self.rank_of}")
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
-        """Round and round: stage s on rank s modulo `num_ranks`."""
+        """Round and round: stage s on rank s modulo `num_ranks`. Not for more than 1024 stages."""
+        require_size(
+            f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank
+        )
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
-        """Down the ranks and up again, as often as `stages_per_rank` says: the last stage meets the first on rank 0."""
+        """Down the ranks and up again, as often as `stages_per_rank` says: the last stage meets the first on rank 0.
+
+        Not for more than 1024 stages.
+        """
+        require_size(
+            f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank
+        )
         down = tuple(range(num_ranks))
         return cls(tuple(rank for leg in range(stages_per_rank) for rank in (down, down[::-1])[leg % 2]))
 
@@ -132,31 +171,61 @@ class Schedule:
         appears.
 
         Raises:
-            ValueError: a cell is no op, a row or the whole table is empty, or a stage appears in no row.
+            ValueError: a cell is no op, a row or the whole table is empty, a stage appears in no row, or there are
+                far too few ops for a microbatch that a cell names.
         """
-        rows = [row for row in csv.reader(io.StringIO(table)) if row]
+        rows = cells(table)
         if not rows:
             raise ValueError(f"schedule {name}: the table is empty")
         return cls.from_rows([_parse_row(rank, row) for rank, row in enumerate(rows)], name)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
-        """A schedule from one sequence of ops per rank, with the placement that the ops show."""
+        """A schedule from one sequence of ops per rank, with the placement that the ops show.
+
+        Raises:
+            ValueError: as `from_csv`, or a number below zero.
+        """
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
                 raise ValueError(f"schedule {name}: rank {rank} has no ops")
             for op in ops:
                 rank_of.setdefault(op.stage, rank)
-        missing = set(range(max(rank_of, default=-1) + 1)) - rank_of.keys()
-        if missing or not rank_of:
-            raise ValueError(f"schedule {name}: no rank runs stage {min(missing, default=0)}")
-        return cls(
-            name=name,
-            placement=Placement(tuple(rank_of[stage] for stage in range(len(rank_of)))),
-            num_microbatches=1 + max(op.microbatch for ops in rows for op in ops),
-            ops=tuple(map(tuple, rows)),
-        )
+        everything = [(rank, op) for rank, ops in enumerate(rows) for op in ops]
+        num_stages = next(stage for stage in count() if stage not in rank_of)
+        for rank, op in everything:
+            if not 0 <= op.stage < num_stages:
+                raise ValueError(f"schedule {name}: rank {rank} runs {op}, but no rank runs stage {num_stages}")
+            if op.microbatch < 0:
+                raise ValueError(f"schedule {name}: rank {rank} runs {op}, but microbatches count from 0")
+        if not everything:
+            raise ValueError(f"schedule {name}: there are no ranks")
+        rank, last = max(everything, key=lambda each: each[1].microbatch)
+        num_microbatches = last.microbatch + 1
+        # Otherwise what is missing would be listed, and a single wrong cell can make that endless.
+        if num_stages * num_microbatches > len(everything):
+            raise ValueError(
+                f"schedule {name}: rank {rank} runs {last}, but {len(everything)} op(s) are far too few for"
+                f" {num_microbatches} microbatches on {num_stages} stage(s): mend that microbatch, or add the ops that"
+                " are missing"
+            )
+        placement = Placement(tuple(rank_of[stage] for stage in range(num_stages)))
+        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)))
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
+
+    Raises:
+        ValueError: the table is no CSV, or other characters than commas separate its cells.
+    """
+    if "," not in table and "(" not in table and (separator := re.search("[;\t]", table)):
+        raise ValueError(f"{separator[0]!r} separates the cells of the table: save it with commas")
+    try:
+        return [row for row in csv.reader(table.removeprefix("\ufeff").splitlines()) if row]
+    except csv.Error as error:
+        raise ValueError(f"the table is no CSV: {error}") from None
 
 
 def _parse_row(rank: int, row: Sequence[str]) -> list[Op]:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from zbpipe.costs import CostModel, Link
+from zbpipe.costs import CostModel, Link, require_amounts, require_shares
 from zbpipe.ir import Placement
+
+MOST_LAYERS = 10_000
 
 Split = tuple[range, ...]
 """By stage the layers that it holds, in their order; no stage is empty."""
@@ -18,7 +20,7 @@ class Layer:
     """A piece of the model that lies on one stage. Times are seconds of one microbatch.
 
     Raises:
-        ValueError: a number below zero.
+        ValueError: a number that is negative or not finite.
     """
 
     modules: tuple[str, ...]
@@ -33,8 +35,8 @@ class Layer:
     """Bytes that it keeps of one microbatch after F."""
 
     def __post_init__(self) -> None:
-        if any(not number >= 0 for number in (self.f, self.i, self.w, self.activations)):
-            raise ValueError(f"the costs of a layer are zero or more; got {self}")
+        columns = {"f": self.f, "i": self.i, "w": self.w, "activations": self.activations}
+        require_amounts(f"the layer {'+'.join(self.modules)}", **{name: (cost,) for name, cost in columns.items()})
 
     @property
     def seconds(self) -> float:
@@ -47,7 +49,7 @@ class LayerCosts:
     """Costs of a model that is not cut into stages yet.
 
     Raises:
-        ValueError: no layer.
+        ValueError: no layer or more than 10,000, or a number that is negative or not finite.
     """
 
     layers: tuple[Layer, ...]
@@ -64,6 +66,10 @@ class LayerCosts:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a model needs at least one layer, got none")
+        if len(self.layers) > MOST_LAYERS:
+            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: take several as one layer")
+        require_amounts("LayerCosts", message_bytes=(self.message_bytes,))
+        require_shares("LayerCosts", (self.freed_by_i,))
 
     def stages(self, split: Split) -> CostModel:
         """The costs of the stages of this split."""

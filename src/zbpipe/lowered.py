@@ -8,20 +8,19 @@ in the order in which the other sends them.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.validate import Finding, Rule, feeders, validate, waiting_circles
+from zbpipe.ir import NUMBER, Op, OpKind, Schedule, cells
+from zbpipe.validate import Finding, Rule, feeders, first_positions, validate, waiting_circles
 
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
-_ACTION = re.compile(rf"(\d+)({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])(\d*)")
+_ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])({NUMBER}|)")
 _COMPUTE = frozenset(OpKind)
 
 
@@ -70,9 +69,8 @@ def parse(table: str) -> Rows:
     Raises:
         ValueError: a cell is no action.
     """
-    rows = [row for row in csv.reader(io.StringIO(table)) if row]
     return tuple(
-        tuple(_parse_cell(rank, part) for cell in row for part in _parts(cell)) for rank, row in enumerate(rows)
+        tuple(_parse_cell(rank, part) for cell in row for part in _parts(cell)) for rank, row in enumerate(cells(table))
     )
 
 
@@ -85,7 +83,8 @@ def _parse_cell(rank: int, cell: str) -> Action:
     match = _ACTION.fullmatch(cell)
     if match is None or (match[3] == "") != (match[2] in _SHARDING):
         raise ValueError(
-            f"row {rank + 1} (rank {rank}): {cell!r} is no action of torch's, such as 3F0, 3SEND_F0, 3UNSHARD"
+            f"row {rank + 1} (rank {rank}): {reprlib.repr(cell)} is no action of torch's, such as 3F0, 3SEND_F0,"
+            " 3UNSHARD"
         )
     return Action(int(match[1]), match[2], int(match[3] or -1))
 
@@ -243,11 +242,12 @@ class _Lowered:
     def disordered(self) -> Iterator[Finding]:
         """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
         for rank, row in enumerate(self.rows):
+            first = first_positions(row)
             for position, action in enumerate(row):
                 for choices in self.needs(action):
                     if action.kind in _COMPUTE and all(choice.kind in _COMPUTE for choice in choices):
                         continue
-                    here = [there for choice in choices for on, there in self.places.get(choice, ()) if on == rank]
+                    here = [first[choice] for choice in choices if choice in first]
                     if here and min(here) > position:
                         message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
                         yield self.finding("order", action, message, (rank, position))

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
+from zbpipe.files import read_text
+from zbpipe.ir import Placement, Schedule, require_size
 
 Generate = Callable[..., Schedule]
 
@@ -59,7 +59,8 @@ class Traits:
         """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
 
         Raises:
-            ValueError: fewer than one rank, or a number of ranks or stages that this schedule does not run on.
+            ValueError: fewer than one rank, a number of ranks or stages that this schedule does not run on, or more
+                than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         if num_ranks < 1:
@@ -98,9 +99,15 @@ def register(
         listed: whether listings and comparisons show it.
 
     Raises:
-        ValueError: the name is taken by another function or is that of a file, or the placement is impossible.
+        ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
+            or the placement is impossible.
     """
-
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    require_whole(stages_per_rank=stages_per_rank)
     if placement not in ("loop", "v") or stages_per_rank < 1 or name.lower().endswith(".csv"):
         raise ValueError(
             f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
@@ -159,9 +166,10 @@ def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: 
         stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.
 
     Raises:
-        ValueError: unknown name, a rank outside the group, or a number of stages that the schedule does not run.
+        ValueError: unknown name, a rank outside the group, a number of stages that the schedule does not run, or more
+            than 1024 stages.
     """
-    _require_whole(rank=rank, num_ranks=num_ranks)
+    require_whole(rank=rank, num_ranks=num_ranks)
     placement = lookup(schedule).place(num_ranks, stages_per_rank)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} is outside a pipeline of {num_ranks} ranks: use 0 to {num_ranks - 1}")
@@ -186,25 +194,43 @@ def generate(
         costs: for the schedules that fit themselves to them (ZB1P, ZB2P); the others do not look at them.
 
     Raises:
-        ValueError: unknown name, or numbers that the schedule cannot have.
+        ValueError: unknown name, numbers that the schedule cannot have, more than 1024 stages or 2**18 microbatches
+            times stages; or a registered function that returns something else than it is asked for.
     """
     traits = lookup(schedule)
-    _require_whole(ranks=ranks, microbatches=microbatches)
+    require_whole(ranks=ranks, microbatches=microbatches)
     if costs is not None and not isinstance(costs, CostModel):
         raise ValueError(f"costs has to be a zbpipe.CostModel, for example CostModel.uniform(...), got {costs!r}")
     if microbatches < 1:
         raise ValueError(f"{traits.name} needs at least 1 microbatch, got {microbatches}")
     placement = traits.place(ranks, stages_per_rank)
+    if traits.table is None:
+        require_size(f"{traits.name} on {ranks} ranks", placement.num_stages, microbatches)
     keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
     made = traits.generate(ranks, microbatches, **{name: keywords[name] for name in traits.keywords})
     if not isinstance(made, Schedule):
         raise ValueError(
             f"the function registered as {traits.name!r} has to return a zbpipe.Schedule, got {type(made)}"
         )
+    if made.placement != placement:
+        raise ValueError(
+            f"{traits.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but"
+            f" its function puts them on {made.placement.rank_of}"
+        )
+    if made.num_microbatches != microbatches:
+        raise ValueError(
+            f"the function registered as {traits.name!r} has to return a schedule for {microbatches} microbatches, got"
+            f" one for {made.num_microbatches}"
+        )
     return made
 
 
-def _require_whole(**numbers: object) -> None:
+def require_whole(**numbers: object) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        ValueError: the first of them, by its name.
+    """
     for name, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool):
             raise ValueError(f"{name} has to be a whole number, got {number!r}")
@@ -212,11 +238,9 @@ def _require_whole(**numbers: object) -> None:
 
 def _read_table(path: str) -> Traits:
     try:
-        schedule = Schedule.from_csv(Path(path).read_text(), name=path)
+        schedule = Schedule.from_csv(read_text(path), name=path)
     except OSError as error:
         raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"schedule file {path!r} is no text file") from None
     except ValueError as error:
         raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
 

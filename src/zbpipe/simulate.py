@@ -18,6 +18,9 @@ from zbpipe.ir import Op, OpKind, Schedule
 from zbpipe.planner.bound import lower_bound
 from zbpipe.validate import require_valid
 
+_MOST_SPANS = 2**22
+"""In a timeline of several steps: half a gigabyte."""
+
 
 class Span(NamedTuple):
     """One op on a rank, from `start` to `end` in seconds."""
@@ -120,7 +123,8 @@ def simulate(schedule: Schedule, costs: CostModel, *, num_steps: int = 1, synchr
             gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
 
     Raises:
-        ValueError: costs for another number of stages, no step at all, or a schedule that cannot run.
+        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, or a schedule
+            that cannot run.
     """
     if costs.num_stages != schedule.placement.num_stages:
         raise ValueError(
@@ -129,6 +133,13 @@ def simulate(schedule: Schedule, costs: CostModel, *, num_steps: int = 1, synchr
         )
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} makes no timeline: simulate at least one step")
+    num_ops = sum(map(len, schedule))
+    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
+        most = max(_MOST_SPANS // num_ops, 1)
+        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
+    # Not even a forward for each: room for all of them may be more than there is.
+    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:
+        require_valid(schedule)
     clocks = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in clocks]
     for step in range(num_steps):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.ir import Op, OpKind, Schedule
@@ -13,6 +15,8 @@ T = TypeVar("T", bound=Hashable)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
 """Where each op stands: rank and position, more than once if it is doubled."""
+_MOST_MISSING = 1000
+"""So many more missing ops than there are ops are listed."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +42,28 @@ def validate(schedule: Schedule, memory_limit: float | None = None, *, freed_by_
     Checked are: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
     or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
-    circle; and ranks that hold too much.
+    circle; and ranks that hold too much. Of missing ops that outnumber by far those that are there, some are listed.
 
     Args:
         schedule: any lists at all.
         memory_limit: peak activations per rank, in units of the rank's share of one microbatch; None for no limit.
         freed_by_i: the share of the activations that I frees, as in `CostModel`; below zero where it takes more.
+
+    Raises:
+        ValueError: a limit below zero or a share above 1, or what is no number.
     """
+    if memory_limit is not None and not memory_limit >= 0:
+        raise ValueError(f"memory_limit={memory_limit} is no amount: give a number from zero on, or None for no limit")
+    if not -inf < freed_by_i <= 1:
+        raise ValueError(f"freed_by_i={freed_by_i} is no share: give a number up to 1")
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
             places[op].append((rank, position))
     return [
         *_strangers(schedule, places),
-        *_incomplete(schedule, places),
-        *_disordered(schedule, places),
+        *islice(_incomplete(schedule, places), len(places) + _MOST_MISSING),
+        *_disordered(schedule),
         *_deadlocked(schedule, places),
         *(_out_of_memory(schedule, memory_limit, freed_by_i) if memory_limit is not None else ()),
     ]
@@ -121,12 +132,21 @@ def feeders(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     return (forward, (Op(stage + 1, OpKind.I, microbatch), Op(stage + 1, OpKind.B, microbatch)))
 
 
-def _disordered(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def first_positions(row: Sequence[T]) -> dict[T, int]:
+    """By item where it first stands."""
+    first: dict[T, int] = {}
+    for position, item in enumerate(row):
+        first.setdefault(item, position)
+    return first
+
+
+def _disordered(schedule: Schedule) -> Iterator[Finding]:
     """Ops that come before what feeds them in one rank's list."""
     for rank, ops in enumerate(schedule):
+        first = first_positions(ops)
         for position, op in enumerate(ops):
             for choices in feeders(op, schedule.placement.num_stages):
-                here = [there for choice in choices for on, there in places.get(choice, ()) if on == rank]
+                here = [first[choice] for choice in choices if choice in first]
                 if here and min(here) > position:
                     message = f"it needs {ops[min(here)]}, which comes later, at position {min(here)}"
                     yield Finding("order", rank, position, op, message)
@@ -134,16 +154,20 @@ def _disordered(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 def _out_of_memory(schedule: Schedule, limit: float, freed_by_i: float) -> Iterator[Finding]:
     """The first op of every rank that takes it over the limit. Activations live from F to W or B, some only to I."""
-    for rank, ops in enumerate(schedule):
+    # A row beyond the placement holds strangers only.
+    for rank, ops in enumerate(schedule.ops[: schedule.placement.num_ranks]):
         share = 1 / len(schedule.placement.stages_on(rank))
         live: dict[tuple[int, int], Op] = {}
+        alive = {OpKind.F: 0, OpKind.I: 0}
         for position, op in enumerate(ops):
             key = (op.stage, op.microbatch)
-            live.pop(key, None)
-            if op.kind in (OpKind.F, OpKind.I):
+            if (before := live.pop(key, None)) is not None:
+                alive[before.kind] -= 1
+            if op.kind in alive:
                 live[key] = op
+                alive[op.kind] += 1
             # What F has left counts whole, and after I the part that waits for W.
-            total = share * sum(1 if each.kind is OpKind.F else 1 - freed_by_i for each in live.values())
+            total = share * (alive[OpKind.F] + alive[OpKind.I] * (1 - freed_by_i))
             if total > limit + 1e-9:
                 held = " ".join(map(str, live.values()))
                 message = f"it holds {total:g} microbatches, the limit is {limit:g}; live are {held}"
@@ -176,6 +200,7 @@ def waiting_circles(
         For each circle its lowest rank, the position at which that is stuck, and the whole chain in words.
     """
     place = {item: standing[0] for item, standing in places.items()}
+    own = [frozenset(row) for row in rows]
     done = [0] * len(rows)
     sleepers: dict[T, list[int]] = defaultdict(list)
     waiting_for: dict[int, T] = {}
@@ -184,7 +209,7 @@ def waiting_circles(
         """Items on other ranks of which the rank needs one to go on; empty if it can."""
         for choices in needs(rows[rank][done[rank]]):
             known = tuple(choice for choice in choices if choice in place)
-            elsewhere = all(on != rank for choice in known for on, _ in places[choice])
+            elsewhere = own[rank].isdisjoint(known)
             if known and elsewhere and all(done[place[choice][0]] <= place[choice][1] for choice in known):
                 return known
         return ()

@@ -2,6 +2,7 @@
 
 import click
 
+from zbpipe import __version__
 from zbpipe.cli.base import Group
 from zbpipe.cli.demo import demo
 from zbpipe.cli.files import export, validate
@@ -10,7 +11,7 @@ from zbpipe.cli.schedules import compare, list_, show, simulate
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="zbpipe")
+@click.version_option(__version__)
 @click.pass_context
 def main(context: click.Context) -> None:
     """Zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.

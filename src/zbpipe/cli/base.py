@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import click
+
+from zbpipe.costs import MOST, is_amount
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -80,19 +82,18 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
         times = Times(*map(float, text.split(",")))
     except (TypeError, ValueError):
         raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8") from None
-    if not all(map(_is_amount, times)) or not any(times):
-        raise click.BadParameter(f"{text!r} has no three times from zero on, one above; write for example 1,1,0.8")
+    # Pictures divide by the longest.
+    if not all(map(is_amount, times)) or max(times) < 1 / MOST:
+        raise click.BadParameter(
+            f"{text!r} has no three times from zero to {MOST:g}, one above zero; write for example 1,1,0.8"
+        )
     return times
 
 
 def amount(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not _is_amount(value):
-        raise click.BadParameter(f"{value} is no amount; write a number from zero on, for example 0.5")
+    if value is not None and not is_amount(value):
+        raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
     return value
-
-
-def _is_amount(number: float) -> bool:
-    return math.isfinite(number) and number >= 0
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
@@ -106,7 +107,26 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
     return add
 
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+class OutputFile(click.Path):
+    """A file to write when all work is done: refused before it begins if that cannot be."""
+
+    def __init__(self, allow_dash: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        file = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if self.allow_dash and str(file) == "-":
+            return file
+        try:
+            file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+                self.fail(f"{str(file)!r} is in no folder that exists and is yours to write to", param, ctx)
+        except OSError as error:
+            self.fail(f"{str(file)!r} cannot be written: {error.strerror}", param, ctx)
+        return file
+
+
 COUNT = click.IntRange(min=1)
 name_argument = click.argument("name")
 size_options = options(

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from zbpipe.cli.base import OutputFile, in_one_line
 
 if TYPE_CHECKING:
     from zbpipe.titan.demo import Run
 
 
 @click.command()
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(min=2), help="Training steps of each run.")
 @click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Also write the results to this file.",
+    "--steps", default=10, show_default=True, type=click.IntRange(2, 10_000), help="Training steps of each run."
 )
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 @click.option(
     "--keep",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, readable=True, writable=True, path_type=Path),
     help="Keep checkpoints and the ranks' output in this folder.",
 )
 def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
@@ -35,10 +35,8 @@ def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
     from zbpipe.titan.console import ConsoleProgress, print_table
     from zbpipe.titan.demo import DemoError, as_json, run_demo
 
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise click.UsageError(f"--json {json_file}: its folder does not exist")
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise click.UsageError(f"--keep {keep}: the folder is not empty; name a new one")
+    if keep is not None:
+        _require_new(keep)
     try:
         with ConsoleProgress() as progress:
             runs = run_demo(steps, progress, keep)
@@ -46,8 +44,18 @@ def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
         raise click.ClickException(str(error)) from None
     print_table(runs)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(runs), indent=2) + "\n")
+        with in_one_line(OSError):
+            json_file.write_text(json.dumps(as_json(runs), indent=2) + "\n", encoding="utf-8")
     raise SystemExit(_exit_code(runs))
+
+
+def _require_new(folder: Path) -> None:
+    """Refuse a folder that has something in it, or that cannot be made."""
+    if folder.exists() and any(folder.iterdir()):
+        raise click.UsageError(f"--keep {folder}: the folder is not empty; name a new one")
+    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise click.UsageError(f"--keep {folder}: {above} is no folder that is yours to write to")
 
 
 def _exit_code(runs: list[Run]) -> int:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import click
 
-from zbpipe.cli.base import FILE, Command, Times, name_argument, one_line, size_options, stages_option
+from zbpipe.cli.base import (
+    Command,
+    OutputFile,
+    Times,
+    memory_limit_option,
+    name_argument,
+    one_line,
+    size_options,
+    stages_option,
+)
 from zbpipe.cli.named import generated, uniform
 
 
@@ -14,7 +23,7 @@ from zbpipe.cli.named import generated, uniform
 @name_argument
 @size_options
 @stages_option
-@click.option("-o", "--output", type=FILE, required=True, help="The CSV file to write.")
+@click.option("-o", "--output", type=OutputFile(), required=True, help="The CSV file to write.")
 def export(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
@@ -35,11 +44,7 @@ def export(name: str, ranks: int | None, microbatches: int | None, stages_per_ra
 
 @click.command(cls=Command)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--memory-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Peak activations that a rank may hold, in shares of one microbatch.",
-)
+@memory_limit_option
 def validate(file: Path, memory_limit: float | None) -> None:
     """Check a schedule in a CSV file.
 
@@ -51,11 +56,12 @@ def validate(file: Path, memory_limit: float | None) -> None:
     Example:
       zbpipe validate mine.csv --memory-limit 4
     """
+    from zbpipe.files import read_text
     from zbpipe.lowered import check_table
     from zbpipe.views.style import counted
 
     try:
-        schedule, findings = check_table(file.read_text(encoding="utf-8"), str(file), memory_limit)
+        schedule, findings = check_table(read_text(file), str(file), memory_limit)
     except ValueError as error:
         click.echo(f"table: {one_line(str(error))}")
         raise SystemExit(1) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,19 +69,23 @@ def simulated(
 
 def all_simulated(
     ranks: int, microbatches: int, costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda placement: True
-) -> list[Timeline]:
+) -> Iterator[Timeline]:
     """The timelines of all schedules with a name and a placement that has costs.
 
-    Those that cannot have these numbers are reported and left out.
+    Those that cannot have these numbers, or that fail in any other way, are reported and left out.
+
+    Raises:
+        ValueError: no schedule can have these numbers.
     """
+    from zbpipe.ir import require_size
     from zbpipe.registry import schedules
 
-    timelines = []
+    require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     for traits in schedules().values():
         try:
-            if not has_costs(traits.place(ranks)):
-                continue
-            timelines.append(simulated(traits.name, ranks, microbatches, costs_of))
+            if has_costs(traits.place(ranks)):
+                yield simulated(traits.name, ranks, microbatches, costs_of)
         except ValueError as error:
             click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)
-    return timelines
+        except Exception as error:  # whatever the function of an installed package does wrong, the others are shown
+            click.echo(f"left out {traits.name}: {type(error).__name__}: {one_line(str(error))}", err=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import COUNT, Command, Times, cost_options, memory_limit_option
+from zbpipe.cli.base import COUNT, Command, OutputFile, Times, cost_options, memory_limit_option
 from zbpipe.cli.named import all_simulated, uniform
 
 if TYPE_CHECKING:
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from zbpipe.views.report import Standing
 
 _STANDARD_OUTPUT = Path("-")
-
-
-def _output(context: click.Context, option: click.Parameter, file: Path | None) -> Path | None:
-    """Refused before the search if it cannot be written after it."""
-    if file is not None and file != _STANDARD_OUTPUT and not os.access(file.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"{str(file)!r} is in no folder that exists and is yours to write to")
-    return file
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
@@ -92,16 +84,14 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_output,
+    type=OutputFile(),
     metavar="FILE.csv",
     help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    callback=_output,
+    type=OutputFile(allow_dash=True),
     is_flag=False,
     flag_value="-",
     metavar="[FILE]",
@@ -218,12 +208,14 @@ def _search(
     return _Result(plan(ranks, microbatches, costs, limit, **how), _standings(named, limit), None)
 
 
-def _standings(timelines: list[Timeline], limit: Limit | None) -> list[Standing]:
+def _standings(timelines: Iterable[Timeline], limit: Limit | None) -> list[Standing]:
     """Whether they keep to the limit."""
     from zbpipe.planner.plan import limits_of
     from zbpipe.views.report import Standing
 
-    return [Standing(timeline, limits_of(timeline.schedule.placement, timeline.costs, limit)) for timeline in timelines]
+    return [
+        Standing.of(timeline, limits_of(timeline.schedule.placement, timeline.costs, limit)) for timeline in timelines
+    ]
 
 
 def _record(result: _Result) -> dict[str, Any]:
@@ -260,7 +252,7 @@ def _text(result: _Result) -> Iterator[str]:
         f" this one is at most {percent(found.gap)} above the best"
     )
     yield ""
-    yield from beside(Standing(found.timeline, found.limits), result.named)
+    yield from beside(Standing.of(found.timeline, found.limits), result.named)
     if result.layers is not None:
         yield "schedules with a name: with TorchTitan's even split of the layers"
         yield ""
@@ -269,11 +261,12 @@ def _text(result: _Result) -> Iterator[str]:
 
 def _split(layers: LayerPlan) -> Iterator[str]:
     """How the layers are cut, and what that is worth."""
+    from zbpipe.views.report import longer
     from zbpipe.views.style import number
 
     if layers.even is not None:
         reached, even = (getattr(plan, plan.objective) for plan in (layers.plan, layers.even))
-        yield f"a plan for TorchTitan's even split takes {number(even)}, {even / reached - 1:+.1%} to this one"
+        yield f"a plan for TorchTitan's even split takes {number(even)}, {longer(even, reached)} to this one"
     yield "layers by stage, as TorchTitan's parallelism.module_fqns_per_model_part:"
     yield "["
     for modules in layers.module_fqns_per_model_part:

@@ -9,8 +9,8 @@ import click
 
 from zbpipe.cli.base import (
     COUNT,
-    FILE,
     Command,
+    OutputFile,
     Times,
     cost_options,
     json_option,
@@ -63,9 +63,13 @@ def list_(as_json: bool) -> None:
 @size_options
 @stages_option
 @cost_options
-@click.option("--svg", "svg_file", type=FILE, help="Write a picture to this file.")
-@click.option("--html", "html_file", type=FILE, help="Write a page to zoom, pan and point at, with memory over time.")
-@click.option("--perfetto", "perfetto_file", type=FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
+@click.option(
+    "--html", "html_file", type=OutputFile(), help="Write a page to zoom, pan and point at, with memory over time."
+)
+@click.option(
+    "--perfetto", "perfetto_file", type=OutputFile(), help="Write a trace for ui.perfetto.dev or chrome://tracing."
+)
 def show(
     name: str,
     ranks: int | None,

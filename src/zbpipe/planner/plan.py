@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, least_room, shares_within
-from zbpipe.ir import Placement, Schedule
+from zbpipe.ir import Placement, Schedule, require_size
 from zbpipe.planner.compiled import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Progress, Search, absolute
@@ -29,6 +29,8 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
     }
 )
 """By name: one stage a rank, two round and round, two on a V, and four on the V twice."""
+
+_MOST_BUDGET = 1e13
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v")
 """Those with at most two stages a rank: more stages mean smaller ones, which not every model can be cut into."""
@@ -116,12 +118,16 @@ def plan(
         ValueError: numbers that no schedule can have, an unknown placement, costs for none of the placements, or a
             limit too small for even one microbatch.
     """
+    registry.require_whole(ranks=ranks, microbatches=microbatches)
     if min(ranks, microbatches) < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
+    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     if objective not in ("makespan", "longest_rank_span"):
         raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {objective!r}")
     if budget is not None and not budget > 0:
         raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {1e8:g} is usual")
+    if budget is not None and budget > _MOST_BUDGET:
+        raise ValueError(f"budget={budget:g} takes days: it counts ops to time, {1e8:g} is usual")
     wanted = list(named_placements(ranks, placements))
     if not wanted:
         raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
@@ -216,6 +222,7 @@ def problem_of(
     objective: Objective,
 ) -> Problem:
     """The search's problem on one placement, with the limits in the unit of `costs.activations`."""
+    require_size(f"the placement {name}", placement.num_stages, microbatches)
     limits = limits_of(placement, costs, memory_limit)
     least = shares_within(least_room(placement, costs), placement, costs)
     for rank, (limit, needed) in enumerate(zip(limits or (), least, strict=False)):
@@ -228,17 +235,24 @@ def problem_of(
     return Problem(name, placement, costs, microbatches, rooms, objective == "longest_rank_span")
 
 
-def _seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Schedule]]:
-    """Every named schedule that has one of the placements and keeps to the limits."""
+def _seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
+    """Every named schedule that has one of the placements and keeps to the limits: its order, and its name."""
     for problem in problems:
-        placement = problem.placement
         for traits in registry.schedules().values():
             if "costs" in traits.keywords:  # searched with less effort than this search makes
                 continue
-            stages = len(placement.stages_on(0)) if traits.any_stages_per_rank else None
-            if traits.place(placement.num_ranks, stages) != placement:
-                continue
-            keywords = {"stages_per_rank": stages} if stages else {}
-            schedule = traits.generate(placement.num_ranks, problem.num_microbatches, **keywords)
-            if problem.fits(schedule):
-                yield problem, replace(schedule, name=traits.name)
+            if order := _order(problem, traits):
+                yield problem, order, traits.name
+
+
+def _order(problem: Problem, traits: registry.Traits) -> list[int] | None:
+    """The named schedule for this problem, None if there is none."""
+    placement = problem.placement
+    stages = len(placement.stages_on(0)) if traits.any_stages_per_rank else None
+    try:
+        if traits.place(placement.num_ranks, stages) != placement:
+            return None
+        schedule = registry.generate(traits.name, placement.num_ranks, problem.num_microbatches, stages_per_rank=stages)
+        return problem.order(schedule) if problem.fits(schedule) else None
+    except Exception:  # whatever the function of an installed package does wrong, the search goes on without it
+        return None

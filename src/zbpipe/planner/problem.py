@@ -105,7 +105,11 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """The ops of a valid schedule in the order of their starts, every B as an I and a W."""
+        """The ops of a valid schedule in the order of their starts, every B as an I and a W.
+
+        Raises:
+            ValueError: the schedule is not valid.
+        """
         rows = [[number for op in ops for number in self._numbers(op)] for ops in schedule]
         done: set[int] = set()
         order: list[int] = []
@@ -125,6 +129,8 @@ class Problem:
                 position[rank] += 1
                 if user >= 0 and self.job.rank[user] != rank:
                     awake.append(self.job.rank[user])
+        if not len(order) == len(done) == self.num_ops:
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate tells why")
         return self.in_time(order)
 
     def in_time(self, order: list[int]) -> list[int]:

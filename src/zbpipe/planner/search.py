@@ -66,9 +66,9 @@ class Search:
         self.by_placement: dict[str, Found] = {}
         """The best on each."""
 
-    def run(self, seeds: Iterable[tuple[Problem, Schedule]]) -> Found:
-        """The best order found, from known schedules and from list scheduling."""
-        found = [self.keep(problem, problem.order(schedule), schedule.name) for problem, schedule in seeds]
+    def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
+        """The best order found, from known ones with their names and from list scheduling."""
+        found = [self.keep(*seed) for seed in seeds]
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
         while waiting and waiting[0].lower_bound * _NEAR < self.shortest:
             share = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / len(waiting)

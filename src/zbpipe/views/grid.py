@@ -16,6 +16,8 @@ from zbpipe.views.style import KIND_WORDS, Paint, kinds, most_stages, number, pa
 IDLE = "·"
 _BETWEEN_TICKS = 10
 """Columns."""
+_MOST_COLUMNS = 2**16
+"""Of a timeline that is far longer than its ops, or has very many."""
 
 _Cell = tuple[str, str]
 """A character and its style."""
@@ -69,6 +71,8 @@ def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
     """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
     shortest = shortest_to_show(timeline)
+    # Boxes get narrower, down to nothing, if the picture would be endless.
+    shortest = max(shortest, timeline.makespan * (with_number + 1) / _MOST_COLUMNS)
     scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
     numbered = min(reversed(scales[with_number - 1 :]), key=lambda scale: scale.bands)
     lines = numbered.bands * (timeline.schedule.num_ranks + 1) + 4

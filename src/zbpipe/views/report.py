@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def record(timeline: Timeline) -> dict[str, Any]:
 
 def report(timeline: Timeline) -> str:
     """The record for people: the summary, what bounds the makespan, and a table of the ranks."""
-    gap = Standing(timeline, None).gap
+    gap = Standing.of(timeline, None).gap
     rows = [
         (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
         for rank, (busy, idle, peak) in enumerate(
@@ -81,19 +81,24 @@ def costs(job: JobCosts) -> str:
 class Standing:
     """A schedule in a comparison."""
 
-    timeline: Timeline
+    figures: Mapping[str, Any]
+    """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
     """By rank the most activations that it may hold, in its share of one microbatch."""
 
+    @classmethod
+    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> Standing:
+        return cls(record(timeline), limits)
+
     @property
     def peak(self) -> float:
-        return max(self.timeline.peak_activations)
+        return float(max(self.figures["peak_activations"]))
 
     @property
     def gap(self) -> float:
         """makespan / lower bound - 1."""
-        bound = self.timeline.lower_bound
-        return max(self.timeline.makespan / bound - 1, 0.0) if bound else 0.0
+        bound: float = self.figures["lower_bound"]
+        return max(self.figures["makespan"] / bound - 1, 0.0) if bound else 0.0
 
     @property
     def fits(self) -> bool:
@@ -104,7 +109,7 @@ class Standing:
         """The limit that is exceeded by the most, None if all are kept to."""
         excess = [
             (peak - limit, limit)
-            for peak, limit in zip(self.timeline.peak_activations, self.limits or (), strict=bool(self.limits))
+            for peak, limit in zip(self.figures["peak_activations"], self.limits or (), strict=bool(self.limits))
             if peak > limit * (1 + _ROUNDING)
         ]
         return max(excess)[1] if excess else None
@@ -112,26 +117,26 @@ class Standing:
     @property
     def rank(self) -> tuple[bool, float, float, str]:
         """The lower the better: what fits comes first, then what is short, then what takes little memory."""
-        makespan = float(f"{self.timeline.makespan:.9g}")
-        return not self.fits, makespan, float(f"{self.peak:.9g}"), self.timeline.schedule.name.lower()
+        makespan = float(f"{self.figures['makespan']:.9g}")
+        return not self.fits, makespan, float(f"{self.peak:.9g}"), self.figures["schedule"].lower()
 
     def record(self) -> dict[str, Any]:
-        return {**record(self.timeline), "gap": self.gap, "fits": self.fits}
+        return {**self.figures, "gap": self.gap, "fits": self.fits}
 
 
-def compare(timelines: Sequence[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
+def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
     """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
-    return sorted((Standing(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
+    return sorted((Standing.of(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
 
 
 def comparison(standings: Sequence[Standing]) -> Iterator[str]:
     """The lines of the table, with a mark at what does not fit."""
     rows = [
         (
-            standing.timeline.schedule.name,
-            str(most_stages(standing.timeline.schedule.placement)),
-            number(standing.timeline.makespan),
-            percent(standing.timeline.bubble),
+            standing.figures["schedule"],
+            str(standing.figures["stages_per_rank"]),
+            number(standing.figures["makespan"]),
+            percent(standing.figures["bubble"]),
             number(standing.peak),
             percent(standing.gap),
             *_mark(standing),
@@ -152,12 +157,12 @@ def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
     """The lines of a table of a plan among other schedules, with a mark at what does not fit."""
     rows = [
         (
-            standing.timeline.schedule.name,
-            str(most_stages(standing.timeline.schedule.placement)),
-            number(standing.timeline.makespan),
-            "" if standing is plan else f"{standing.timeline.makespan / plan.timeline.makespan - 1:+.1%}",
-            number(standing.timeline.longest_rank_span),
-            percent(standing.timeline.bubble),
+            standing.figures["schedule"],
+            str(standing.figures["stages_per_rank"]),
+            number(standing.figures["makespan"]),
+            "" if standing is plan else longer(standing.figures["makespan"], plan.figures["makespan"]),
+            number(standing.figures["longest_rank_span"]),
+            percent(standing.figures["bubble"]),
             number(standing.peak),
             *_mark(standing),
         )
@@ -169,6 +174,11 @@ def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
         "stages: per rank; span: the longest time from a rank's first op to its last; peak: activations on the worst"
         f" rank ({UNIT_OF_ACTIVATIONS})"
     )
+
+
+def longer(time: float, than: float) -> str:
+    """By how much: `+3.1%`; nothing where nothing takes time."""
+    return f"{time / than - 1:+.1%}" if than else ""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
