@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed._composable.replicate import DDP
 from torch.distributed.distributed_c10d import _get_default_store
@@ -420,12 +421,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 def num_holders(storage: int) -> int:
     """How many tensors lie in the memory that `storage_of` named."""
-    return torch._C._storage_Use_Count(storage) - _ASKING
+    return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
 def _count_asking() -> int:
     alone = torch.empty(1)
-    return torch._C._storage_Use_Count(storage_of(alone)) - 1
+    return int(torch._C._storage_Use_Count(storage_of(alone))) - 1
 
 
 _ASKING = _count_asking()
@@ -522,10 +523,45 @@ _REPEATABLE = {
 
 def leaf_behind(tensor: Tensor) -> Tensor | None:
     """The leaf that `tensor` is a cast, a transpose or a local part of, if it is nothing more than that."""
-    node: Node | None = get_gradient_edge(tensor).node
+    return _leaf_before(get_gradient_edge(tensor).node)
+
+
+def _leaf_before(node: Node | None) -> Tensor | None:
     while node is not None and node.name() in _REPEATABLE:
         node = node.next_functions[0][0]
     return cast(Tensor | None, getattr(node, "variable", None))
+
+
+_PRODUCTS = {
+    "AddbmmBackward0",
+    "AddmmBackward0",
+    "AddmvBackward0",
+    "BaddbmmBackward0",
+    "BmmBackward0",
+    "ConvolutionBackward0",
+    "GroupedMmBackward0",
+    "LinearBackward0",
+    "MkldnnRnnLayerBackward0",
+    "MmBackward0",
+    "MvBackward0",
+}
+
+
+def parameters_in_products(outputs: Iterable[Any]) -> frozenset[int]:
+    """The ids of all parameters that were multiplied on the way to `outputs`, or given to a Function of the user's."""
+    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
+    seen: set[Node] = set(waiting)
+    found: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        before = [each for each, _ in node.next_functions if each is not None]
+        if node.name() in _PRODUCTS or isinstance(cast(object, node), BackwardCFunction):
+            factors = (_leaf_before(each) for each in before)
+            found |= {id(factor) for factor in factors if factor is not None and factor.dim() > 1}
+        new = [each for each in before if each not in seen]
+        seen.update(new)
+        waiting += new
+    return frozenset(found)
 
 
 def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:

@@ -57,8 +57,6 @@ class _Region:
 
     def __init__(self, module: nn.Module) -> None:
         self._deferrals = tuple(deferrals(module).values())
-        for deferral in self._deferrals:
-            deferral.is_compiled = True
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By what the tensors among the inputs look like."""
         self._next: tuple[_Site, ...] = ()
@@ -119,7 +117,6 @@ class _Region:
             slots = iter(_Slots.apply(sites, *weights))
             for site in sites:
                 site.deferral.slots = Slots(next(slots), next(slots))
-                site.deferral.has_deferred = True
 
 
 def _can_leave(site: _Site) -> bool:

@@ -92,11 +92,9 @@ class Deferral:
         self.gradients = gradients
         self.original = layer.forward
         self.has_deferred = False
-        """Whether a gradient was ever put off where the layer runs, inside of a compiled region or without one."""
+        """Whether a gradient was ever put off."""
         self.is_caught = False
         """Whether its products are caught in a forward of its own, which the compiler does not allow."""
-        self.is_compiled = False
-        """Whether the layer belongs to a compiled region."""
         self.stays_in_i = False
         """Whether x or dY were seen to change before W could use them."""
         self.has_node_hooks = False
@@ -116,7 +114,6 @@ class Deferral:
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         input = _autocast(input)
-        self.has_deferred |= not self.is_compiled
         y: Tensor = _DeferredLinear.apply(input, weight, bias, _Use(self, target))
         if self.seen is not None and isinstance(target, Tensor) and not self.is_caught:
             self.seen += [
@@ -130,7 +127,6 @@ class Deferral:
         target = self._target(x, weight)
         if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
             return function(*args, **kwargs)
-        self.has_deferred |= not self.is_compiled
         call = _Call(function, self.products[function], tuple(rest), kwargs, _Use(self, target))
         return _DeferredProduct.apply(x, weight, call)
 
@@ -375,7 +371,10 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    return Due.LATER if deferral.gradients.defer(pending) else Due.NOW
+    if not deferral.gradients.defer(pending):
+        return Due.NOW
+    deferral.has_deferred = True
+    return Due.LATER
 
 
 def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:

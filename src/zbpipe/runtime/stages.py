@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.compiled import defer_in_compiled_regions
@@ -20,7 +21,7 @@ SplitBackward = Literal["deferred", "strict", "autograd"]
 to defer, or by torch's own walk of the autograd graph."""
 
 _TELL_AFTER = 2
-"""So many I, because the first one may have run without the compiler (see `zbpipe.runtime.compiled`)."""
+"""So many I, because the first one leaves nothing to W."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +105,17 @@ def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> No
     logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
-def _tell_what_is_left_in_i(stage: _torch.Stage) -> None:
-    """Once: whatever has a matrix for weight and did not put its gradient off."""
+def _tell_what_is_left_in_i(stage: _SplitBackward) -> None:
+    """Once: whatever multiplies with a weight and did not put its gradient off."""
     prepared = deferrals(stage.submod)
-    left = [
-        _name_of(stage, layer)
-        for name, layer in stage.submod.named_modules()
-        if _has_matrix(layer) and not (name in prepared and prepared[name].has_deferred)
-    ]
+
+    def is_left(name: str, layer: nn.Module) -> bool:
+        own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+        if name in prepared:
+            return bool(own) and not prepared[name].has_deferred
+        return any(id(parameter) in stage._factors for parameter in own)
+
+    left = [_name_of(stage, layer) for name, layer in stage.submod.named_modules() if is_left(name, layer)]
     if left:
         logger.warning(
             "stage %d computes these weight gradients in I, not in W: %s", stage.stage_index, ", ".join(left)
@@ -152,17 +156,11 @@ def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
     return f"{name or 'the stage itself'} ({type(layer).__name__})"
 
 
-def _has_matrix(layer: nn.Module) -> bool:
-    """Whether it owns a weight with a product for a gradient; an embedding's gradient is no product."""
-    parameters = layer.parameters(recurse=False)
-    return not isinstance(layer, nn.Embedding) and any(p.requires_grad and p.dim() >= 2 for p in parameters)
-
-
 def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
     if not is_split(stage):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
-        stage.__dict__.update(_pending={}, _num_split=0, _is_scaled=False)
+        stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -184,10 +182,19 @@ class _SplitBackward(_torch.Stage):
     """By microbatch, from its I to its W."""
     _num_split: int
     """How many I have run."""
+    _factors: frozenset[int]
+    """The ids of the parameters that have a product for a gradient."""
     _on_rank: tuple[_torch.Stage, ...]
     """All stages of this rank."""
     _is_scaled: bool
     """Whether its gradients of this step were divided by the number of microbatches."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(*args, **kwargs)
+        # The first F shows all of its graph, because compiled regions run without the compiler then.
+        if self._num_split == 0 and not self._factors and self.has_backward:
+            self._factors = _torch.parameters_in_products(tree_leaves(output))
+        return output
 
     def backward_one_chunk(
         self,
@@ -200,7 +207,7 @@ class _SplitBackward(_torch.Stage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         # The first I computes all weight gradients itself, to see whether anything would change them before W.
-        on_trial = not self._num_split
+        on_trial = self._num_split == 0
         with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
         if on_trial:
