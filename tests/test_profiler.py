@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,6 +279,22 @@ def test_a_trace_has_the_planned_and_the_measured_step(tmp_path: Path) -> None:
         assert second[name] == []
         assert f"shows {name}: " in first[name][0]
         assert_trace(name, json.loads((tmp_path / f"{name}.json").read_text()))
+
+
+def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused when it is asked for; later, the job goes on."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"trace.json' cannot be written: .*name another file"):
+        trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
+    told: list[str] = []
+    for file in (tmp_path / "folder" / "trace.json", Path("/dev/full")):
+        job = sleepy_job("ZBV")
+        trace(job.schedule, file, 1, done=told.append)
+        shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+        job.step()
+    assert told == []
+    assert "the trace of this step cannot be written: [Errno 2] No such file" in caplog.text
+    assert "cannot be written: [Errno 28] No space left" in caplog.text
 
 
 def assert_trace(name: str, data: Any) -> None:

@@ -175,17 +175,27 @@ def test_receives_are_late_on_rocm_or_where_asked_for() -> None:
     assert run_ranks(4, late_receives_by_default) == [[False, True, True, False]] * 4
 
 
-def torchs_late_receives() -> str:
-    rank = dist.get_rank()
-    with pytest.raises(ValueError, match="ZBVZeroBubble") as refused:
-        build("ZBVZeroBubble", stages(rank, 7 - rank, num_stages=8), 8, defer_pp_recv=True)
+def torchs_late_receives(name: str) -> str:
+    indices = zbpipe.stage_indices(name, rank=dist.get_rank(), num_ranks=4)
+    with pytest.raises(ValueError, match=name) as refused:
+        build(name, stages(*indices, num_stages=8), 8, defer_pp_recv=True)
+    build(name, stages(*indices, num_stages=8), 8, defer_pp_recv=False)
     return str(refused.value)
 
 
-def test_torchs_late_receives_that_would_mix_up_messages() -> None:
-    """torch 2.13 and 2.15 take activations for gradients, without a word."""
-    for refusal in run_ranks(4, torchs_late_receives):
-        assert "defer_pp_recv=True makes torch receive the messages of ZBVZeroBubble in another order" in refusal
+def all_of_torchs_late_receives() -> list[str]:
+    return [torchs_late_receives(name) for name in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS")]
+
+
+def test_torchs_late_receives_that_would_mix_up_messages_or_block(one_rank: None) -> None:
+    """torch 2.13 and 2.15 take activations for gradients, without a word; or they may wait for ever."""
+    assert build("Interleaved1F1B", defer_pp_recv=True) is not None
+    for mixed_up, *blocked in run_ranks(4, all_of_torchs_late_receives):
+        assert "defer_pp_recv=True makes torch receive the messages of ZBVZeroBubble in another order" in mixed_up
+        for name, refusal in zip(("Interleaved1F1B", "LoopedBFS"), blocked, strict=True):
+            assert f"makes torch receive the messages of {name} so late that ranks would wait for each other" in refusal
+            assert "deadlock: rank 0, position " in refusal
+            assert "leave the option out, or use one of zbpipe's schedules" in refusal
 
 
 def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
 import zbpipe
 from zbpipe import cli, costs_file
 from zbpipe.titan import demo, launch, options
+from zbpipe.titan.check import check
 from zbpipe.titan.launch import Outcome, train_on_cpu
 
 pytest.importorskip("torchtitan")
@@ -87,6 +89,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
             "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
         ),
+        (
+            [*pipeline("Interleaved1F1B"), "--zbpipe.defer-pp-recv", "on"],
+            "makes torch receive the messages of Interleaved1F1B so late that ranks would wait for each other",
+        ),
     ],
 )
 def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
@@ -100,6 +106,51 @@ def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Seque
     if arguments[-1] in tables:  # known before the ranks meet
         assert job.log.count("Error: ") == 2
         assert "Building" not in job.log
+
+
+def checked(**options_given: Any) -> None:
+    parallelism = SimpleNamespace(
+        pipeline_parallel_schedule="ZBV",
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule_csv=None,
+        pipeline_parallel_microbatch_size=1,
+    )
+    training = SimpleNamespace(local_batch_size=4, steps=10)
+    check(SimpleNamespace(parallelism=parallelism, training=training), options.Options(**options_given))
+
+
+def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--zbpipe.costs-out: cost file 'c.yaml' has to end in .toml or .json"):
+        checked(costs_out="c.yaml", profile_steps=2)
+    (tmp_path / "file").touch()
+    in_file = str(tmp_path / "file" / "trace.json")
+    with pytest.raises(ValueError, match=r"--zbpipe.trace: '.*trace.json' cannot be written: .*name another file"):
+        checked(trace=in_file)
+    with pytest.raises(ValueError, match=r"--zbpipe.trace: .* cannot be written: Is a directory"):
+        checked(trace=str(tmp_path))
+    new, old = tmp_path / "new" / "costs.json", tmp_path / "old.json"
+    old.write_text("old")
+    checked(costs_out=str(new), profile_steps=2, trace=str(old))
+    assert new.parent.is_dir()
+    assert not new.exists()
+    assert old.read_text() == "old"
+    # Only the first rank writes. The others may be on machines without that folder.
+    monkeypatch.setenv("RANK", "1")
+    checked(trace=in_file)
+
+
+def write_into(file: str) -> bool:
+    prepare()
+    from zbpipe.titan import monitor
+
+    costs = costs_file.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
+    with mock.patch.object(monitor.logger, "warning") as warned:
+        monitor.write_costs(costs, file)
+    return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
+
+
+def test_costs_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
+    assert run_ranks(1, write_into, str(tmp_path / "gone" / "costs.json")) == [True]
 
 
 def wrong_tables() -> dict[str, str]:
@@ -149,7 +200,8 @@ RUNTIME = ("defer-pp-recv on", "max-active-stages 1", "unshard-lookahead auto", 
 @pytest.mark.parametrize("schedule", ["VHalf", "Interleaved1F1B"])
 def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
     """They reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them."""
-    given = [word for each in RUNTIME for word in f"--zbpipe.{each}".split()]
+    options = RUNTIME if schedule == "VHalf" else RUNTIME[1:]
+    given = [word for each in options for word in f"--zbpipe.{each}".split()]
     job = titan.train(*pipeline(schedule), *given, num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"pipeline schedule {schedule} with" in job.log

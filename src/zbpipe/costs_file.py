@@ -79,6 +79,16 @@ class JobCosts:
         return None if self.memory_bytes is None else partial(shares_within, self.memory_bytes)
 
 
+def require_ending(path: str | Path) -> None:
+    """Refuse a cost file that is neither TOML nor JSON by its name.
+
+    Raises:
+        ValueError: another ending than .toml or .json.
+    """
+    if Path(path).suffix not in (".toml", ".json"):
+        raise ValueError(f"cost file {str(path)!r} has to end in .toml or .json")
+
+
 def load(path: str | Path) -> JobCosts:
     """Read a cost file, by its ending TOML (.toml) or JSON (.json).
 
@@ -87,8 +97,7 @@ def load(path: str | Path) -> JobCosts:
             or of the wrong length; the message names file, key and value.
     """
     path = Path(path)
-    if path.suffix not in (".toml", ".json"):
-        raise ValueError(f"cost file {str(path)!r} has to end in .toml or .json")
+    require_ending(path)
     try:
         text = read_text(path)
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -111,8 +120,7 @@ def dump(job: JobCosts, path: str | Path) -> None:
         ValueError: another ending.
     """
     path = Path(path)
-    if path.suffix not in (".toml", ".json"):
-        raise ValueError(f"cost file {str(path)!r} has to end in .toml or .json")
+    require_ending(path)
     data = to_data(job)
     path.write_text(_toml(data) if path.suffix == ".toml" else json.dumps(data, indent=2) + "\n", encoding="utf-8")
 

@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     _Action,
+    _batch_p2p,
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
@@ -265,6 +266,21 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
     return f"step {found['time_step']} of {total}, {action}{message}"
 
 
+def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:
+    """What is behind an `error` that came out of `runtime`, where torch's own words do not name stage and output."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    action = next((frame.f_locals.get("action") for frame in frames if frame.f_code is _EXECUTOR), None)
+    sending = next((frame.f_locals["p2p_ops"] for frame in frames if frame.f_code is _batch_p2p.__code__), ())
+    index = next((n for n, operation in enumerate(sending) if not operation.tensor.is_contiguous()), None)
+    kind, stage, _ = _key(action) if action else ("", 0, None)
+    if index is None or kind not in ("SEND_F", "RECV_F") or "contiguous" not in str(error):
+        return None
+    return (
+        f"output {index} of stage {stage - (kind == 'RECV_F')} is not contiguous, and only contiguous tensors can be"
+        " sent: call .contiguous() on it in the stage's forward"
+    )
+
+
 _EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
 _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 
@@ -313,6 +329,19 @@ def profiler_is_on() -> bool:
 def num_microbatches(schedule: _PipelineSchedule) -> int:
     """Of one step."""
     return schedule._n_microbatches
+
+
+def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
+    """Of one microbatch of stage 0, on its rank: those for which all messages are set up; None before they are.
+
+    torch sets them up in the first step, and anew where training and eval take turns. Then it sends whatever the stages
+    give: of a smaller tensor gloo fills a part of the receiver's, without a word; a larger one ends its process.
+    """
+    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
+    inputs = runtime._stages[0]._stage_meta.inputs
+    if not runtime._stages_forward_initialized or trained != trains or inputs is None:
+        return None
+    return [meta.shape for meta in inputs]
 
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:
@@ -387,7 +416,7 @@ def will_run(node: Node) -> bool | None:
 
 def is_in_backward() -> bool:
     """Whether autograd runs what runs now."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_transformed() -> bool:

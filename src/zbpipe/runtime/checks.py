@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from zbpipe import registry
 from zbpipe.ir import OpKind, Placement, Schedule
@@ -15,6 +19,28 @@ from zbpipe.lowered import blocked_queues, mixed_up_messages, parse, validate_lo
 from zbpipe.runtime import _torch
 from zbpipe.runtime.stages import is_split
 from zbpipe.validate import require_valid
+
+_LONGEST_FINDING = 300
+"""Characters: a circle of messages can go through the whole step."""
+_WAY_OUT = "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True)"
+
+
+def require_writable(file: str | Path) -> None:
+    """Refuse a file that could not be written once the job has run for a while; makes its folder where that is missing.
+
+    Raises:
+        ValueError: the reason.
+    """
+    path = Path(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened to append, a file that is there stays as it is.
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written: {error.strerror}; name another file") from None
 
 
 def require_options(name: str, options: Iterable[str], build: Callable[..., Any], more: Iterable[str] = ()) -> None:
@@ -82,15 +108,95 @@ def require_placement(stages: Sequence[PipelineStage], name: str, placement: Pla
 
 
 def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
-    """Late receives can change places with others from the same rank: on a V, F and I go the same way (torch 2.15)."""
+    """torch's late receives can change places with other messages.
+
+    On a V, F and I go the same way, so one is taken for the other (torch 2.15). Elsewhere a rank can come to wait for a
+    message that the other end would send only after one of this rank's.
+    """
     if not options.get("defer_pp_recv") or not isinstance(runtime, _torch.ScheduleRuntime):
         return
-    mixed_up = mixed_up_messages(parse(_torch.lowered_table(runtime)))
+    rows = parse(_torch.lowered_table(runtime))
+    mixed_up = mixed_up_messages(rows)
     if mixed_up:
         raise ValueError(
             f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
             f" gives wrong gradients ({mixed_up[0]}): leave the option out"
         )
+    blocked = blocked_queues(rows)
+    if blocked:
+        raise ValueError(
+            f"defer_pp_recv=True makes torch receive the messages of {name} so late that ranks would wait for each"
+            f" other over NCCL and RCCL ({shorten(str(blocked[0]), _LONGEST_FINDING)}): leave the option out, or use"
+            " one of zbpipe's schedules, which receive late in an order that cannot block"
+        )
+
+
+def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> None:
+    """Refuse a training step without a loss, and a target that cannot be split into equal microbatches.
+
+    Args:
+        runtime: about to take the step.
+        target: of the whole batch, as given to `step`; None on most ranks.
+    """
+    if runtime._has_backward and runtime._loss_fn is None:
+        raise ValueError(
+            "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
+            " or call eval, which runs forwards only"
+        )
+    n_microbatches = _torch.num_microbatches(runtime)
+    if isinstance(target, Tensor) and (target.dim() == 0 or target.size(0) % n_microbatches):
+        raise ValueError(
+            f"a target of shape {tuple(target.shape)} cannot be split into {n_microbatches} equal microbatches:"
+            f" {_WAY_OUT}"
+        )
+
+
+def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any) -> None:
+    """Refuse the microbatches of a step if some are missing, or of another shape than the others.
+
+    Args:
+        runtime: about to take the step.
+        inputs: a tuple of positional arguments of stage 0 for each microbatch; None for none.
+        keyword_inputs: the same of keyword arguments, of all stages of this rank.
+        targets: one for each microbatch.
+    """
+    n_microbatches = _torch.num_microbatches(runtime)
+    for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
+        if each is not None and len(each) != n_microbatches:
+            raise ValueError(f"a step has {n_microbatches} microbatches, but the {what} give {len(each)}: {_WAY_OUT}")
+    stages = runtime._stages
+    if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
+        raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
+    if stages[-1].is_last and runtime._loss_fn is not None and targets is None:
+        raise ValueError(
+            "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
+        )
+    if stages[0].is_first and inputs:
+        expected = _torch.input_shapes(runtime) if stages[0].group_size > 1 else None
+        _require_shapes(inputs, expected)
+
+
+def _require_shapes(inputs: Sequence[Any], expected: list[torch.Size] | None) -> None:
+    shapes = [[_local_shape(each) for each in microbatch if isinstance(each, Tensor)] for microbatch in inputs]
+    for number, found in enumerate(shapes):
+        if found != shapes[0]:
+            raise ValueError(
+                f"microbatch {number} has inputs of the shapes {_in_words(found)}, but microbatch 0 has"
+                f" {_in_words(shapes[0])}: {_WAY_OUT}"
+            )
+    if expected is not None and shapes[0] != expected:
+        raise ValueError(
+            f"the microbatches have inputs of the shapes {_in_words(shapes[0])}, but those of the first step, for which"
+            f" the messages between ranks are set up, had {_in_words(expected)}: {_WAY_OUT}"
+        )
+
+
+def _local_shape(tensor: Tensor) -> torch.Size:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape
+
+
+def _in_words(shapes: Iterable[torch.Size]) -> str:
+    return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
 def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:

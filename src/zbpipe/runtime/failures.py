@@ -26,6 +26,7 @@ _PATIENCE = 5.0
 """Seconds for the store to answer: its host may be the rank that died."""
 _LONGEST = 1000
 """Characters of an error that are told."""
+_TOLD = (Exception, KeyboardInterrupt, SystemExit)
 
 Answer = TypeVar("Answer")
 
@@ -38,27 +39,64 @@ class Failure(NamedTuple):
     """What a rank tells the others."""
 
     rank: int
-    where: str
-    error: str
+    words: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}{self.where}: {self.error}"
+        return f"rank {self.rank}{self.words}"
 
 
-@contextmanager
-def named(schedule: _torch.ScheduleRuntime, name: str) -> Iterator[None]:
-    """Around one step of `schedule`: an exception becomes an error that names the op at which it came up.
+class Steps:
+    """The steps of one schedule, as far as those that failed, or were refused, concern the next one."""
 
-    Raises:
-        PipelineError: the step failed on this rank, or on another one before.
-    """
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        failure = _failure(error, f", schedule {name}, {_torch.place_of(error, schedule)}")
-        raise _error(failure, _first_of_all(failure)) from error
+    def __init__(self) -> None:
+        self._broken_by: str | None = None
+        """How a step failed with messages under way."""
+        self._refusal: Failure | None = None
+        """Why the last step was refused before anything was sent. It stands in the store until the next one begins."""
+
+    @contextmanager
+    def begun(self, name: str) -> Iterator[None]:
+        """Around one whole step of the schedule called `name`: the other ranks learn why this one does not take part.
+
+        Raises:
+            PipelineError: an earlier step failed.
+        """
+        if self._broken_by is not None:
+            raise PipelineError(
+                f"a step of this schedule failed before, and its messages may still be under way ({self._broken_by})."
+                " Build the process group and the schedule anew, or end the job"
+            )
+        if self._refusal is not None:
+            _take_back(self._refusal)
+            self._refusal = None
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            self._refusal = _failure(error, f", schedule {name}, before step 0")
+            _first_of_all(self._refusal)
+            raise
+
+    @contextmanager
+    def named(self, schedule: _torch.ScheduleRuntime, name: str) -> Iterator[None]:
+        """Around what `schedule` runs in a step: an exception becomes an error that names the op at which it came up.
+
+        Raises:
+            PipelineError: the step failed on this rank, or on another one before. What interrupts the process
+                (KeyboardInterrupt, SystemExit) passes as it is.
+        """
+        try:
+            yield
+        except PipelineError:
+            raise
+        except _TOLD as error:
+            where = f", schedule {name}, {_torch.place_of(error, schedule)}"
+            failure = _failure(error, where, _torch.explained(error, schedule))
+            self._broken_by = _in_words(failure, _first_of_all(failure))
+            if not isinstance(error, Exception):
+                raise
+            raise PipelineError(self._broken_by) from error
 
 
 @contextmanager
@@ -67,33 +105,37 @@ def told_to_other_ranks() -> Iterator[None]:
 
     Raises:
         PipelineError: another rank failed first, by another error. Else exceptions pass as they are, and so does every
-            ValueError.
+            ValueError, and what interrupts the process.
     """
     try:
         yield
     except PipelineError:
         raise
-    except Exception as error:
+    except _TOLD as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
         failure = _failure(error, "")
         first = _first_of_all(failure)
         # What is refused by a ValueError has nothing to do with the others.
-        if failure.error == first.error or isinstance(error, ValueError):
+        if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
-        raise _error(failure, first) from error
+        raise PipelineError(_in_words(failure, first)) from error
 
 
-def _failure(error: BaseException, where: str) -> Failure:
+def _failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
     """By the cause at the root: torch's stages wrap what a module raises in a long list of its arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Failure(dist.get_rank() if dist.is_initialized() else 0, where, text[:_LONGEST])
+    text = ": ".join(filter(None, (type(error).__name__, explained or " ".join(str(error).split()))))
+    interrupted = not isinstance(error, Exception)
+    words = f" was interrupted ({text}){where}" if interrupted else f"{where}: {text[:_LONGEST]}"
+    return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
 
 
-def _error(failure: Failure, first: Failure) -> PipelineError:
+def _in_words(failure: Failure, first: Failure) -> str:
     if first.rank == failure.rank:
-        return PipelineError(str(failure))
-    return PipelineError(f"another rank failed first: {first}. Then this one: {failure}")
+        return str(failure)
+    return f"another rank failed first: {first}. Then this one: {failure}"
 
 
 def _first_of_all(failure: Failure) -> Failure:
@@ -103,6 +145,12 @@ def _first_of_all(failure: Failure) -> Failure:
         return failure
     found = _answer_in_time(lambda: store.compare_set(_FIRST, "", json.dumps(failure)))
     return failure if found is None else Failure(*json.loads(found))
+
+
+def _take_back(failure: Failure) -> None:
+    """Free the place of the job's first failure, if `failure` has it."""
+    if store := _torch.default_store():
+        _answer_in_time(lambda: store.compare_set(_FIRST, json.dumps(failure), ""))
 
 
 def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
-from zbpipe.runtime import _torch, agreement, checks, failures
+from zbpipe.runtime import _torch, agreement, checks, failures, ties
 from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
 from zbpipe.runtime.products import WeightGradients
@@ -26,7 +26,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     Args:
         stages: all stages of this rank, those that `zbpipe.stage_indices` names.
         n_microbatches: any number from 1 on.
-        loss_fn: `(output, target) -> loss`; without it `step` runs forwards only.
+        loss_fn: `(output, target) -> loss`; without it there is only `eval`.
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
             `zbpipe.runtime.deferred`); a stage without a layer that can do so is told in the log, or refused with
             "strict". "autograd" is torch's own split, for comparison.
@@ -78,9 +78,13 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         """Whether receives wait until shortly before they are needed."""
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
+        self._failures = failures.Steps()
+        # Without a loss_fn torch would take `step` for `eval`.
+        self._has_backward = True
         self._lowered: dict[Schedule, _torch.Lists] = {}
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
+        self._looked_for_ties = False
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
@@ -116,13 +120,31 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         with _torch.gradients_put_aside(self._stages):
             super()._initialize_stages(*args, **kwargs)
 
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        with failures.named(self, self.schedule.name):
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """One training step, with torch's arguments; the batch is split into equal microbatches.
+
+        Raises:
+            ValueError: before anything is sent: a batch that `n_microbatches` does not divide, one of another size than
+                the first, no input for stage 0, no target for the last stage, or no loss_fn.
+            PipelineError: the step failed, on this rank or on another one, or an earlier one did.
+        """
+        with self._failures.begun(self.schedule.name):
+            checks.require_loss_and_target(self, target)
+            return super().step(*args, target=target, **kwargs)
+
+    def _step_microbatches(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        checks.require_microbatches_alike(self, arg_mbs, kwarg_mbs, target_mbs)
+        with self._failures.named(self, self.schedule.name):
             if not self._is_agreed:
                 stage = self._stages[0]
                 agreement.require_same(self, self.schedule.name, stage.group, stage.device)
                 self._is_agreed = True
-            super()._step_microbatches(*args, **kwargs)
+            if self._has_backward and not self._looked_for_ties:
+                ties.warn_if_parted(self._stages, self._placement)
+                self._looked_for_ties = True
+            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 
 class ScheduleZBH1(RegisteredSchedule):

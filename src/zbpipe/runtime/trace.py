@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import torch.distributed as dist
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.profiler import Links, RankTable, combined, measure_links, rank_of, seconds_by_kind
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
 from zbpipe.simulate import Timeline, simulate
 from zbpipe.views.perfetto import perfetto
+
+logger = logging.getLogger(__name__)
 
 
 def trace(
@@ -30,19 +33,30 @@ def trace(
 
     Args:
         schedule: any of zbpipe's or torch's.
-        file: written by the first rank of the job, when the step is over.
+        file: written by the first rank of the job, when the step is over. If that fails then, it is a warning in the
+            log, and the job goes on.
         step: which one, counted from the next as 1.
         done: called on the rank that wrote the file, with a line that tells of it.
+
+    Raises:
+        ValueError: on the first rank, for a file that it cannot write.
     """
+    if dist.get_rank() == 0:
+        checks.require_writable(file)
 
     def write(records: list[StepRecord]) -> None:
         planned, measured = timelines(schedule, records[0])
-        if dist.get_rank() == 0:
+        if dist.get_rank() != 0:
+            return
+        try:
             Path(file).write_text(perfetto(planned, measured=measured))
-            done(
-                f"{file} shows {planned.schedule.name}: {measured.makespan:.4g} s measured, {planned.makespan:.4g} s"
-                " simulated; open it in ui.perfetto.dev"
-            )
+        except OSError as error:
+            logger.warning("the trace of this step cannot be written: %s", error)
+            return
+        done(
+            f"{file} shows {planned.schedule.name}: {measured.makespan:.4g} s measured, {planned.makespan:.4g} s"
+            " simulated; open it in ui.perfetto.dev"
+        )
 
     collect(schedule, [*[Wanted.NOTHING] * (step - 1), Wanted.TIMES], write)
 

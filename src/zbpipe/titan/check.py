@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from zbpipe import costs_file
 from zbpipe.ir import OpKind
 from zbpipe.registry import Traits, lookup
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import require_options
+from zbpipe.runtime.checks import require_writable
 from zbpipe.runtime.profiler import WARM_UP
 from zbpipe.titan.options import Options
 from zbpipe.validate import require_valid
@@ -25,7 +28,8 @@ def check(config: Any, options: Options) -> None:
 
     Raises:
         ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field; or an
-            option stands beside a schedule or a number of steps for which it is not made.
+            option stands beside a schedule or a number of steps for which it is not made, or names a file that cannot
+            be written.
     """
     name = config.parallelism.pipeline_parallel_schedule
     if name in NAMES_FOR_TITANS_CSV:
@@ -46,6 +50,7 @@ def check(config: Any, options: Options) -> None:
     _check_schedule(traits, config)
     _check_auto(traits, config, options)
     _check_measuring(traits, config, options)
+    _check_files(options)
 
 
 def _check_schedule(traits: Traits, config: Any) -> None:
@@ -91,6 +96,21 @@ def _check_measuring(traits: Traits, config: Any, options: Options) -> None:
             raise ValueError(
                 f"{option} needs {steps} steps, but training.steps={config.training.steps}: lower it, or train longer"
             )
+
+
+def _check_files(options: Options) -> None:
+    files = {"--zbpipe.costs-out": options.costs_out, "--zbpipe.trace": options.trace}
+    for option, file in files.items():
+        if file is None:
+            continue
+        try:
+            if option == "--zbpipe.costs-out":
+                costs_file.require_ending(file)
+            # The others write none, and may be on machines without that folder.
+            if os.environ.get("RANK", "0") == "0":
+                require_writable(file)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
 
 
 def _microbatches(config: Any) -> int:

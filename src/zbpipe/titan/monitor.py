@@ -30,13 +30,20 @@ def attach(schedule: _torch.PipelineSchedule, options: Options) -> PipelineMetri
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Show what was measured in the log of the first rank, and write it as a cost file if there is to be one."""
+    """Show what was measured in the log of the first rank, and write it as a cost file if there is to be one.
+
+    A file that cannot be written is a warning, for the job has nothing to do with it.
+    """
     if dist.get_rank() != 0:
         return
     logger.info("measured costs:\n%s", report.costs(costs))
-    if file:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
+    if not file:
+        return
+    try:
         costs_file.dump(costs, file)
+    except OSError as error:
+        logger.warning("they cannot be written: %s", error)
+    else:
         logger.info("wrote them to %s; `zbpipe plan --costs-file` takes it", file)
 
 
