@@ -469,17 +469,16 @@ class Accumulated(NamedTuple):
 def accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever they are kept: FSDP2 has them before and after it reduced them."""
     views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
-    beside = {id(each): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
+    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
         leaves = {name: parameter}
         if fsdp is not None:
             leaves = {name: fsdp._unsharded_param, name + REDUCED: fsdp.sharded_param}
         for place, leaf in leaves.items():
-            if leaf.grad is not None:
-                yield Accumulated(place, leaf, leaf.grad)
-        if beside.get(id(fsdp)) is not None:
-            yield Accumulated(f"{name} (accumulated)", parameter, beside[id(fsdp)])
+            parts = [each for each in (leaf.grad, beside.get(id(leaf))) if each is not None]
+            if parts:
+                yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
 
 
 def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
