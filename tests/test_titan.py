@@ -84,6 +84,11 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "--zbpipe.trace-step needs 4 steps",
         ),
         ([*pipeline("1F1B"), "--zbpipe.profile-steps", "1"], "1F1B runs whole backwards"),
+        (
+            [*pipeline("1F1B"), "--zbpipe.check-gradients", "1"],
+            "and --zbpipe.check-gradients, or use one of zbpipe's schedules, for example ZBH1",
+        ),
+        ([*pipeline("ZBV"), "--zbpipe.check-gradients", "4"], "--zbpipe.check-gradients needs 4 steps"),
         ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too little for Auto"),
         (
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
@@ -176,12 +181,14 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert not found.need_zbpipes_schedule()
     assert options.parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
     assert options.parse(["--zbpipe.defer-pp-recv", "auto"])[0].for_torch.given() == {}
+    assert options.parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
     for wrong in (
         ["--zbpipe.defer"],
         ["--zbpipe.split-backward", "half"],
         ["--zbpipe.max-active-stages", "-1"],
         ["--zbpipe.unshard-lookahead", "1,x"],
         ["--zbpipe.defer-pp-recv", "maybe"],
+        ["--zbpipe.check-gradients", "0"],
     ):
         with pytest.raises(SystemExit):
             options.parse(wrong)

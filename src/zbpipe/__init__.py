@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.failures import PipelineError
+    from zbpipe.runtime.gradient_check import GradientCheck, GradientReport, check_gradients
     from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
     from zbpipe.runtime.profiler import Profiler
     from zbpipe.runtime.schedules import (
@@ -43,6 +44,8 @@ __all__ = [
     "AutoSchedule",
     "CostModel",
     "Finding",
+    "GradientCheck",
+    "GradientReport",
     "Layer",
     "LayerCosts",
     "LayerPlan",
@@ -64,6 +67,7 @@ __all__ = [
     "Timeline",
     "WeightProduct",
     "build_pipeline_schedule",
+    "check_gradients",
     "generate",
     "plan",
     "plan_layers",
@@ -80,6 +84,7 @@ _LATER = {
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
     "runtime.failures": ("PipelineError",),
+    "runtime.gradient_check": ("GradientCheck", "GradientReport", "check_gradients"),
     "runtime.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.profiler": ("Profiler",),
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.distributed._composable.replicate import DDP
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
@@ -199,22 +200,27 @@ def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], No
 
     Waiting for messages stays outside. Returns what undoes it; before and after, nothing is in the way.
     """
-    wrapped: list[tuple[Any, str]] = []
+    with ExitStack() as wrapped:
+        for stage in stages_of(schedule):
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                compute = partial(_compute_around, around, name, stage.stage_index, getattr(stage, name))
+                wrapped.enter_context(replaced(stage, **{name: compute}))
+        loss = partial(_loss_around, around, schedule._maybe_compute_loss)
+        wrapped.enter_context(replaced(schedule, _maybe_compute_loss=loss))
+        return wrapped.pop_all().close
 
-    def wrap(owner: Any, name: str, compute: Callable[..., Any]) -> None:
-        vars(owner)[name] = compute
-        wrapped.append((owner, name))
 
-    for stage in stages_of(schedule):
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            wrap(stage, name, partial(_compute_around, around, name, stage.stage_index, getattr(stage, name)))
-    wrap(schedule, "_maybe_compute_loss", partial(_loss_around, around, schedule._maybe_compute_loss))
-
-    def undo() -> None:
-        for owner, name in wrapped:
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within, `owner` has these attributes of its own; afterwards it is as it was."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes.keys() - before.keys():
             del vars(owner)[name]
-
-    return undo
+        vars(owner).update(before)
 
 
 def _compute_around(
@@ -230,6 +236,61 @@ def _loss_around(around: Around, compute: Callable[..., Any], *args: Any, **kwar
     if not stage.is_last:
         return compute(*args, **kwargs)
     return around("F", stage.stage_index, chunk, lambda: compute(*args, **kwargs))
+
+
+Call = Callable[..., Any]
+
+
+def wrap_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Callable[[], None]:
+    """Run what the computations of this rank call inside through these, which get the call and then its arguments.
+
+    Args:
+        schedule: any of torch's.
+        forward: of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
+        loss: `(call, output, target, **kwargs)`.
+        backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
+            last stage) and its "input_values"; their gradients are the first part of what it returns.
+
+    Returns what undoes it.
+    """
+    with ExitStack() as wrapped:
+        for stage in stages_of(schedule):
+            wrapped.enter_context(
+                replaced(
+                    stage,
+                    forward_maybe_with_nosync=partial(forward, stage.forward_maybe_with_nosync),
+                    backward_maybe_with_nosync=partial(backward, stage.backward_maybe_with_nosync),
+                )
+            )
+        if schedule._loss_fn is not None:
+            wrapped.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
+        return wrapped.pop_all().close
+
+
+def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The output of the stage's module, in the context that torch's forward of that microbatch would give it."""
+    if not getattr(stage, "_forward_contexts", None):  # torch before 2.15 has none
+        return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+    info = pipelining_stage.PipelineStageInfo(stage_index=stage.stage_index, microbatch_index=microbatch)
+    return stage._call_with_forward_context(info, stage.forward_maybe_with_nosync, *args, **kwargs)
+
+
+def run_backward(
+    stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
+) -> Sequence[Tensor | None]:
+    """A full backward of the stage's module, as torch runs it; the gradients of the inputs, or None.
+
+    Args:
+        stage: with FSDP2 it keeps its gradients unreduced.
+        outputs: of the module, or the loss.
+        output_grads: a tuple as long as the outputs; None for the loss.
+        inputs: that lead to the outputs.
+    """
+    if output_grads is not None:
+        outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+    tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
+    gradients, _ = stage.backward_maybe_with_nosync("full", tensors)
+    return cast(Sequence[Tensor | None], gradients)
 
 
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
@@ -379,8 +440,29 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled_call(module: nn.Module) -> Any:
     """What runs when a compiled module is called."""
-    call = module.forward if isinstance(module, OptimizedModule) else module._compiled_call_impl
+    call = getattr(module, _call_name(module))
     return call.func if isinstance(call, partial) else call
+
+
+def diverted_calls(module: nn.Module) -> tuple[Call, Call] | None:
+    """What the region of `divert_compiled_call` chooses from: (compiled, eager). None if `module` was not diverted."""
+    call = getattr(module, _call_name(module)) if is_compiled(module) else None
+    return call.args if isinstance(call, partial) else None
+
+
+def with_calls(module: nn.Module, compiled: Call, eager: Call) -> AbstractContextManager[None]:
+    """Within, the region of a diverted module chooses from these."""
+    name = _call_name(module)
+    return replaced(module, **{name: partial(getattr(module, name).func, compiled, eager)})
+
+
+def without_region(module: nn.Module, call: Call) -> AbstractContextManager[None]:
+    """Within, a diverted module's calls run as `call`."""
+    return replaced(module, **{_call_name(module): call})
+
+
+def _call_name(module: nn.Module) -> str:
+    return "forward" if isinstance(module, OptimizedModule) else "_compiled_call_impl"
 
 
 def has_hooks(weight: Tensor) -> bool:
@@ -441,7 +523,7 @@ def bare(tensor: Tensor) -> Tensor:
 
 def storage_of(tensor: Tensor) -> int:
     """Which memory it lies in."""
-    return _local(tensor).untyped_storage()._cdata
+    return int(_local(tensor).untyped_storage()._cdata)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -526,14 +608,89 @@ def settle_gradients(module: nn.Module) -> None:
     Older ones (torch 2.13) do so at the end of a backward only, and keep the sum, in the dtype in which they will
     reduce, beside `.grad`.
     """
-    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
-        return
+    if _SUMS_BESIDE_GRAD:
+        for parameter in _fsdp_parameters(module):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+_SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own view of those parameters in `module` that were unsharded before."""
     for part in filter(is_fsdp, module.modules()):
         for group in part._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+            yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+
+
+REDUCED = " (reduced)"
+
+
+class Accumulated(NamedTuple):
+    """What backwards have added up for one parameter."""
+
+    name: str
+    """Of the parameter, and `REDUCED` after it for the part that data-parallel ranks have reduced already."""
+    parameter: Tensor
+    gradient: Tensor
+
+
+def accumulated(module: nn.Module) -> Iterator[Accumulated]:
+    """The gradients so far, wherever they are kept: FSDP2 has them before and after it reduced them."""
+    views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
+    for name, parameter in module.named_parameters():
+        fsdp = views.get(id(parameter))
+        leaves = {name: parameter}
+        if fsdp is not None:
+            leaves = {name: fsdp._unsharded_param, name + REDUCED: fsdp.sharded_param}
+        for place, leaf in leaves.items():
+            parts = [each for each in (leaf.grad, beside.get(id(leaf))) if each is not None]
+            if parts:
+                yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
+
+
+def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
+    return _fsdp_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
+
+
+@contextmanager
+def without_gradients(module: nn.Module) -> Iterator[None]:
+    """Within, the parameters have no gradients, and no hooks that run when one was added to `.grad`.
+
+    Afterwards they have the very same tensors and hooks again, and nothing of what was added.
+    """
+    unsharded = [each for fsdp in _fsdp_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
+    parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
+    kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
+    beside = [(each, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module)]
+    for parameter in parameters:
+        parameter.grad = None
+        if hooks_after_accumulation(parameter):  # autograd holds on to this very dictionary
+            parameter._post_accumulate_grad_hooks.clear()
+    for fsdp, _ in beside:
+        fsdp.unsharded_accumulated_grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, hooks in kept:
+            parameter.grad = gradient
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
+        for fsdp, gradient in beside:
+            fsdp.unsharded_accumulated_grad = gradient
+
+
+def hooks_after_accumulation(weight: Tensor) -> bool:
+    """Whether hooks of `register_post_accumulate_grad_hook` change or use `.grad` as soon as something was added."""
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Within, autograd does not see that `tensors` are written to; the caller puts their values back."""
+    counted = tuple(each for each in tensors if not each.is_inference())
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
 
 # They keep nothing of the forward, so autograd can go through them once more, and they cost next to nothing.

@@ -24,7 +24,7 @@ from zbpipe.runtime import _torch
 _FIRST = "zbpipe/first_failure"
 _PATIENCE = 5.0
 """Seconds for the store to answer: its host may be the rank that died."""
-_LONGEST = 1000
+_LONGEST = 2000
 """Characters of an error that are told."""
 _TOLD = (Exception, KeyboardInterrupt, SystemExit)
 

@@ -1,6 +1,7 @@
 """What a pipeline step really took: when this rank ran each of its ops, and how much memory they left taken.
 
-`watch` shows a schedule's training steps to a watcher. A step that no watcher wants is torch's own, untouched.
+`watch` shows a schedule's training steps to a watcher, `surround` runs them in a context. A step that nobody wants is
+torch's own, untouched.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -64,13 +65,7 @@ class Watcher(Protocol):
 
 def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
     """Have `watcher` see every training step of `schedule` (any of zbpipe's or torch's) from now on."""
-    watchers: list[Watcher] | None = vars(schedule).get("_watchers")
-    if watchers is not None:
-        watchers.append(watcher)
-        return
-    # Not by a circle of references: a schedule that lives until the interpreter ends keeps its process groups alive.
-    watched = ref(schedule)
-    vars(schedule).update(_watchers=[watcher], step=lambda *args, **kwargs: _step(watched(), *args, **kwargs))
+    _attached(schedule).watchers.append(watcher)
 
 
 def collect(
@@ -84,6 +79,37 @@ def collect(
         done: called after the last of them, with the records in their order.
     """
     watch(schedule, _Collector(wanted, done))
+
+
+Surround = Callable[[Any], AbstractContextManager[None] | None]
+"""Takes a schedule whose training step comes now, and gives what that step is to run in; None for nothing."""
+
+
+def surround(schedule: _torch.PipelineSchedule, around: Surround) -> None:
+    """Have every training step of `schedule` (any of zbpipe's or torch's) run in what `around` gives, from now on.
+
+    It may wrap computations itself. It is nearest to torch's executor: what it adds is not in the times of watchers.
+    """
+    _attached(schedule).surrounding.append(around)
+
+
+class _Attached(NamedTuple):
+    """Whom a schedule shows its steps."""
+
+    watchers: list[Watcher]
+    surrounding: list[Surround]
+
+
+def _attached(schedule: _torch.PipelineSchedule) -> _Attached:
+    if "_attached" not in vars(schedule):
+        # Not by a circle of references: a schedule that lives until the interpreter ends keeps its process groups
+        # alive.
+        watched = ref(schedule)
+        vars(schedule).update(
+            _attached=_Attached([], []), step=lambda *args, **kwargs: _step(watched(), *args, **kwargs)
+        )
+    attached: _Attached = vars(schedule)["_attached"]
+    return attached
 
 
 class _Collector:
@@ -105,17 +131,21 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     step = type(schedule).step.__get__(schedule)
     if not schedule._has_backward:  # schedule.eval
         return step(*args, **kwargs)
-    asked = [(watcher, watcher.before()) for watcher in schedule._watchers]
-    most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value)
-    if most is Wanted.NOTHING:
-        return step(*args, **kwargs)
-    recorder = _Recorder(schedule, with_memory=most is Wanted.MEMORY)
-    with recorder.attached():
+    watchers, surrounding = _attached(schedule)
+    asked = [(watcher, watcher.before()) for watcher in watchers]
+    most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
+    with ExitStack() as around:
+        recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
+        if recorder is not None:
+            around.enter_context(recorder.attached())
+        for context in filter(None, [each(schedule) for each in surrounding]):
+            around.enter_context(context)
         result = step(*args, **kwargs)
-    record = recorder.record()
-    for watcher, wanted in asked:
-        if wanted is not Wanted.NOTHING:
-            watcher.after(record)
+    if recorder is not None:
+        record = recorder.record()
+        for watcher, wanted in asked:
+            if wanted is not Wanted.NOTHING:
+                watcher.after(record)
     return result
 
 

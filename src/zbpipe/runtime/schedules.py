@@ -71,9 +71,12 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             traits.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
         )
         gradients = WeightGradients()
-        if defer_loss and loss_fn is not None and split_backward != "autograd":
+        defers_loss = defer_loss and split_backward != "autograd"
+        if defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
+        self.defers_loss = defers_loss
+        """Whether backwards inside of the loss leave their weight gradients to W."""
         self.receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
         """Whether receives wait until shortly before they are needed."""
         self._frees_sends_early = options.get("max_outstanding_sends") is None

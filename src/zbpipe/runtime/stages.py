@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -59,6 +60,11 @@ def split_backward(
 def is_split(stage: _torch.Stage) -> bool:
     """Whether it takes the two halves of a backward by zbpipe's split."""
     return isinstance(stage, _SplitBackward)
+
+
+def product_dtypes(stage: _torch.Stage) -> frozenset[torch.dtype]:
+    """Of the products whose weight gradient can wait for W, once an I ran."""
+    return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
 
 def _refuse_early_reduction(stage: _torch.Stage) -> None:
@@ -160,7 +166,7 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
     if not is_split(stage):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
         stage.__class__ = _split_class(type(stage))
-        stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _is_scaled=False)
+        stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -184,6 +190,8 @@ class _SplitBackward(_torch.Stage):
     """How many I have run."""
     _factors: frozenset[int]
     """The ids of the parameters that have a product for a gradient."""
+    _dtypes: frozenset[torch.dtype]
+    """Of the products that can wait, as the first I showed them."""
     _on_rank: tuple[_torch.Stage, ...]
     """All stages of this rank."""
     _is_scaled: bool
@@ -211,6 +219,7 @@ class _SplitBackward(_torch.Stage):
         with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
         if on_trial:
+            self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
             pending.clear()
         _require_unchanged(self, bwd_chunk_id, pending)

@@ -43,7 +43,8 @@ def check(config: Any, options: Options) -> None:
     if traits.source == "torch" and options.need_zbpipes_schedule():
         raise ValueError(
             f"of zbpipe's options only those that torch has, too, fit torch's {name}: leave the others out, such as"
-            " --zbpipe.split-backward and --zbpipe.defer-loss"
+            " --zbpipe.split-backward, --zbpipe.defer-loss and --zbpipe.check-gradients, or use one of zbpipe's"
+            " schedules, for example ZBH1, which has the memory of 1F1B"
         )
     if config.parallelism.pipeline_parallel_degree <= 1:
         return
@@ -90,6 +91,7 @@ def _check_measuring(traits: Traits, config: Any, options: Options) -> None:
     needed = {
         "--zbpipe.profile-steps": timed + WARM_UP + 1 if timed else 0,
         "--zbpipe.trace-step": options.trace_step if options.trace else 0,
+        "--zbpipe.check-gradients": options.check_gradients or 0,
     }
     for option, steps in needed.items():
         if steps > config.training.steps:

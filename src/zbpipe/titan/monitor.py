@@ -1,4 +1,4 @@
-"""What a TorchTitan run learns about its pipeline while it trains: costs, a trace of one step, metrics."""
+"""What a TorchTitan run learns about its pipeline while it trains: gradients, costs, a trace of one step, metrics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zbpipe import costs_file
 from zbpipe.costs_file import JobCosts
 from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.profiler import Links, Profiler, measure_links
 from zbpipe.runtime.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.trace import timelines, trace
@@ -21,7 +22,9 @@ from zbpipe.views import report
 
 
 def attach(schedule: _torch.PipelineSchedule, options: Options) -> PipelineMetrics:
-    """Measure what `options` ask for; `AutoSchedule` profiles by itself."""
+    """Measure and check what `options` ask for; `AutoSchedule` profiles by itself."""
+    if options.check_gradients:
+        GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
     if options.trace:

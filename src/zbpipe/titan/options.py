@@ -41,6 +41,8 @@ class Options:
     trace: str | None = None
     """File for a trace of one step."""
     trace_step: int = 3
+    check_gradients: int | None = None
+    """In how many steps the split is compared with an ordinary backward; None compares nothing."""
 
     def for_zbpipe(self) -> dict[str, Any]:
         """What only zbpipe's schedules take, as keyword arguments."""
@@ -53,7 +55,7 @@ class Options:
 
     def need_zbpipes_schedule(self) -> bool:
         """Whether something is asked for that torch's own schedules do not have."""
-        return self.for_zbpipe() != Options().for_zbpipe()
+        return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("profile_steps", type=_positive, metavar="N")
     add("costs_out", metavar="FILE")
     add("memory_limit", type=float, metavar="MICROBATCHES")
+    add("check_gradients", type=_positive, metavar="N")
     add("trace", metavar="FILE")
     add("trace_step", type=_positive, default=Options.trace_step, metavar="N")
     return parser

@@ -1,0 +1,206 @@
+"""A microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
+
+Nothing of it stays. Gradients, weights, buffers, attributes and random numbers are afterwards as they were before, and
+hooks that run after the accumulation of a gradient do not see it. Hooks on tensors and modules do, because they may
+change what a gradient is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.deferred import deferrals
+
+
+class State:
+    """What the forward of a module depends on besides its inputs, as it is at one moment.
+
+    Parameters and buffers by value; attributes of the modules, such as counters, as far as they are assigned; torch's
+    random numbers, on the CPU and on `device`. With `like`, values that are equal in both are kept once.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, like: State | None = None) -> None:
+        known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = [
+            (tensor, local, _copy_unless_equal(local, known.get(id(tensor)))) for tensor, local in _tensors_of(module)
+        ]
+        self._attributes = [(own, dict(own)) for part in module.modules() for own in (vars(part), part._buffers)]
+        self._device = device
+        self._random = [get() for get, _ in _generators(device)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Whose values it keeps."""
+        return [local for _, local, _ in self._values]
+
+    def put_back(self) -> None:
+        """Make everything as it was."""
+        for own, before in self._attributes:
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
+        for _, local, copy in self._values:
+            # Where nothing differs nothing is written: another microbatch's graph may need it.
+            if _has_storage(local) and not torch.equal(local, copy):
+                local.copy_(copy)
+        for (_, put), state in zip(_generators(self._device), self._random, strict=True):
+            put(state)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters and buffers, each with what this rank has of it; without those of other subclasses of tensors."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        if type(local) is Tensor:
+            yield tensor, local
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Not so for a parameter that FSDP2 has resharded since."""
+    return tensor.untyped_storage().size() > 0
+
+
+def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
+    return copy if copy is not None and torch.equal(tensor, copy) else tensor.clone()
+
+
+def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """How to read the state of each generator, and how to set it."""
+    yield torch.get_rng_state, torch.set_rng_state
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+
+
+class Gradients(NamedTuple):
+    """Of one backward; detached, and for DTensors this rank's part of them."""
+
+    parameters: Mapping[str, Tensor]
+    inputs: Sequence[Tensor | None]
+    """In the order of the tensors among the inputs."""
+
+
+class Microbatch:
+    """What it takes to run one microbatch of a stage once more.
+
+    With `defers_loss`, what the loss put off is added in the backward, by the product that W uses: only so FSDP2 has it
+    where W adds it, neither reduced too early nor on other ranks.
+    """
+
+    def __init__(
+        self, stage: _torch.Stage, index: int, like: State | None = None, *, defers_loss: bool = False
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.state = State(stage.submod, stage.device, like)
+        """Before F."""
+        self._defers_loss = defers_loss
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+        self._loss: Callable[[Any], Tensor] | None = None
+        self._output_grads: Any = None
+        self._ran_eagerly: set[nn.Module] = set()
+        """Compiled modules of which F ran a call without the compiler."""
+        self._copies: dict[int, Tensor] = {}
+        """Of the inputs, by their ids, which stay theirs as long as the stage holds them."""
+        self._inputs: list[Any] = []
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The stage's own forward, `call`, of which inputs and choices are remembered."""
+        self._args, self._kwargs = tree_map_only(Tensor, self._copy, (args, kwargs))
+        with ExitStack() as watched:
+            for module, (compiled, eager) in _regions(self.stage.submod):
+                watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
+            return call(*args, **kwargs)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return self._copies.setdefault(id(tensor), copy)
+
+    def _eagerly(self, module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ran_eagerly.add(module)
+        return eager(*args, **kwargs)
+
+    def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, `call`, of which all but the output is remembered."""
+        self._loss = lambda again: call(again, *args, **kwargs)
+        return call(output, *args, **kwargs)
+
+    def remember_backward(self, tensors: Mapping[str, Any]) -> None:
+        """What the stage's backward starts from (see `_torch.wrap_calls`)."""
+        self._output_grads = tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
+        self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
+
+    def gradients(self) -> Gradients:
+        """What one ordinary backward gives; afterwards everything is as it was."""
+        module = self.stage.submod
+        now = State(module, self.stage.device, self.state)
+        written = (*now.tensors, *self.state.tensors)
+        with torch.no_grad(), _torch.versions_kept(written), _torch.without_gradients(module):
+            self.state.put_back()
+            try:
+                with torch.enable_grad():
+                    inputs = self._run()
+                return Gradients(gradients_of(module), inputs)
+            finally:
+                now.put_back()
+
+    def _run(self) -> Sequence[Tensor | None]:
+        plain = partial(_plain, self.stage.submod, self._ran_eagerly)
+        with plain():
+            output = _torch.run_forward(self.stage, self.index, self._args, self._kwargs)
+        if self._loss is not None:
+            with nullcontext() if self._defers_loss else plain():
+                output = self._loss(output)
+        with plain():
+            return _torch.run_backward(self.stage, output, self._output_grads, self._inputs)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of what was added up so far, in at least float32; for DTensors this rank's part."""
+    return {each.name: wide(each.gradient, each.parameter) for each in _torch.accumulated(module)}
+
+
+def wide(gradient: Tensor, like: Tensor) -> Tensor:
+    """A copy in at least float32; for DTensors what this rank has of it, placed as `like`."""
+    gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        if isinstance(like, DTensor):
+            gradient = gradient.redistribute(placements=like.placements)
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+
+@contextmanager
+def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
+    """Within, layers and compiled regions run as if zbpipe had never prepared them.
+
+    Regions run with the compiler where F did: otherwise random numbers and roundings would be others.
+    """
+    with ExitStack() as replaced:
+        for deferral in deferrals(module).values():
+            replaced.enter_context(_torch.replaced(deferral, linear=F.linear, products={}, slots=None))
+        for part, (compiled, eager) in _regions(module):
+            replaced.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
+        yield
+
+
+def _regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[_torch.Call, _torch.Call]]]:
+    for part in module.modules():
+        calls = _torch.diverted_calls(part)
+        if calls is not None:
+            yield part, calls

@@ -1,0 +1,503 @@
+"""The check of gradients: it passes where the split is right, names the layer where it is not, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    WIDTH,
+    Block,
+    Checkpointing,
+    batch,
+    build_stage,
+    gradients,
+    loss_fn,
+)
+from ranks import endings, run_ranks
+from titan_jobs import STEPS, Titan, pipeline
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime import compiled, deferred, products
+from zbpipe.runtime.gradient_check import GradientMismatchError, _WLast
+from zbpipe.runtime.products import PendingGradient, WeightProduct
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def model(num_stages: int = 2, checkpointing: Checkpointing = "none") -> list[nn.Module]:
+    return [build_stage(index, num_stages, checkpointing) for index in range(num_stages)]
+
+
+def zbv(modules: list[nn.Module], microbatches: int, **options: Any) -> zbpipe.ScheduleZBV:
+    """On this process alone."""
+    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
+    return zbpipe.ScheduleZBV(stages, microbatches, loss_fn, **options)
+
+
+def mismatch(error: pytest.ExceptionInfo[zbpipe.PipelineError]) -> GradientMismatchError:
+    cause = error.value.__cause__
+    assert isinstance(cause, GradientMismatchError)
+    return cause
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_right_split_passes(num_stages: int, checkpointing: Checkpointing) -> None:
+    assert not dist.is_initialized()
+    report = zbpipe.check_gradients(model(num_stages, checkpointing), *batch(3), loss_fn, microbatches=3)
+    assert report.passed
+    assert (report.microbatches, set(report.tolerances)) == (2 * 3, set(range(num_stages)))
+    parameters = [p for stage in model(num_stages) for p in stage.parameters() if p.requires_grad]
+    assert len(report.errors) == len(parameters) + num_stages - 1  # and the gradient between two stages
+    assert max(report.errors.values()) < 1e-5
+    assert report.errors[num_stages - 1, "0.up.weight" if num_stages > 1 else "1.up.weight"] >= 0
+    assert not dist.is_initialized()
+
+
+class Position(nn.Module):
+    """What W multiplies waits while other microbatches run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_dtype_has_its_tolerance(dtype: torch.dtype) -> None:
+    module = Position().to(dtype)
+    report = zbpipe.check_gradients(module, torch.randn(4, WIDTH, dtype=dtype), microbatches=4)
+    assert report.tolerances[0] == {torch.float64: 1e-9, torch.bfloat16: 3e-2}.get(dtype, 1e-4)
+
+
+def test_autocast_has_the_tolerance_of_its_dtype() -> None:
+    """The weights do not show it, what waits for W does."""
+    with torch.autocast("cpu", torch.bfloat16):
+        report = zbpipe.check_gradients(Position(), torch.randn(4, WIDTH))
+    assert report.tolerances == {0: 3e-2}
+
+
+def test_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulate = PendingGradient.accumulate
+    monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(self._replace(dy=1.01 * self.dy)))
+    with pytest.raises(zbpipe.PipelineError, match=r"schedule all W last, .* stage 0, microbatch 1: ") as error:
+        zbpipe.check_gradients(model(), *batch(2), loss_fn)
+    layers = {f"{block}.{layer}.weight" for block in (1, 2) for layer in ("up", "gate", "down", "twice")}
+    report = mismatch(error).report
+    assert {*report.off()} == {(0, name) for name in layers}
+    assert [report.errors[0, name] for name in layers] == pytest.approx([0.01] * 8, rel=1e-3)
+
+
+def in_place(of: Callable[[PendingGradient], bool]) -> Callable[[PendingGradient], None]:
+    """W, before which somebody wrote over the dY that waits for it, unseen by autograd's version counter."""
+    accumulate = PendingGradient.accumulate
+
+    def broken(self: PendingGradient) -> None:
+        if of(self):
+            self.dy.data.mul_(-1)
+        accumulate(self)
+
+    return broken
+
+
+def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = model()
+    wrong = modules[0][1].gate.weight  # type: ignore[index, union-attr]
+    monkeypatch.setattr(PendingGradient, "accumulate", in_place(lambda pending: pending.weight is wrong))
+    with pytest.raises(zbpipe.PipelineError, match=r"0W1: .*: 1\.gate\.weight 2\. Please report this") as error:
+        zbpipe.check_gradients(modules, *batch(2), loss_fn)
+    assert mismatch(error).report.off() == [(0, "1.gate.weight")]
+
+
+def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to no parameter of the stage, but to all of the stage before."""
+    wrong = WeightProduct(lambda dy, weight: 1.01 * dy @ weight, products.LINEAR.weight_gradient)
+    monkeypatch.setattr(deferred, "LINEAR", wrong)
+    modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    with pytest.raises(zbpipe.PipelineError) as error:
+        zbpipe.check_gradients(modules, torch.randn(2, WIDTH))
+    assert mismatch(error).report.off() == [(1, "input 0")]
+
+
+def test_at_most_ten_names_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)))
+    for layer in layers:  # all weights have the same gradient
+        nn.init.eye_(layer.weight)  # type: ignore[arg-type]
+    accumulate = PendingGradient.accumulate
+
+    def broken(self: PendingGradient) -> None:
+        (factor,) = (n + 1 for n, layer in enumerate(layers) if layer.weight is self.weight)
+        accumulate(self._replace(dy=factor * self.dy))
+
+    monkeypatch.setattr(PendingGradient, "accumulate", broken)
+    with pytest.raises(zbpipe.PipelineError) as error:
+        zbpipe.check_gradients(layers, torch.randn(2, WIDTH))
+    names = ", ".join(f"{n}.weight {n}" for n in range(11, 1, -1))
+    assert f"above 1e-04: {names} and 1 more. " in str(error.value)
+
+
+class Compiled(nn.Module):
+    """Drops some activations, so that both runs need the same random numbers."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(torch.relu(self.up(x)), self.dropout, self.training)
+        return x + self.down(h)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Each microbatch runs again as it ran, with the compiler or without, but never with the products of the split."""
+    stage = nn.Sequential(Compiled(), Compiled())
+    for block in stage:
+        block.compile(backend=backend, fullgraph=True)
+    x = torch.randn(3, WIDTH)
+    zbpipe.check_gradients(stage, x, microbatches=3)
+    doubled = WeightProduct(compiled.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
+    monkeypatch.setattr(compiled, "LINEAR", doubled)
+    with pytest.raises(zbpipe.PipelineError) as error:
+        zbpipe.check_gradients(stage, x, microbatches=3)
+    report = mismatch(error).report
+    assert {*report.off()} == {(0, f"{n}.{layer}.weight") for n in (0, 1) for layer in ("up", "down")}
+    assert [report.errors[key] for key in report.off()] == pytest.approx([1.0] * 4)
+
+
+def test_a_microbatch_that_ran_without_the_compiler(fresh_compiler: None, one_rank: None) -> None:
+    """Where shapes are given the first one does, and the compiler draws other random numbers."""
+    stage = nn.Sequential(Compiled())
+    stage[0].compile(backend="inductor", fullgraph=True)
+    x, y = torch.randn(2, 3, WIDTH)
+    schedule = _WLast([PipelineStage(stage, 0, 1, CPU, input_args=x[:1], output_args=x[:1])], 3, nn.functional.mse_loss)
+    check = zbpipe.GradientCheck(schedule)
+    schedule.step(x, target=y)
+    assert check.report is not None
+
+
+class Restless(nn.Module):
+    """Changes all that a forward can change: buffers in place and anew, an attribute, random numbers."""
+
+    running: Tensor
+    replaced: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Compiled()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("running", torch.zeros(WIDTH))
+        self.register_buffer("replaced", torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.running.add_(x.detach().mean((0, 1)))
+        self.replaced = 0.9 * self.replaced
+        h = self.norm(self.block(x * self.replaced).transpose(1, 2)).transpose(1, 2)
+        return h + self.running.clone() + self.calls
+
+
+def restless(index: int, checkpointing: Checkpointing) -> nn.Module:
+    stage = build_stage(index, 2, checkpointing)
+    stage.insert(1, Restless())  # type: ignore[operator]
+    return stage
+
+
+def learn_shapes(schedule: Any, modules: list[nn.Module]) -> None:
+    """One step, of which nothing stays: before it torch runs stages on whatever is in memory."""
+    states = [copy.deepcopy(module.state_dict()) for module in modules]
+    tokens, targets = batch(3)
+    schedule.step(tokens, target=targets)
+    for module, state in zip(modules, states, strict=True):
+        module.load_state_dict(state)
+        module.zero_grad()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_checked_steps_leave_no_trace(one_rank: None, checkpointing: Checkpointing) -> None:
+    """Bit by bit: losses, gradients, weights, buffers, random numbers, attributes."""
+    runs = []
+    for checked in (0, 2):
+        torch.manual_seed(0)
+        modules = [restless(index, checkpointing) for index in range(2)]
+        schedule: Any = zbv(modules, 3, scale_grads=False)
+        learn_shapes(schedule, modules)
+        done: list[zbpipe.GradientReport] = []
+        if checked:
+            zbpipe.GradientCheck(schedule, checked, done=done.append)
+        torch.manual_seed(1)
+        losses: list[Tensor] = []
+        for step in range(3):
+            tokens, targets = batch(3, seed=step)
+            schedule.step(tokens, target=targets, losses=losses)
+        assert [report.microbatches for report in done] == [6] * (checked > 0)
+        state = [each for module in modules for each in module.state_dict().values()]
+        found = [*losses, *gradients(dict(enumerate(modules))).values(), *state, torch.get_rng_state()]
+        calls = [part.calls for module in modules for part in module.modules() if hasattr(part, "calls")]
+        runs.append((found, calls))
+    (plain, plain_calls), (found, calls) = runs
+    assert calls == plain_calls
+    assert len(found) == len(plain)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+class Warming(nn.Module):
+    """Sets a buffer in its first call; backwards of later ones hold on to it."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.zeros(WIDTH))
+        self.is_warm = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_warm:
+            self.scale.fill_(2)
+        self.is_warm = True
+        return self.linear(x) * self.scale
+
+
+def test_another_microbatch_may_need_what_is_put_back(one_rank: None) -> None:
+    """Its own forward comes before the second run of the one that changed the buffer."""
+    module = Warming()
+    schedule = _WLast([PipelineStage(module, 0, 1, CPU)], 3, nn.functional.mse_loss)
+    x, y = torch.randn(2, 3, WIDTH)
+    schedule.step(x, target=y)  # learns shapes
+    module.is_warm = False
+    module.scale.zero_()
+    zbpipe.GradientCheck(schedule)
+    schedule.step(x, target=y)
+    assert module.scale[0] == 2
+
+
+def test_other_steps_run_as_if_there_were_no_check(one_rank: None) -> None:
+    modules = model()
+    schedule: Any = zbv(modules, 2)
+    check = zbpipe.GradientCheck(schedule, 1)
+    plain = {*vars(schedule)}
+    in_the_way: list[set[str]] = []
+
+    def watch(*_: Any) -> None:
+        methods = {name for stage in schedule._stages for name in vars(stage) if hasattr(PipelineStage, name)}
+        in_the_way.append({name for name in methods if callable(getattr(PipelineStage, name))})
+        in_the_way[-1] |= {*vars(schedule)} - plain
+
+    modules[0].register_forward_pre_hook(watch)
+    tokens, targets = batch(2)
+    schedule.step(tokens, target=targets)
+    assert len(in_the_way) == 5  # each microbatch twice, and once to learn shapes
+    assert "forward_one_chunk" in in_the_way[-1]
+    in_the_way.clear()
+    for run in (schedule.step, schedule.eval):
+        run(tokens, target=targets)
+    assert in_the_way
+    assert not any(in_the_way)
+    assert check.report is not None
+
+
+def test_hooks_on_gradients(one_rank: None) -> None:
+    """Those that change a gradient belong to it; those after the accumulation do not see the second run."""
+    modules = model()
+    doubled, cleared = modules[0][1].up.weight, modules[0][1].down.bias  # type: ignore[index, union-attr]
+    doubled.register_hook(lambda gradient: 2 * gradient)
+    seen: list[Tensor] = []
+
+    def clear(bias: Tensor) -> None:
+        assert bias.grad is not None
+        seen.append(bias.grad)
+        bias.grad = None
+
+    cleared.register_post_accumulate_grad_hook(clear)
+    schedule: Any = zbv(modules, 2)
+    check = zbpipe.GradientCheck(schedule)
+    tokens, targets = batch(2)
+    schedule.step(tokens, target=targets)
+    assert len(seen) == 2
+    assert check.report is not None
+    assert check.report.not_compared == {(0, "1.down.bias")}
+    assert (0, "1.up.weight") in check.report.errors
+    assert (0, "1.down.bias") not in check.report.errors
+    assert str(check.report).endswith("; not compared: 1.down.bias of stage 0")
+
+
+def test_a_gradient_that_is_zero_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured against those of the other layers."""
+    module = Position()
+    nn.init.zeros_(module.last.weight)
+    accumulate = PendingGradient.accumulate
+
+    def rounded(self: PendingGradient) -> None:
+        accumulate(self)
+        if self.weight is module.first.weight:
+            self.weight.grad.add_(1e-10)  # type: ignore[union-attr]
+
+    monkeypatch.setattr(PendingGradient, "accumulate", rounded)
+    report = zbpipe.check_gradients(module, torch.randn(4, WIDTH))
+    assert 0 < report.errors[0, "first.weight"] < 1e-4
+
+
+def test_gradients_that_are_not_finite() -> None:
+    """Both runs overflow alike, as under the first scales of a loss in float16."""
+    module = Position()
+    with torch.no_grad():
+        module.last.bias.fill_(float("inf"))
+    report = zbpipe.check_gradients(module, torch.randn(2, WIDTH))
+    assert (0, "last.weight") in report.not_compared
+
+
+def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
+    modules = [restless(index, "none") for index in range(2)]
+    schedule: Any = zbv(modules, 2)
+    tokens, targets = batch(2)
+    schedule.step(tokens, target=targets)
+    tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+    before = [each.clone() for each in tensors], [each.grad for each in tensors], torch.get_rng_state()
+    zbpipe.check_gradients(modules, tokens, targets, loss_fn)
+    assert all(map(torch.equal, tensors, before[0]))
+    assert all(each.grad is gradient for each, gradient in zip(tensors, before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+    # They still put their gradients off for the schedule that they belong to.
+    owed: list[int] = []
+    watched = schedule._stages[1]
+    w = watched.backward_weight_one_chunk
+    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(watched._pending[n])), w(n, **kwargs))
+    schedule.step(tokens, target=targets)
+    assert owed == [13, 13]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_fully_shard(one_rank: None, monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    modules = model()
+    for module in modules:
+        for layer in [*filter(lambda layer: isinstance(layer, Block), module.modules()), module]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+            layer.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    schedule: Any = zbv(modules, 4)
+    check = zbpipe.GradientCheck(schedule, 2)
+    tokens, targets = batch(4)
+    for _ in range(2):
+        schedule.step(tokens, target=targets)
+    assert check.report is not None
+    assert check.report.tolerances == dict.fromkeys((0, 1), 1e-4 if precision is None else 3e-2)
+    assert (0, "1.up.weight") in check.report.errors
+    monkeypatch.setattr(PendingGradient, "accumulate", in_place(lambda pending: pending.x.shape[-1] == 2 * WIDTH))
+    zbpipe.GradientCheck(schedule)
+    with pytest.raises(zbpipe.PipelineError) as error:
+        schedule.step(tokens, target=targets)
+    assert {name for _, name in mismatch(error).report.off()} == {f"{n}.down.weight" for n in (0, 1)}
+
+
+def checked_on_two_ranks(broken: bool) -> tuple[zbpipe.GradientReport | None, list[str]]:
+    """The report, and what the log says."""
+    rank, told = dist.get_rank(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zbpipe.runtime.gradient_check")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    module: Any = build_stage(rank, 2)
+    schedule: Any = zbpipe.ScheduleZBH1(PipelineStage(module, rank, 2, CPU), 4, loss_fn)
+    check = zbpipe.GradientCheck(schedule, 2)
+    if broken and rank == 1:
+        PendingGradient.accumulate = in_place(lambda pending: pending.weight is module[2].weight)  # type: ignore[method-assign]
+    tokens, targets = batch(4)
+    for _ in range(2):
+        schedule.step(*([tokens] if rank == 0 else []), target=targets)
+    return check.report, told
+
+
+def test_two_ranks_end_with_the_same_report() -> None:
+    (first, told), (second, silent) = run_ranks(2, checked_on_two_ranks, False)
+    assert first == second
+    assert first.passed
+    assert (first.schedule, first.steps, first.microbatches) == ("ZBH1", 2, 8)
+    assert {(0, "0.weight"), (1, "2.weight"), (1, "input 0")} <= set(first.errors)
+    assert len(told) == 1
+    assert told[0].startswith("the split gives the gradients of an ordinary backward. ZBH1: 8 microbatches of 2 steps")
+    assert silent == []
+
+
+def test_all_ranks_hear_of_a_mismatch() -> None:
+    first, second = endings(2, checked_on_two_ranks, True, group_timeout=60, timeout=60)
+    wrong = (
+        r"rank 1, schedule ZBH1, step \d+ of \d+, 1W1: GradientMismatchError: stage 1, microbatch 1: .*"
+        r" above 1e-04: 2\.weight 2\. Please report this"
+    )
+    assert re.search(f"PipelineError: {wrong}", second.error or ""), second
+    told = rf"PipelineError: another rank failed first: {wrong}.* Then this one: rank 0, "
+    assert re.search(told, first.error or ""), first
+
+
+def test_what_cannot_be_checked_is_refused(one_rank: None) -> None:
+    modules = model()
+    stage = PipelineStage(build_stage(0, 1), 0, 1, CPU)
+    with pytest.raises(ValueError, match="Schedule1F1B does not have zbpipe's split"):
+        zbpipe.GradientCheck(zbpipe.build_pipeline_schedule("1F1B", stage, 2, loss_fn))
+    for wrong, complaint in (({"steps": 0}, "got steps=0"), ({"tolerance": 0.0}, "tolerance=0.0 would refuse")):
+        with pytest.raises(ValueError, match=complaint):
+            zbpipe.GradientCheck(zbv(modules, 2), **wrong)
+    tokens, targets = batch(2)
+    with pytest.raises(ValueError, match="4 samples do not make stages and microbatches=3"):
+        zbpipe.check_gradients(modules, tokens, targets, loss_fn, microbatches=3)
+    with pytest.raises(ValueError, match="target and loss_fn go together"):
+        zbpipe.check_gradients(modules, tokens, targets)
+
+
+def refused_in_a_job() -> str:
+    try:
+        zbpipe.check_gradients(model(), *batch(2), loss_fn)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_is_not_checked_inside_of_a_job_of_several_ranks() -> None:
+    assert all("belongs to a job of 2 ranks: call it outside" in said for said in run_ranks(2, refused_in_a_job))
+
+
+SHARDED = ("--parallelism.data_parallel_shard_degree", "2", "--training.mixed_precision_param", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks"),
+    [((*SHARDED, "activation-checkpoint:full"), 4), (("--compile.enable",), 2), (("--zbpipe.defer-loss",), 2)],
+    ids=["fsdp, bfloat16, full checkpointing", "compiled", "deferred loss"],
+)
+def test_titan(titan: Titan, settings: tuple[str, ...], num_ranks: int) -> None:
+    """The loss has a backward of its own, in which FSDP2 reduces the head's gradient."""
+    check = ("--zbpipe.check-gradients", "2")
+    job, plain = (titan.train(*pipeline("ZBV"), *more, *settings, num_ranks=num_ranks) for more in (check, ()))
+    print(job.log)
+    assert (job.error, plain.error) == (None, None)
+    told = "the split gives the gradients of an ordinary backward. ZBV: 8 microbatches of 2 steps on 4 stages"
+    assert job.log.count(told) == num_ranks // 2  # one for each pipeline
+    assert len(job.losses) == STEPS
+    assert job.losses == plain.losses
