@@ -27,8 +27,8 @@ test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
 	$(BIN)/pytest -m '' tests/test_matrix.py
 
-compatibility: $(VENV)/dev  ## make docs/compatibility.md anew
-	$(BIN)/pytest -m '' tests/test_matrix.py --write-compatibility
+compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
+	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_split_page.py --write-compatibility
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py

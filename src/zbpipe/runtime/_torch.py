@@ -328,7 +328,13 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
 
 
 def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:
-    """What is behind an `error` that came out of `runtime`, where torch's own words do not name stage and output."""
+    """What is behind an `error` that came out of `runtime`, where torch's own words do not say what to do."""
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
+            " not allow: set use_reentrant=False, or tell the shapes by PipelineStage(..., input_args=...,"
+            " output_args=...)"
+        )
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     action = next((frame.f_locals.get("action") for frame in frames if frame.f_code is _EXECUTOR), None)
     sending = next((frame.f_locals["p2p_ops"] for frame in frames if frame.f_code is _batch_p2p.__code__), ())
