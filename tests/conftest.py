@@ -16,7 +16,7 @@ settings.load_profile("zbpipe")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-compatibility", action="store_true", help="write what docs/ says of the tests' outcomes instead of comparing it"
+        "--write-compatibility", action="store_true", help="write what docs/ says of outcomes instead of comparing it"
     )
 
 

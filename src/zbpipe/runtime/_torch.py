@@ -516,24 +516,16 @@ def is_transformed() -> bool:
     )
 
 
-def bare(tensor: Tensor) -> Tensor:
-    """The same values in the same memory, in a tensor of its own that refers to no other.
-
-    A view refers to its base. Of what has its memory elsewhere (results of collectives under way), a copy.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.data
-    local = tensor._local_tensor
-    return DTensor(local.data if type(local) is Tensor else local.clone(), tensor._spec, requires_grad=False)
+def storage_of(tensor: Tensor) -> int | None:
+    """Which memory it lies in; None where that is not for us to see, as for results of collectives under way."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata if type(local) is Tensor else None
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Which memory it lies in."""
-    return int(_local(tensor).untyped_storage()._cdata)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def num_tensors(tensor: Tensor) -> int:
+    """How many it makes in its memory: a view keeps the tensor that it is a view of."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return 1 if local._base is None else 2
 
 
 def num_holders(storage: int) -> int:
@@ -543,7 +535,7 @@ def num_holders(storage: int) -> int:
 
 def _count_asking() -> int:
     alone = torch.empty(1)
-    return int(torch._C._storage_Use_Count(storage_of(alone))) - 1
+    return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata)) - 1
 
 
 _ASKING = _count_asking()
@@ -554,8 +546,7 @@ def held_by_stage(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
     """What torch keeps of a microbatch after its backward: what the stage received, and what it will send."""
     infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
     held = (*(getattr(info, "buffer", None) for info in infos), *(stage.bwd_cache.get(microbatch) or ()))
-    tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
-    return [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None)]
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 def slot_permit() -> Callable[[], str]:

@@ -148,7 +148,7 @@ class _Slots(torch.autograd.Function):
             if x is None or dy is None:  # the layer's result was not used
                 continue
             deferral, weight = ctx.sites[n].deferral, ctx.weights[n]
-            pending = PendingGradient(deferral.layer, LINEAR, weight, x, dy)
+            pending = PendingGradient(deferral.layer, LINEAR, weight, x.detach(), dy.detach())
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
                 gradients[n] = LINEAR.weight_gradient(dy, x).to(weight.dtype)
         return None, *gradients

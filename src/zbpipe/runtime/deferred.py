@@ -312,12 +312,11 @@ class _DeferredLinear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = LINEAR.input_gradient(dy, weight)
-        dy = rows(dy)
-        # x is detached, because it would keep the whole graph that made it alive until W.
-        use: _Use = ctx.use
-        pending = PendingGradient(use.deferral.layer, LINEAR, use.target, rows(x.detach()), dy)
-        if due(use.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
-            dw = LINEAR.weight_gradient(dy, rows(x)).to(ctx.weight_dtype)
+        x, dy = map(rows, _alone(x, dy))
+        deferral, target = ctx.use
+        pending = PendingGradient(deferral.layer, LINEAR, target, x, dy)
+        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
+            dw = LINEAR.weight_gradient(dy, x).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None
@@ -349,11 +348,17 @@ class _DeferredProduct(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
+        x, dy = _alone(x, dy)
         deferral, target = call.use
-        pending = PendingGradient(deferral.layer, call.product, target, x.detach(), dy, call.arguments, call.options)
+        pending = PendingGradient(deferral.layer, call.product, target, x, dy, call.arguments, call.options)
         if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
         return dx, dw, None
+
+
+def _alone(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """x would keep the whole graph that made it alive until W; and dY may be a tensor that others hold, too."""
+    return (x, dy) if torch.is_grad_enabled() else (x.detach(), dy.detach())
 
 
 def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:

@@ -8,8 +8,8 @@ therefore copied, at the end of I.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -17,28 +17,42 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.products import PendingGradient
 
 
-def take_over(pending: list[PendingGradient], known: Iterable[Tensor]) -> None:
+def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> None:
     """Make x and dY in `pending` belong to nobody else, by copies where others hold their memory, too.
 
     Args:
-        pending: all that one I has left behind, and the only place that refers to these very tensors.
+        pending: all that one I has left behind.
         known: tensors that others hold and that nobody changes.
     """
-    pending[:] = [each._replace(x=_torch.bare(each.x), dy=_torch.bare(each.dy)) for each in pending]
-    ours = [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)]
-    accounted = Counter(map(_torch.storage_of, [*ours, *{id(tensor): tensor for tensor in known}.values()]))
-    shared = {storage for storage in map(_torch.storage_of, ours) if _torch.num_holders(storage) > accounted[storage]}
+    accounted: dict[int | None, int] = defaultdict(int)
+    """By memory, how many tensors that are known here lie in it."""
+    storages = []
+    for gradient in pending:
+        x, dy = _torch.storage_of(gradient.x), _torch.storage_of(gradient.dy)
+        accounted[x] += _torch.num_tensors(gradient.x)
+        accounted[dy] += _torch.num_tensors(gradient.dy)
+        storages.append((x, dy))
+    for tensor in {id(each): each for each in known}.values():
+        accounted[_torch.storage_of(tensor)] += _torch.num_tensors(tensor)
+    ours = {storage for pair in storages for storage in pair}
+    shared = {storage for storage in ours if storage is None or _torch.num_holders(storage) > accounted[storage]}
+    if shared:
+        _copy(pending, storages, shared)
+
+
+def _copy(
+    pending: Sequence[PendingGradient], storages: Sequence[tuple[int | None, int | None]], shared: set[int | None]
+) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}
 
-    def own(tensor: Tensor) -> Tensor:
-        storage = _torch.storage_of(tensor)
+    def own(tensor: Tensor, storage: int | None) -> Tensor:
         if storage not in shared:
             return tensor
         # Several layers may have the same x, which stays one.
-        place = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        place = storage or id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in copies:
             copies[place] = tensor.clone()
         return copies[place]
 
-    if shared:
-        pending[:] = [each._replace(x=own(each.x), dy=own(each.dy)) for each in pending]
+    for gradient, (x, dy) in zip(pending, storages, strict=True):
+        gradient.x, gradient.dy = own(gradient.x, x), own(gradient.dy, dy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,9 @@ WeightProducts = Mapping[Callable[..., Any], WeightProduct]
 
 def rows(tensor: Tensor) -> Tensor:
     """All leading dimensions in one: (..., n) to (rows, n)."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
 
 
 def _linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
@@ -72,8 +74,12 @@ GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradie
 """`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each: (groups, in, out)."""
 
 
-class PendingGradient(NamedTuple):
-    """What W needs for one use of one weight."""
+@dataclass(slots=True)
+class PendingGradient:
+    """What W needs for one use of one weight.
+
+    It is filled where autograd waits for it, so it takes care of microseconds.
+    """
 
     layer: nn.Module
     product: WeightProduct
@@ -81,25 +87,24 @@ class PendingGradient(NamedTuple):
     """The leaf itself, or where autograd takes the gradient of a tensor made from it."""
     x: Tensor
     dy: Tensor
-    """The gradient of the product's result."""
+    """The gradient of the product's result. Both are detached."""
     arguments: tuple[Any, ...] = ()
     """Of the product, after x and the weight."""
-    options: Mapping[str, Any] = {}
-    versions: tuple[int, int] | None = None
-    """How often x and dY had been changed in place when I left them behind."""
-
-    def stamped(self) -> PendingGradient:
-        """The same with the `versions` of now."""
-        return self._replace(versions=(self.x._version, self.dy._version))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: tuple[int, int] = (0, 0)
+    """How often x and dY had been changed in place when the layer left them behind."""
 
     def changed(self) -> tuple[str, ...]:
-        """What was changed in place since: the names of x, of dY, of both or of none."""
-        found = zip(("x", "dY"), self.versions or (), (self.x._version, self.dy._version), strict=False)
-        return tuple(name for name, before, now in found if before != now)
+        """What was changed in place since: "x", "dY", both or none."""
+        now = (self.x._version, self.dy._version)
+        if now == self.versions:
+            return ()
+        return tuple(name for name, one, other in zip(("x", "dY"), now, self.versions, strict=True) if one != other)
 
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
-        _, product, weight, x, dy, arguments, options, _ = self
+        product, weight, x, dy = self.product, self.weight, self.x, self.dy
+        arguments, options = self.arguments, self.options
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
             return
@@ -141,5 +146,6 @@ class WeightGradients:
         """Take over `gradient`; False if it has to be computed now."""
         if self._recording is None:
             return False
-        self._recording.append(gradient.stamped())
+        gradient.versions = (gradient.x._version, gradient.dy._version)
+        self._recording.append(gradient)
         return not self._on_trial
