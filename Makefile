@@ -19,7 +19,7 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	$(BIN)/pytest
 
 # The other tests need no torch, or TorchTitan.
-RUN_ON_TORCH := compile data_parallel exits faults gradients lowered profiler refusals split steps
+RUN_ON_TORCH := compile data_parallel exits faults gradient_check gradients lowered profiler refusals split steps waiting
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest $(RUN_ON_TORCH:%=tests/test_%.py)

@@ -6,6 +6,8 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -100,7 +102,7 @@ def test_autocast_has_the_tolerance_of_its_dtype() -> None:
 
 def test_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulate = PendingGradient.accumulate
-    monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(self._replace(dy=1.01 * self.dy)))
+    monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=1.01 * self.dy)))
     with pytest.raises(zbpipe.PipelineError, match=r"schedule all W last, .* stage 0, microbatch 1: ") as error:
         zbpipe.check_gradients(model(), *batch(2), loss_fn)
     layers = {f"{block}.{layer}.weight" for block in (1, 2) for layer in ("up", "gate", "down", "twice")}
@@ -148,7 +150,7 @@ def test_at_most_ten_names_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> N
 
     def broken(self: PendingGradient) -> None:
         (factor,) = (n + 1 for n, layer in enumerate(layers) if layer.weight is self.weight)
-        accumulate(self._replace(dy=factor * self.dy))
+        accumulate(replace(self, dy=factor * self.dy))
 
     monkeypatch.setattr(PendingGradient, "accumulate", broken)
     with pytest.raises(zbpipe.PipelineError) as error:
@@ -486,6 +488,7 @@ def test_a_model_is_not_checked_inside_of_a_job_of_several_ranks() -> None:
 SHARDED = ("--parallelism.data_parallel_shard_degree", "2", "--training.mixed_precision_param", "bfloat16")
 
 
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs TorchTitan")
 @pytest.mark.parametrize(
     ("settings", "num_ranks"),
     [((*SHARDED, "activation-checkpoint:full"), 4), (("--compile.enable",), 2), (("--zbpipe.defer-loss",), 2)],

@@ -1,5 +1,6 @@
 """Every schedule gives the losses and gradients of the same model without a pipeline, in real processes over gloo."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def train(
     """Two steps for each number of microbatches on this rank; the second step's losses and gradients."""
     if broken:
         accumulate = PendingGradient.accumulate
-        PendingGradient.accumulate = lambda self: accumulate(self._replace(dy=1.001 * self.dy))
+        PendingGradient.accumulate = lambda self: accumulate(replace(self, dy=1.001 * self.dy))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in microbatches:

@@ -311,7 +311,7 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = LINEAR.input_gradient(dy, weight)
+            dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight))
         x, dy = map(rows, _alone(x, dy))
         deferral, target = ctx.use
         pending = PendingGradient(deferral.layer, LINEAR, target, x, dy)
@@ -354,6 +354,12 @@ class _DeferredProduct(torch.autograd.Function):
         if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
         return dx, dw, None
+
+
+def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
+    """dX of a transposed x is transposed, as autograd has it: torch asks for contiguous gradients between stages."""
+    is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+    return dx.mT.contiguous().mT if is_transposed else dx
 
 
 def _alone(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
