@@ -1,0 +1,13 @@
+"""Small models of every kind that users write."""
+
+from itertools import chain
+
+from zoo import attention, differentiated, experts, hooks, inplace, layers, linears, precision, shared, views
+
+CASES = tuple(
+    chain.from_iterable(
+        module.CASES for module in (linears, views, attention, layers, hooks, inplace, shared, differentiated, precision, experts)
+    )
+)
+
+assert len({case.name for case in CASES}) == len(CASES), "two models of one name"
