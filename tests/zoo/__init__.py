@@ -2,11 +2,40 @@
 
 from itertools import chain
 
-from zoo import attention, differentiated, experts, hooks, inplace, layers, linears, precision, shared, views
+from zoo import (
+    attention,
+    checkpoints,
+    compiled,
+    differentiated,
+    experts,
+    hooks,
+    inplace,
+    layers,
+    linears,
+    pipelines,
+    precision,
+    shared,
+    views,
+)
 
 CASES = tuple(
     chain.from_iterable(
-        module.CASES for module in (linears, views, attention, layers, hooks, inplace, shared, differentiated, precision, experts)
+        module.CASES
+        for module in (
+            linears,
+            views,
+            attention,
+            layers,
+            hooks,
+            inplace,
+            shared,
+            differentiated,
+            precision,
+            experts,
+            checkpoints,
+            compiled,
+            pipelines,
+        )
     )
 )
 

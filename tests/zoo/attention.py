@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo.case import TOKENS, WIDTH, Case, bare, linear, parameter, stage
+
+from zoo.case import TOKENS, WIDTH, Case, bare, compiled_only, linear, parameter, stage
 
 HEADS = 2
 
@@ -93,27 +94,82 @@ def mha(**options: Any) -> Any:
 
 QKV = linear(WIDTH, 3 * WIDTH)
 
-CASES = (
+_ALL = (
     Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha())),
     Case("attention without weights", bare(lambda s, x: x + s.mha(x, x, x, need_weights=False)[0], mha=mha())),
     Case("attention with key biases", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha(add_bias_kv=True))),
-    Case("attention over tokens first", bare(lambda s, x: s.mha(x, x, x)[0], mha=lambda: nn.MultiheadAttention(WIDTH, HEADS))),
-    Case("cross attention", bare(lambda s, x: s.mha(s.q.expand(len(x), -1, -1), x, x)[0], mha=mha(kdim=WIDTH, vdim=WIDTH), q=parameter(TOKENS, WIDTH))),
-    Case("an encoder layer", lambda index: nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)),
-    Case("an encoder layer, norm first", lambda index: nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)),
-    Case("a decoder layer", bare(lambda s, x: s.d(x, x.tanh()), d=lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True))),
+    Case(
+        "attention over tokens first",
+        bare(lambda s, x: s.mha(x, x, x)[0], mha=lambda: nn.MultiheadAttention(WIDTH, HEADS)),
+    ),
+    Case(
+        "cross attention",
+        bare(
+            lambda s, x: s.mha(s.q.expand(len(x), -1, -1), x, x)[0],
+            mha=mha(kdim=WIDTH, vdim=WIDTH),
+            q=parameter(TOKENS, WIDTH),
+        ),
+    ),
+    Case(
+        "an encoder layer",
+        lambda index: nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True),
+    ),
+    Case(
+        "an encoder layer, norm first",
+        lambda index: nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        ),
+    ),
+    Case(
+        "a decoder layer",
+        bare(
+            lambda s, x: s.d(x, x.tanh()),
+            d=lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True),
+        ),
+    ),
     Case("q, k, v in one", bare(attend, qkv=QKV, b=linear())),
     Case("grouped queries", bare(grouped_queries, q=linear(), k=linear(WIDTH, 4), v=linear(WIDTH, 4), b=linear())),
     Case("a learned bias of attention", bare(by_hand, qkv=QKV, b=linear(), bias=parameter(TOKENS, TOKENS))),
-    Case("a null key", bare(with_null_key, qkv=QKV, b=linear(), null_key=parameter(1, WIDTH), null_value=parameter(1, WIDTH))),
+    Case(
+        "a null key",
+        bare(with_null_key, qkv=QKV, b=linear(), null_key=parameter(1, WIDTH), null_value=parameter(1, WIDTH)),
+    ),
     Case("rotary positions", bare(rotated, qkv=QKV, b=linear())),
     Case("learned queries", stage(from_queries, queries=parameter(TOKENS, WIDTH))),
-    Case("latent attention", stage(latent, down=linear(WIDTH, 3), norm=lambda: nn.RMSNorm(3), k=linear(3), v=linear(3))),
-    Case("norms of q and k", stage(lambda s, x: s.b(F.scaled_dot_product_attention(F.normalize(s.a(x)), F.normalize(s.k(x)), x)), k=linear())),
-    Case("a masked attention", bare(lambda s, x: x + s.mha(x, x, x, attn_mask=s.mask.tril() == 0)[0], mha=mha(), mask=lambda: nn.Buffer(torch.ones(TOKENS, TOKENS)))),
+    Case(
+        "latent attention", stage(latent, down=linear(WIDTH, 3), norm=lambda: nn.RMSNorm(3), k=linear(3), v=linear(3))
+    ),
+    Case(
+        "norms of q and k",
+        stage(
+            lambda s, x: s.b(F.scaled_dot_product_attention(F.normalize(s.a(x)), F.normalize(s.k(x)), x)), k=linear()
+        ),
+    ),
+    Case(
+        "a masked attention",
+        bare(
+            lambda s, x: x + s.mha(x, x, x, attn_mask=s.mask.tril() == 0)[0],
+            mha=mha(),
+            mask=lambda: nn.Buffer(torch.ones(TOKENS, TOKENS)),
+        ),
+    ),
     Case("GPT, pos.unsqueeze(0)", lambda index: Block(lambda pos: pos.unsqueeze(0))),
     Case("GPT, pos[None]", lambda index: Block(lambda pos: pos[None])),
     Case("GPT, pos.view", lambda index: Block(lambda pos: pos.view(1, TOKENS, WIDTH))),
     Case("GPT, pos", lambda index: Block(lambda pos: pos)),
     Case("GPT, pos, two samples", lambda index: Block(lambda pos: pos[None]), samples=2),
 )
+
+_COMPILED = {
+    "nn.MultiheadAttention",
+    "an encoder layer",
+    "q, k, v in one",
+    "grouped queries",
+    "a learned bias of attention",
+    "a null key",
+    "learned queries",
+    "GPT, pos.unsqueeze(0)",
+    "GPT, pos",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

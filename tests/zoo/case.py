@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ class Case:
     """With so many ranks, or more; with fewer it trains."""
     schedules: tuple[str, ...] | None = None
     """Only with these."""
+    most_ranks: int = 4
+    """Of a pipeline that it is run on."""
     shapes: Literal["given", "inferred", "any"] = "any"
     """How torch learns what the stages hand on, if not either way."""
     share: Callable[[Mapping[int, nn.Module]], None] = lambda stages: None
@@ -58,6 +60,15 @@ class Case:
     """What is done with the stages between the first and the second step, in the reference as well."""
     second_schedule: str | None = None
     """Runs the second step, on the same stages."""
+
+
+def compiled_only(names: Collection[str], cases: Sequence[Case]) -> tuple[Case, ...]:
+    """`cases`, of which these alone are compiled: it takes twenty times as long as running."""
+    assert {*names} <= {case.name for case in cases}, "a name of no model"
+    return tuple(
+        case if case.name in names else replace(case, modes=tuple(mode for mode in case.modes if mode != "compiled"))
+        for case in cases
+    )
 
 
 class Stage(nn.Module):

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo.case import TOKENS, WIDTH, Case, Mode, linear, stage
 
 from zbpipe import WeightProduct
+from zoo.case import TOKENS, WIDTH, Case, Mode, linear, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 EXPERTS = 5
@@ -117,11 +117,39 @@ def sparse_with_grad(s: Any, x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("experts of their own", stage(routed, router=linear(WIDTH, EXPERTS), experts=experts), modes=EAGER, no_gradient=("a.weight", "a.bias", "b.weight", "b.bias")),
-    Case("experts that may not be called", stage(routed_if_any, router=linear(WIDTH, EXPERTS), experts=experts), modes=EAGER, no_gradient=("a.weight", "a.bias", "b.weight", "b.bias", *(f"experts.{n}.{p}" for n in range(EXPERTS) for p in ("weight", "bias")))),
-    Case("experts and a shared one", stage(shared_and_routed, router=linear(WIDTH, EXPERTS), experts=experts), modes=EAGER),
-    Case("experts that choose", stage(expert_choice, router=linear(WIDTH, EXPERTS), experts=experts), no_gradient=("a.weight", "a.bias", "b.weight", "b.bias")),
-    Case("soft experts", stage(soft, router=linear(WIDTH, EXPERTS), experts=experts), no_gradient=("a.weight", "a.bias", "b.weight", "b.bias")),
+    Case(
+        "experts of their own",
+        stage(routed, router=linear(WIDTH, EXPERTS), experts=experts),
+        modes=EAGER,
+        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
+    ),
+    Case(
+        "experts that may not be called",
+        stage(routed_if_any, router=linear(WIDTH, EXPERTS), experts=experts),
+        modes=EAGER,
+        no_gradient=(
+            "a.weight",
+            "a.bias",
+            "b.weight",
+            "b.bias",
+            *(f"experts.{n}.{p}" for n in range(EXPERTS) for p in ("weight", "bias")),
+        ),
+    ),
+    Case(
+        "experts and a shared one",
+        stage(shared_and_routed, router=linear(WIDTH, EXPERTS), experts=experts),
+        modes=EAGER,
+    ),
+    Case(
+        "experts that choose",
+        stage(expert_choice, router=linear(WIDTH, EXPERTS), experts=experts),
+        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
+    ),
+    Case(
+        "soft experts",
+        stage(soft, router=linear(WIDTH, EXPERTS), experts=experts),
+        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
+    ),
     Case("grouped experts", lambda index: Grouped()),
     Case("grouped experts with biases", lambda index: GroupedWithBias()),
     Case("nested, strided", stage(nested(torch.strided)), modes=("eager",)),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from zoo.case import TOKENS, WIDTH, Case, Mode, buffer, linear, parameter, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
@@ -31,6 +32,18 @@ def part_of_y(s: Any, x: Tensor) -> Tensor:
     y = s.a(x)
     y[:, 0] = 0
     y[..., :4] *= 2
+    return s.b(y)
+
+
+def view_in_place(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y.view(-1).mul_(2)
+    return s.b(y)
+
+
+def transposed_in_place(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y.mT.add_(1)
     return s.b(y)
 
 
@@ -82,6 +95,12 @@ def frozen_linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
+def gated(y: Tensor) -> Tensor:
+    """Halves of y, one of them changed in place."""
+    gate, up = y.clone().chunk(2, -1)
+    return gate.sigmoid().mul_(up)
+
+
 class DoublesInPlace(torch.autograd.Function):
     """Marks its input dirty."""
 
@@ -113,27 +132,47 @@ CASES = (
     Case("y in place", stage(lambda s, x: s.b(s.a(x).mul_(2).add_(1)))),
     Case("y plus x in place", stage(lambda s, x: s.b(s.a(x).add_(x)))),
     Case("y plus pos in place", stage(lambda s, x: s.b(s.a(x).add_(s.pos)), pos=parameter(TOKENS, WIDTH))),
-    Case("y plus pos.unsqueeze(0) in place", stage(lambda s, x: s.b(s.a(x).add_(s.pos.unsqueeze(0))), pos=parameter(TOKENS, WIDTH))),
+    Case(
+        "y plus pos.unsqueeze(0) in place",
+        stage(lambda s, x: s.b(s.a(x).add_(s.pos.unsqueeze(0))), pos=parameter(TOKENS, WIDTH)),
+    ),
     Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x))),
     Case("a part of y in place", stage(part_of_y)),
     Case("written into zeros", stage(written_into_zeros)),
     Case("masked in place", stage(lambda s, x: s.b(s.a(x).masked_fill_(x > 1, 0.0)))),
     Case("indices added in place", stage(lambda s, x: s.b((1 * x).index_add_(1, torch.tensor([0, 1, 1, 3]), s.a(x))))),
-    Case("a view of y in place", stage(lambda s, x: (lambda y: (y.view(-1).mul_(2), s.b(y))[1])(s.a(x)))),
-    Case("a transposed y in place", stage(lambda s, x: (lambda y: (y.mT.add_(1), s.b(y))[1])(s.a(x)))),
-    Case("chunks of y in place", stage(lambda s, x: s.b(_gated_in_place(s.c(x))), c=linear(WIDTH, 2 * WIDTH)), no_gradient=("a.weight", "a.bias")),
-    Case("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE),
-    Case("a workspace with gradients", stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE),
-    Case("a workspace, compiled", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=("compiled",), schedules=ONE_BY_ONE),
+    Case("a view of y in place", stage(view_in_place)),
+    Case("a transposed y in place", stage(transposed_in_place)),
+    Case(
+        "chunks of y in place",
+        stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
+        no_gradient=("a.weight", "a.bias"),
+    ),
+    Case(
+        "a workspace",
+        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case(
+        "a workspace with gradients",
+        stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case(
+        "a workspace, compiled",
+        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
+        modes=("compiled",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
     Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=("eager", "compiled")),
-    Case("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE),
+    Case("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE, most_ranks=1),
     Case("an input that is overwritten", stage(reused_input, c=frozen_linear), no_gradient=("c.weight", "c.bias")),
     Case("an input marked dirty", stage(lambda s, x: s.b(DoublesInPlace.apply(s.a(x))))),
     Case("an input marked dirty, of a fork", stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x)))),
     Case("data behind autograd's back", stage(data_changed), modes=EAGER),
 )
-
-
-def _gated_in_place(y: Tensor) -> Tensor:
-    gate, up = y.clone().chunk(2, -1)
-    return up.mul(gate.sigmoid())

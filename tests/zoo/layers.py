@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, bare, frozen, linear, parameter, stage
+
+from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, bare, compiled_only, frozen, linear, parameter, stage
 
 
 def between(make: Any, name: str, **options: Any) -> Case:
@@ -116,12 +117,17 @@ def generated(s: Any, x: Tensor) -> Tensor:
     return s.b(F.linear(torch.tanh(s.a(x)), weight))
 
 
+def cached_weight(s: Stage, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return s.b(s.layer(torch.tanh(s.layer(s.a(x)))))
+
+
 FROZEN = ("base.weight", "base.bias")
 
 ONCE: tuple[Mode, ...] = ("eager", "compiled")
 """Batch norm counts a recomputed microbatch twice, whatever the schedule."""
 
-CASES = (
+_ALL = (
     between(lambda: nn.LayerNorm(WIDTH), "layer norm"),
     between(lambda: nn.RMSNorm(WIDTH), "RMS norm"),
     channels(lambda: nn.GroupNorm(2, WIDTH), "group norm"),
@@ -132,23 +138,41 @@ CASES = (
     channels(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), "convolution by channel"),
     channels(lambda: nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1), "transposed convolution"),
     Case("convolution of images", stage(over_images, conv=lambda: nn.Conv2d(TOKENS, TOKENS, 3, padding=1))),
-    Case("images normed", stage(over_images, conv=lambda: nn.Sequential(nn.Conv2d(TOKENS, TOKENS, 1), nn.BatchNorm2d(TOKENS))), modes=ONCE),
-    between(lambda: nn.PReLU(), "a learned slope"),
+    Case(
+        "images normed",
+        stage(over_images, conv=lambda: nn.Sequential(nn.Conv2d(TOKENS, TOKENS, 1), nn.BatchNorm2d(TOKENS))),
+        modes=ONCE,
+    ),
+    between(nn.PReLU, "a learned slope"),
     between(lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU()), "a gated linear unit"),
-    Case("LSTM", stage(recurrent, layer=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)), modes=("eager", "checkpointed")),
-    Case("GRU", stage(recurrent, layer=lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), modes=("eager", "checkpointed")),
+    Case(
+        "LSTM", stage(recurrent, layer=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)), modes=("eager", "checkpointed")
+    ),
+    Case(
+        "GRU",
+        stage(recurrent, layer=lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True)),
+        modes=("eager", "checkpointed"),
+    ),
     Case("a recurrent cell", bare(cells, cell=lambda: nn.GRUCell(WIDTH, WIDTH), b=linear())),
     Case("a recurrence of linear layers", stage(own_recurrence)),
     Case("weight standardisation", stage(standardised)),
     Case("quantised weights", stage(quantised)),
     between(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm"),
-    between(lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm, old", modes=("eager", "checkpointed")),
+    between(
+        lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm, old", modes=("eager", "checkpointed")
+    ),
     between(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)).eval(), "spectral norm, fixed"),
-    between(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), "orthogonal", modes=("eager", "checkpointed")),
+    between(
+        lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), "orthogonal", modes=("eager", "checkpointed")
+    ),
     between(parametrized(), "parametrized"),
-    Case("parametrized and cached", stage(lambda s, x: _cached(s, x), layer=parametrized()), modes=("eager",)),
+    Case("parametrized and cached", stage(cached_weight, layer=parametrized()), modes=("eager",)),
     between(LowRank, "LoRA", no_gradient=FROZEN),
-    Case("LoRA alone", bare(lambda s, x: s.c(torch.tanh(s.layer(x))), layer=LowRank, c=frozen(linear())), no_gradient=(*FROZEN, "c.weight", "c.bias")),
+    Case(
+        "LoRA alone",
+        bare(lambda s, x: s.c(torch.tanh(s.layer(x))), layer=LowRank, c=frozen(linear())),
+        no_gradient=(*FROZEN, "c.weight", "c.bias"),
+    ),
     Case("merged LoRA", stage(merged, up=parameter(WIDTH, 2), down=parameter(2, WIDTH))),
     Case("DoRA", stage(magnitude, up=parameter(WIDTH, 2), down=parameter(2, WIDTH), scale=parameter(WIDTH, 1))),
     Case("weights in a penalty", stage(penalised)),
@@ -156,12 +180,46 @@ CASES = (
     Case("folded weights", stage(folded), no_gradient=("b.bias",)),
     Case("a hypernetwork", stage(generated, maker=linear(3, WIDTH * WIDTH), code=parameter(3))),
     Case("dropout", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.3))), modes=("eager", "checkpointed")),
-    Case("dropout of attention and weights", stage(lambda s, x: s.b(F.linear(F.dropout(x, 0.2), F.dropout(s.a.weight, 0.2)))), modes=("eager", "checkpointed"), no_gradient=("a.bias",)),
-    Case("an embedding and a bag", stage(lambda s, x: s.b(s.a(x) + s.e((x > 0).long().sum(-1)) + s.g((x[:, 0] > 0).long())[:, None]), e=lambda: nn.Embedding(WIDTH + 1, WIDTH), g=lambda: nn.EmbeddingBag(2, WIDTH)), no_gradient=()),
-    Case("unused parameters", stage(lambda s, x: s.a(x), c=linear(), p=parameter(3)), no_gradient=("b.weight", "b.bias", "c.weight", "c.bias", "p")),
+    Case(
+        "dropout of attention and weights",
+        stage(lambda s, x: s.b(F.linear(F.dropout(x, 0.2), F.dropout(s.a.weight, 0.2)))),
+        modes=("eager", "checkpointed"),
+        no_gradient=("a.bias",),
+    ),
+    Case(
+        "an embedding and a bag",
+        stage(
+            lambda s, x: s.b(s.a(x) + s.e((x > 0).long().sum(-1)) + s.g((x[:, 0] > 0).long())[:, None]),
+            e=lambda: nn.Embedding(WIDTH + 1, WIDTH),
+            g=lambda: nn.EmbeddingBag(2, WIDTH),
+        ),
+        no_gradient=(),
+    ),
+    Case(
+        "unused parameters",
+        stage(lambda s, x: s.a(x), c=linear(), p=parameter(3)),
+        no_gradient=("b.weight", "b.bias", "c.weight", "c.bias", "p"),
+    ),
 )
 
 
-def _cached(s: Stage, x: Tensor) -> Tensor:
-    with parametrize.cached():
-        return s.b(s.layer(torch.tanh(s.layer(s.a(x)))))
+_COMPILED = {
+    "layer norm",
+    "batch norm, cumulative",
+    "convolution",
+    "a recurrence of linear layers",
+    "weight standardisation",
+    "quantised weights",
+    "weight norm",
+    "spectral norm, fixed",
+    "parametrized",
+    "LoRA",
+    "merged LoRA",
+    "weights in a penalty",
+    "a tied autoencoder",
+    "a hypernetwork",
+    "an embedding and a bag",
+    "unused parameters",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo.case import TOKENS, WIDTH, Case, bare, buffer, frozen, linear, parameter, stage
+
+from zoo.case import TOKENS, WIDTH, Case, bare, buffer, compiled_only, frozen, linear, parameter, stage
 
 
 class Doubled(nn.Linear):
@@ -55,6 +56,16 @@ def lazy() -> nn.Module:
     return layer
 
 
+def used_twice(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    return y * y + s.b(y)
+
+
+def added_to_itself(s: Any, x: Tensor) -> Tensor:
+    y = s.b(torch.tanh(s.a(x)))
+    return y + y
+
+
 def without_grad(s: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         h = s.a(x)
@@ -67,7 +78,23 @@ def in_two_halves(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(torch.cat([F.linear(x, first), F.linear(x, second)], -1)))
 
 
-CASES = (
+def only_bias() -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def only_weight() -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def many(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+
+_ALL = (
     Case("plain", stage(lambda s, x: s.b(torch.tanh(s.a(x))))),
     Case("plain, three samples", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), samples=3),
     Case("no bias", bare(lambda s, x: s.a(torch.tanh(x)), a=linear(bias=False))),
@@ -112,8 +139,11 @@ CASES = (
     Case("expanded y", stage(lambda s, x: s.b(s.a(x[:, :1]).expand(-1, TOKENS, -1).tanh()))),
     Case("a sum of y", stage(lambda s, x: x + s.b(s.a(x)).sum((0, 1)))),
     Case("a mean of y", stage(lambda s, x: x + s.b(s.a(x).tanh()).mean())),
-    Case("no output features", stage(lambda s, x: s.b(torch.cat([s.a(x), s.c(x)], -1)), c=linear(WIDTH, 0)),
-         no_gradient=("c.weight", "c.bias")),
+    Case(
+        "no output features",
+        stage(lambda s, x: s.b(torch.cat([s.a(x), s.c(x)], -1)), c=linear(WIDTH, 0)),
+        no_gradient=("c.weight", "c.bias"),
+    ),
     Case("no tokens", stage(lambda s, x: s.b(x) + s.a(x[:, :0]).sum()), no_gradient=("a.weight", "a.bias")),
     Case("x is a parameter", stage(lambda s, x: s.b(x + s.a(s.queries)), queries=parameter(TOKENS, WIDTH))),
     Case("x is a buffer", stage(lambda s, x: s.b(x + s.a(s.table)), table=buffer(TOKENS, WIDTH))),
@@ -121,30 +151,57 @@ CASES = (
     Case("x of integers", stage(lambda s, x: s.b(x + s.a(F.one_hot(x.argmax(-1), WIDTH).to(x.dtype))))),
     Case("x without grad", stage(without_grad), no_gradient=("a.weight", "a.bias")),
     Case("detached x", stage(lambda s, x: s.b(s.a(x.detach())) + x)),
-    Case("selected rows", stage(lambda s, x: x.masked_scatter(x > 0, s.b(s.a(x))[x > 0])), modes=("eager", "checkpointed")),
-    Case("frozen weight", stage(lambda s, x: s.b(s.a(x)), b=lambda: _only_bias()), no_gradient=("b.weight",)),
-    Case("frozen bias", stage(lambda s, x: s.b(s.a(x)), b=lambda: _only_weight()), no_gradient=("b.bias",)),
-    Case("a frozen layer", stage(lambda s, x: s.a(torch.tanh(s.b(x))), b=frozen(linear())), no_gradient=("b.weight", "b.bias")),
-    Case("a sum of many", bare(lambda s, x: sum(layer(x) for layer in s.layers), layers=lambda: _many(6))),
-    Case("a chain of many", bare(lambda s, x: nn.Sequential(*s.layers)(x), layers=lambda: _many(6))),
-    Case("y used twice", stage(lambda s, x: (lambda y: y * y + s.b(y))(s.a(x)))),
-    Case("y added to itself", stage(lambda s, x: (lambda y: y + y)(s.b(torch.tanh(s.a(x)))))),
+    Case(
+        "selected rows",
+        stage(lambda s, x: x.masked_scatter(x > 0, s.b(s.a(x))[x > 0])),
+        modes=("eager", "checkpointed"),
+    ),
+    Case("frozen weight", stage(lambda s, x: s.b(s.a(x)), b=only_bias), no_gradient=("b.weight",)),
+    Case("frozen bias", stage(lambda s, x: s.b(s.a(x)), b=only_weight), no_gradient=("b.bias",)),
+    Case(
+        "a frozen layer",
+        stage(lambda s, x: s.a(torch.tanh(s.b(x))), b=frozen(linear())),
+        no_gradient=("b.weight", "b.bias"),
+    ),
+    Case("a sum of many", bare(lambda s, x: sum(layer(x) for layer in s.layers), layers=lambda: many(6))),
+    Case("a chain of many", bare(lambda s, x: nn.Sequential(*s.layers)(x), layers=lambda: many(6))),
+    Case("y used twice", stage(used_twice)),
+    Case("y added to itself", stage(added_to_itself)),
     Case("a gated unit", stage(lambda s, x: x + s.b(s.a(x)) * F.silu(s.a(x)))),
-    Case("heads of y", stage(lambda s, x: s.b(s.a(x).unflatten(-1, (2, -1)).transpose(1, 2).transpose(1, 2).flatten(-2)))),
+    Case(
+        "heads of y", stage(lambda s, x: s.b(s.a(x).unflatten(-1, (2, -1)).transpose(1, 2).transpose(1, 2).flatten(-2)))
+    ),
 )
 
 
-def _only_bias() -> nn.Linear:
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.weight.requires_grad_(False)
-    return layer
+_COMPILED = {
+    "plain",
+    "plain, three samples",
+    "the stage is a linear layer",
+    "a subclass with its own forward",
+    "a subclass that multiplies twice",
+    "wrapped in a closure",
+    "a forward on the instance",
+    "called by the parent and itself",
+    "a part of the weight",
+    "a transposed weight",
+    "a weight that is cast",
+    "one dimension",
+    "two dimensions",
+    "over tokens, as is",
+    "x of one number",
+    "a mean of y",
+    "no output features",
+    "no tokens",
+    "x is a parameter",
+    "x is a buffer",
+    "x without grad",
+    "detached x",
+    "frozen weight",
+    "a frozen layer",
+    "a sum of many",
+    "y used twice",
+    "a gated unit",
+}
 
-
-def _only_weight() -> nn.Linear:
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.bias.requires_grad_(False)
-    return layer
-
-
-def _many(count: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+CASES = compiled_only(_COMPILED, _ALL)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+
 from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, parameter, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
@@ -32,7 +33,11 @@ def loss_in_double(y: Tensor, target: Tensor) -> Tensor:
 
 def all_in(dtype: torch.dtype, name: str, forward: Any = plain, **parts: Any) -> Case:
     return Case(
-        name, lambda index: stage(forward, **parts)(index).to(dtype), batch=of(dtype), loss=loss_in_double, tolerance=TOLERANCES[dtype]
+        name,
+        lambda index: stage(forward, **parts)(index).to(dtype),
+        batch=of(dtype),
+        loss=loss_in_double,
+        tolerance=TOLERANCES[dtype],
     )
 
 
@@ -98,15 +103,47 @@ CASES = (
     all_in(torch.float32, "float32"),
     all_in(torch.bfloat16, "bfloat16"),
     all_in(torch.float16, "float16"),
-    all_in(torch.float32, "float32 with pos", lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])), pos=parameter(TOKENS, WIDTH)),
-    Case("autocast to bfloat16", lambda index: stage(autocast(torch.bfloat16))(index).float(), batch=of(torch.float32), tolerance=0.05),
-    Case("autocast to float16", lambda index: stage(autocast(torch.float16))(index).float(), batch=of(torch.float32), tolerance=0.01),
+    all_in(
+        torch.float32,
+        "float32 with pos",
+        lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])),
+        pos=parameter(TOKENS, WIDTH),
+    ),
+    Case(
+        "autocast to bfloat16",
+        lambda index: stage(autocast(torch.bfloat16))(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.05,
+    ),
+    Case(
+        "autocast to float16",
+        lambda index: stage(autocast(torch.float16))(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.01,
+    ),
     Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05),
-    Case("autocast of a part", lambda index: stage(partly_autocast)(index).float(), batch=of(torch.float32), tolerance=0.05),
+    Case(
+        "autocast of a part",
+        lambda index: stage(partly_autocast)(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.05,
+    ),
     Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05),
-    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, modes=EAGER),
-    Case("complex, compiled", lambda index: Complex(), batch=complex_rows, loss=complex_loss, modes=("compiled",)),
+    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, modes=EAGER, shapes="given"),
+    Case(
+        "complex, compiled",
+        lambda index: Complex(),
+        batch=complex_rows,
+        loss=complex_loss,
+        modes=("compiled",),
+        shapes="given",
+    ),
     Case("complex inside", stage(complex_inside, c=complex_linear)),
     Case("a Fourier layer", stage(spectral, c=complex_linear)),
-    Case("float32 weights in a float64 stage", stage(lambda s, x: s.b(s.c(x.float()).double()), c=lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float32)), tolerance=1e-5, no_gradient=("a.weight", "a.bias")),
+    Case(
+        "float32 weights in a float64 stage",
+        stage(lambda s, x: s.b(s.c(x.float()).double()), c=lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float32)),
+        tolerance=1e-5,
+        no_gradient=("a.weight", "a.bias"),
+    ),
 )

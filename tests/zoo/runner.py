@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
 import traceback
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,14 +20,14 @@ from ranks import join_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
-from zoo import CASES
-from zoo.case import Case, Mode
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule, registry
+from zoo import CASES
+from zoo.case import Case, Mode
 
 MICROBATCHES, STEPS = 4, 2
-_PATIENCE = 60.0
+_PATIENCE = 20.0
 """Seconds that a rank waits for a message."""
 
 
@@ -51,22 +53,32 @@ class Setting(NamedTuple):
 SETTINGS: Mapping[int, tuple[Setting, ...]] = {
     1: (
         Setting("1F1B"),  # torch's own: what is the same there as in plain autograd is to be the same everywhere
-        *(Setting("ZBV", mode, inferred=True) for mode in ("eager", "checkpointed", "compiled")),
-        *(Setting("WeightsLast", mode) for mode in ("eager", "checkpointed", "compiled")),
-        Setting("WeightsLast", inferred=True),
+        Setting("ZBV", inferred=True),
+        Setting("ZBV", "checkpointed", inferred=True),
+        Setting("ZBV", "compiled", inferred=True),
+        Setting("WeightsLast"),
+        Setting("WeightsLast", "checkpointed"),
+        Setting("WeightsLast", "compiled"),
         Setting("WeightsNext"),
-        Setting("WeightsNext", "checkpointed"),
         Setting("ZBH1"),
     ),
     2: (
+        Setting("1F1B"),
         Setting("ZBH1"),
         Setting("ZBV", "checkpointed"),
         Setting("WeightsLast", inferred=True),
-        Setting("WeightsNext"),
     ),
     4: (Setting("ZBV"), Setting("ZBH1", "checkpointed")),
 }
 """By the number of ranks."""
+
+
+def settings(case: Case, num_ranks: int) -> list[Setting]:
+    """Those in which this model is run on so many ranks: all, and on four ranks one of them, by its name."""
+    suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
+    if num_ranks < 4 or not suitable:
+        return suitable
+    return [suitable[zlib.crc32(case.name.encode()) % len(suitable)]]
 
 
 def _one_by_one(ranks: int, microbatches: int) -> Schedule:
@@ -121,10 +133,13 @@ def run_all(names: Iterable[str], folder: Path) -> None:
     register_tables()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(str(folder / "outcomes"), num_ranks)
+    dist.destroy_process_group()
+    join_group(folder / "group", rank, num_ranks, _PATIENCE)
     with (folder / f"{rank}.jsonl").open("w") as file:
         number = 0
         for case in (case for case in CASES if case.name in names):
-            for setting in filter(lambda each: each.suits(case), SETTINGS[num_ranks]):
+            torch.compiler.reset()
+            for setting in settings(case, num_ranks):
                 error, is_broken = outcome(case, setting)
                 file.write(json.dumps([case.name, str(setting), error]) + "\n")
                 file.flush()
@@ -134,19 +149,20 @@ def run_all(names: Iterable[str], folder: Path) -> None:
 
 def _renew_group_if_broken(store: dist.Store, folder: Path, number: int, is_broken: bool) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if is_broken:  # the others, who may wait for a message, notice
+    if is_broken:  # the others, who may wait for a message, notice once nothing holds its connections
         dist.destroy_process_group()
+        gc.collect()
     store.set(f"{number} {rank}", str(is_broken))
     if any(store.get(f"{number} {other}") == b"True" for other in range(num_ranks)):
         if not is_broken:
             dist.destroy_process_group()
+            gc.collect()
         join_group(folder / f"group {number}", rank, num_ranks, _PATIENCE)
 
 
 def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
     """What is wrong with it, if anything, and whether the ranks may be out of step now."""
     refused = case.refused if dist.get_world_size() >= case.refused_from_ranks else None
-    torch.compiler.reset()
     try:
         wrong = compare(case, setting)
     except Exception as error:
@@ -162,9 +178,7 @@ def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
 def compare(case: Case, setting: Setting) -> str | None:
     """How the losses, gradients and buffers on this rank differ from those without a pipeline; None if they do not."""
     num_ranks = dist.get_world_size()
-    num_stages = 2 if setting.schedule == "1F1B" else registry.lookup(setting.schedule).place(num_ranks).num_stages
-    if setting.schedule == "1F1B":
-        num_stages = num_ranks
+    num_stages = registry.lookup(setting.schedule).place(num_ranks).num_stages
     expected = reference(case, num_stages)
     found = train(case, setting, num_stages, expected.examples)
     for step, (mine, theirs) in enumerate(zip(found, expected.outcomes, strict=True)):
@@ -314,7 +328,9 @@ def train(case: Case, setting: Setting, num_stages: int, examples: Sequence[Any]
     stages = [
         _CountedStage(_in_mode(module, setting.mode), index, num_stages, torch.device("cpu"), **shapes)
         for index, module in modules.items()
-        for shapes in [{} if setting.inferred else dict(zip(("input_args", "output_args"), examples[index]))]
+        for shapes in [
+            {} if setting.inferred else dict(zip(("input_args", "output_args"), examples[index], strict=True))
+        ]
     ]
     schedule = _schedule(case, setting.schedule, stages)
     case.prepared(list(modules.values()))
@@ -385,6 +401,8 @@ def _difference(case: Case, found: Outcome, expected: Outcome) -> list[str]:
 def _gradient_difference(
     case: Case, name: str, found: Tensor | None, expected: Tensor | None, largest: float
 ) -> list[str]:
+    if expected is None and found is not None and name.endswith(case.no_gradient) and not found.any():
+        return []  # zeros came back from the next stage
     if found is None or expected is None:
         return [] if found is expected else [f"{name} has {'no' if found is None else 'a'} gradient"]
     if (found.shape, found.dtype, found.requires_grad) != (expected.shape, expected.dtype, expected.requires_grad):

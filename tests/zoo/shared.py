@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+
 from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, linear, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
@@ -169,8 +170,38 @@ CASES = (
     Case("functional_call", stage(by_functional_call)),
     Case("functional_call with other parameters", stage(swapped, c=linear())),
     Case("swapped parameters", lambda index: Swapping(), modes=("eager",), options={"scale_grads": False}),
-    Case("embedding and head tied over stages", Language, EAGER, batch=tokens, loss=cross_entropy, share=tie_ends, schedules=V_SHAPED),
-    Case("embedding and head tied, not scaled", Language, EAGER, batch=tokens, loss=cross_entropy, share=tie_ends, schedules=V_SHAPED, options={"scale_grads": False}),
-    Case("a layer of two stages", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), EAGER, share=share_layer, schedules=V_SHAPED),
-    Case("a layer of two stages, not scaled", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), EAGER, share=share_layer, schedules=V_SHAPED, options={"scale_grads": False}),
+    Case(
+        "embedding and head tied over stages",
+        Language,
+        EAGER,
+        batch=tokens,
+        loss=cross_entropy,
+        share=tie_ends,
+        schedules=V_SHAPED,
+    ),
+    Case(
+        "embedding and head tied, not scaled",
+        Language,
+        EAGER,
+        batch=tokens,
+        loss=cross_entropy,
+        share=tie_ends,
+        schedules=V_SHAPED,
+        options={"scale_grads": False},
+    ),
+    Case(
+        "a layer of two stages",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x)))),
+        EAGER,
+        share=share_layer,
+        schedules=V_SHAPED,
+    ),
+    Case(
+        "a layer of two stages, not scaled",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x)))),
+        EAGER,
+        share=share_layer,
+        schedules=V_SHAPED,
+        options={"scale_grads": False},
+    ),
 )
