@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, linear, parameter, stage
+from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, compiled_only, linear, parameter, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 
@@ -229,7 +229,7 @@ def retained(s: Stage, x: Tensor) -> Tensor:
     return s.b(h) + h
 
 
-CASES = (
+_ALL = (
     Case("a forward pre-hook", with_hooks(lambda s: s.b.register_forward_pre_hook(lambda m, args: (args[0] * 2,)))),
     Case("a forward hook", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.sin()))),
     Case(
@@ -391,3 +391,14 @@ CASES = (
         no_gradient=("a.bias",),
     ),
 )
+
+_COMPILED = {
+    "a forward hook",
+    "a forward hook in place",
+    "a hook on the weight",
+    "a hook on the bias in place",
+    "a hook after accumulation",
+    "a product with its own backward",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

@@ -209,16 +209,11 @@ _COMPILED = {
     "convolution",
     "a recurrence of linear layers",
     "weight standardisation",
-    "quantised weights",
     "weight norm",
-    "spectral norm, fixed",
     "parametrized",
     "LoRA",
-    "merged LoRA",
     "weights in a penalty",
     "a tied autoencoder",
-    "a hypernetwork",
-    "an embedding and a bag",
     "unused parameters",
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, linear, stage
+from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, linear, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 ONLY: tuple[Mode, ...] = ("eager",)
@@ -177,7 +177,7 @@ def filled(stages: Sequence[nn.Module]) -> None:
 
 NOT_ALL: tuple[str, ...] = ("c.weight", "c.bias")
 
-CASES = (
+_ALL = (
     Case("two outputs", stage(two_outputs, c=linear()), batch=two_rows, loss=of_all),
     Case(
         "two outputs, one for the loss",
@@ -228,3 +228,24 @@ CASES = (
         second_schedule="WeightsLast",
     ),
 )
+
+_COMPILED = {
+    "two outputs",
+    "two outputs, one for the loss",
+    "a mask goes along",
+    "an unused output",
+    "an output twice",
+    "an output that is a view",
+    "pickle",
+    "a backward outside",
+    "an optimizer step",
+    "weights replaced",
+    "frozen later",
+    "thawed later",
+    "a hook later",
+    "gradients over two steps",
+    "gradients over two steps, two schedules",
+    "another schedule later",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

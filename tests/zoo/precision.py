@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, parameter, stage
+from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, parameter, stage
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -99,7 +99,7 @@ class Complex(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-CASES = (
+_ALL = (
     all_in(torch.float32, "float32"),
     all_in(torch.bfloat16, "bfloat16"),
     all_in(torch.float16, "float16"),
@@ -147,3 +147,17 @@ CASES = (
         no_gradient=("a.weight", "a.bias"),
     ),
 )
+
+_COMPILED = {
+    "bfloat16",
+    "float32 with pos",
+    "autocast to bfloat16",
+    "autocast of float64",
+    "autocast of a part",
+    "layers of two dtypes",
+    "complex, compiled",
+    "complex inside",
+    "float32 weights in a float64 stage",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

@@ -63,7 +63,6 @@ SETTINGS: Mapping[int, tuple[Setting, ...]] = {
         Setting("ZBH1"),
     ),
     2: (
-        Setting("1F1B"),
         Setting("ZBH1"),
         Setting("ZBV", "checkpointed"),
         Setting("WeightsLast", inferred=True),
@@ -74,11 +73,17 @@ SETTINGS: Mapping[int, tuple[Setting, ...]] = {
 
 
 def settings(case: Case, num_ranks: int) -> list[Setting]:
-    """Those in which this model is run on so many ranks: all, and on four ranks one of them, by its name."""
+    """Those in which this model is run on so many ranks.
+
+    On one rank all, on two ranks all but one, and on four ranks one of them, for half of the models; by their names.
+    """
     suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
-    if num_ranks < 4 or not suitable:
-        return suitable
-    return [suitable[zlib.crc32(case.name.encode()) % len(suitable)]]
+    number = zlib.crc32(case.name.encode())
+    if num_ranks == 2 and len(suitable) == len(SETTINGS[2]):
+        del suitable[number % len(suitable)]
+    if num_ranks == 4:
+        suitable = suitable[number % 4 : number % 4 + 1]
+    return suitable
 
 
 def _one_by_one(ranks: int, microbatches: int) -> Schedule:

@@ -124,10 +124,7 @@ _COMPILED = {
     "pos at the end",
     "two pos on one y",
     "a cls token that is read",
-    "pos of an embedding's weight",
     "a bias of its own, one token",
-    "pos as it is",
-    "a stack with a parameter",
 }
 
 CASES = compiled_only(_COMPILED, _ALL)
