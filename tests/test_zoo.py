@@ -1,0 +1,108 @@
+"""Every model of the zoo gets the losses, gradients and buffers of plain autograd from the deferred split.
+
+A process that starts, and a group of them that meets, cost more than a model: all models of so many ranks go through
+the same processes, and each test looks up what was found of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from zoo import CASES
+from zoo.case import Case, Mode
+from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
+
+from zbpipe.runtime.products import PendingGradient
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a number of ranks runs the models of all
+LIMIT = 600.0
+"""Seconds for all models on one number of ranks."""
+
+
+class Results(NamedTuple):
+    """Of all models on so many ranks."""
+
+    num_ranks: int
+    errors: dict[tuple[str, str], list[str | None]]
+    """By model and setting: of each rank what is wrong there, if anything."""
+    ending: str
+    """Why there are no more of them."""
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda num_ranks: f"p{num_ranks}")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Runs the models that were asked for."""
+    num_ranks = request.param
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {each["case"].name for each in parameters if each.get("results") == num_ranks}
+    names = [case.name for case in CASES if case.name in wanted]
+    # A rank keeps one core busy. Of pipelines of one rank, two run at a time.
+    parts = [names[0::2], names[1::2]] if num_ranks == 1 else [names]
+    folders = [tmp_path_factory.mktemp(f"p{num_ranks}") for _ in parts]
+    with ThreadPoolExecutor() as pool:
+        endings = list(pool.map(_run, [num_ranks] * len(parts), parts, folders))
+    return Results(num_ranks, _read(folders), "\n".join(endings))
+
+
+def _run(num_ranks: int, names: Sequence[str], folder: Path) -> str:
+    try:
+        run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def _read(folders: Sequence[Path]) -> dict[tuple[str, str], list[str | None]]:
+    errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
+    for folder in folders:
+        for file in sorted(folder.glob("*.jsonl")):
+            for name, setting, error in map(json.loads, file.read_text().splitlines()):
+                errors[name, setting].append(error)
+    return errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_like_plain_autograd(results: Results, case: Case) -> None:
+    wrong = []
+    for setting in settings(case, results.num_ranks):
+        found = results.errors[case.name, str(setting)]
+        if len(found) < results.num_ranks:
+            wrong.append(f"{setting}: {results.num_ranks - len(found)} ranks gave no result. {results.ending}")
+        wrong += [f"{setting}, rank {rank}: {error}" for rank, error in enumerate(found) if error]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_model_is_run_on_several_ranks_and_on_one() -> None:
+    """Those that only one microbatch at a time suits are run on one rank alone, and most of those that compile."""
+    alone = [case.name for case in CASES if not settings(case, 2)]
+    assert all(settings(case, 1) for case in CASES)
+    assert len(CASES) >= 100
+    assert len(alone) < len(CASES) / 5, alone
+
+
+@pytest.mark.parametrize("mode", ["eager", "checkpointed", "compiled"])
+def test_the_comparison_sees_a_broken_weight_gradient(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    case = next(case for case in CASES if case.name == "plain")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert outcome(case, Setting("ZBV", mode)) == (None, False)
+        accumulate = PendingGradient.accumulate
+        monkeypatch.setattr(
+            PendingGradient, "accumulate", lambda self: accumulate(self._replace(dy=(1 + 1e-6) * self.dy))
+        )
+        wrong, is_broken = outcome(case, Setting("ZBV", mode))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.compiler.reset()
+    assert not is_broken
+    assert "the gradient of 0.a.weight is off by" in str(wrong)

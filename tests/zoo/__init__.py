@@ -1,0 +1,42 @@
+"""Small models of every kind that users write."""
+
+from itertools import chain
+
+from zoo import (
+    attention,
+    checkpoints,
+    compiled,
+    differentiated,
+    experts,
+    hooks,
+    inplace,
+    layers,
+    linears,
+    pipelines,
+    precision,
+    shared,
+    views,
+)
+
+CASES = tuple(
+    chain.from_iterable(
+        module.CASES
+        for module in (
+            linears,
+            views,
+            attention,
+            layers,
+            hooks,
+            inplace,
+            shared,
+            differentiated,
+            precision,
+            experts,
+            checkpoints,
+            compiled,
+            pipelines,
+        )
+    )
+)
+
+assert len({case.name for case in CASES}) == len(CASES), "two models of one name"

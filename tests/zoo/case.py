@@ -1,0 +1,113 @@
+"""What a model of the zoo is: a stage factory, and what a pipeline of such stages is fed with and has to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Mode = Literal["eager", "checkpointed", "compiled"]
+EVERY_MODE: tuple[Mode, ...] = ("eager", "checkpointed", "compiled")
+WIDTH, TOKENS = 8, 4
+
+Batch = tuple[tuple[Tensor, ...], Tensor]
+"""Inputs of the first stage and the target, with all samples of a step."""
+
+
+def rows_of_numbers(samples: int) -> Batch:
+    """x and target of shape (samples, TOKENS, WIDTH)."""
+    return (torch.randn(samples, TOKENS, WIDTH),), torch.randn(samples, TOKENS, WIDTH)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, cut into stages of one kind. Expected are the gradients of plain autograd, or a refusal."""
+
+    name: str
+    build: Callable[[int], nn.Module]
+    """Makes the stage of that index, with the seed and the default dtype (float64) that are set."""
+    modes: tuple[Mode, ...] = EVERY_MODE
+    tolerance: float = 1e-9
+    """Error over the largest number of the expected gradient."""
+    samples: int = 1
+    """In a microbatch. One is where a gradient is most easily a view of another."""
+    batch: Callable[[int], Batch] = rows_of_numbers
+    loss: Callable[[Any, Tensor], Tensor] = F.mse_loss
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the schedule."""
+    no_gradient: tuple[str, ...] = ()
+    """Ends of the names of parameters that get no gradient, or zeros."""
+    refused: str | None = None
+    """What the error has to say that this model ends in, where torch's 1F1B fails as well."""
+    refused_from_ranks: int = 1
+    """With so many ranks, or more; with fewer it trains."""
+    schedules: tuple[str, ...] | None = None
+    """Only with these."""
+    most_ranks: int = 4
+    """Of a pipeline that it is run on."""
+    shapes: Literal["given", "inferred", "any"] = "any"
+    """How torch learns what the stages hand on, if not either way."""
+    share: Callable[[Mapping[int, nn.Module]], None] = lambda stages: None
+    """Ties stages, by index, that are on one rank; in a V these are the first and the last one."""
+    prepared: Callable[[Sequence[nn.Module]], None] = lambda stages: None
+    """What is done with the stages once a schedule is built on them."""
+    between: Callable[[Sequence[nn.Module]], None] = lambda stages: None
+    """What is done with the stages between the first and the second step, in the reference as well."""
+    second_schedule: str | None = None
+    """Runs the second step, on the same stages."""
+
+
+def compiled_only(names: Collection[str], cases: Sequence[Case]) -> tuple[Case, ...]:
+    """`cases`, of which these alone are compiled: it takes twenty times as long as running."""
+    assert {*names} <= {case.name for case in cases}, "a name of no model"
+    return tuple(
+        case if case.name in names else replace(case, modes=tuple(mode for mode in case.modes if mode != "compiled"))
+        for case in cases
+    )
+
+
+class Stage(nn.Module):
+    """Parts, and a function that uses them as its forward."""
+
+    microbatch = 0
+    """The one that is in F, or recomputed in I: whatever is to change from one to the next depends on it."""
+
+    def __init__(self, forward: Callable[..., Any], parts: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.function = forward
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def stage(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[int], nn.Module]:
+    """Builds `Stage`s, which have two linear layers `a` and `b` beside `parts`."""
+    return lambda index: Stage(forward, {"a": linear(), "b": linear(), **parts})
+
+
+def bare(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[int], nn.Module]:
+    """Builds `Stage`s of `parts` alone."""
+    return lambda index: Stage(forward, parts)
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH, bias: bool = True) -> Callable[[], nn.Linear]:
+    return lambda: nn.Linear(inputs, outputs, bias=bias)
+
+
+def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+def frozen(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: make().requires_grad_(False)
+
+
+def buffer(*shape: int) -> Callable[[], nn.Buffer]:
+    return lambda: nn.Buffer(torch.randn(shape))

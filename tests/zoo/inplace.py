@@ -1,0 +1,194 @@
+"""Tensors that are changed in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.case import TOKENS, WIDTH, Case, Mode, buffer, compiled_only, linear, parameter, stage
+
+EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
+"""On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
+
+
+def residual(s: Any, x: Tensor) -> Tensor:
+    h = s.a(x)
+    h += s.b(torch.tanh(h))
+    return h
+
+
+def residual_twice(s: Any, x: Tensor) -> Tensor:
+    h = 1 * x
+    h += s.a(F.layer_norm(h.clone(), (WIDTH,)))
+    h += s.b(F.layer_norm(h.clone(), (WIDTH,)))
+    return h
+
+
+def part_of_y(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y[:, 0] = 0
+    y[..., :4] *= 2
+    return s.b(y)
+
+
+def view_in_place(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y.view(-1).mul_(2)
+    return s.b(y)
+
+
+def transposed_in_place(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y.mT.add_(1)
+    return s.b(y)
+
+
+def written_into_zeros(s: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, ::2] = s.a(x)[:, ::2]
+    y[:, 1::2] = s.b(x)[:, 1::2]
+    return y
+
+
+def workspace(s: Any, x: Tensor) -> Tensor:
+    """x of the layer lies in a buffer that the next microbatch overwrites."""
+    with torch.no_grad():
+        s.work.copy_(x.tanh())
+    return s.b(s.a(s.work)) + x
+
+
+def workspace_with_grad(s: Any, x: Tensor) -> Tensor:
+    """The same without no_grad."""
+    s.work.copy_(x.detach())
+    y = s.a(s.work)
+    return s.b(torch.tanh(y)) + x
+
+
+def moved_average(s: Any, x: Tensor) -> Tensor:
+    """A buffer that is changed in F after it was used, as batch norm's."""
+    y = s.b(s.a(x) + s.average)
+    with torch.no_grad():
+        s.average.lerp_(x.mean((0, 1)), 0.1)
+    return y
+
+
+def queue(s: Any, x: Tensor) -> Tensor:
+    """A buffer of old activations, one of which is replaced each time, before the layer reads them (MoCo)."""
+    with torch.no_grad():
+        s.queue[s.microbatch % 4] = x[0, 0]
+    return x + s.b(torch.tanh(s.a(s.queue))).mean(0)
+
+
+def reused_input(s: Any, x: Tensor) -> Tensor:
+    """x of one layer is overwritten when nobody needs it for autograd: the layer's weight is frozen."""
+    h = s.a(x)
+    y = s.c(h)
+    h.mul_(0)
+    return s.b(y)
+
+
+def frozen_linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+def gated(y: Tensor) -> Tensor:
+    """Halves of y, one of them changed in place."""
+    gate, up = y.narrow(-1, 0, WIDTH), y.narrow(-1, WIDTH, WIDTH)
+    return up.mul_(gate.sigmoid())
+
+
+class DoublesInPlace(torch.autograd.Function):
+    """Marks its input dirty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy
+
+
+def data_changed(s: Any, x: Tensor) -> Tensor:
+    """`.data` escapes the version counter; it is the activation after y was used."""
+    h = s.a(x)
+    y = s.b(torch.tanh(h))
+    h.data.mul_(3)
+    return y
+
+
+_ALL = (
+    Case("relu_", stage(lambda s, x: s.b(s.a(x).relu_()))),
+    Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True))),
+    Case("SiLU in place", stage(lambda s, x: s.b(F.silu(1 * s.a(x), inplace=True)))),
+    Case("dropout in place", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.2, inplace=True))), modes=EAGER),
+    Case("a residual in place", stage(residual)),
+    Case("two residuals in place", stage(residual_twice)),
+    Case("y in place", stage(lambda s, x: s.b(s.a(x).mul_(2).add_(1)))),
+    Case("y plus x in place", stage(lambda s, x: s.b(s.a(x).add_(x)))),
+    Case("y plus pos in place", stage(lambda s, x: s.b(s.a(x).add_(s.pos)), pos=parameter(TOKENS, WIDTH))),
+    Case(
+        "y plus pos.unsqueeze(0) in place",
+        stage(lambda s, x: s.b(s.a(x).add_(s.pos.unsqueeze(0))), pos=parameter(TOKENS, WIDTH)),
+    ),
+    Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x))),
+    Case("a part of y in place", stage(part_of_y)),
+    Case("written into zeros", stage(written_into_zeros)),
+    Case("masked in place", stage(lambda s, x: s.b(s.a(x).masked_fill_(x > 1, 0.0)))),
+    Case("indices added in place", stage(lambda s, x: s.b((1 * x).index_add_(1, torch.tensor([0, 1, 1, 3]), s.a(x))))),
+    Case("a view of y in place", stage(view_in_place)),
+    Case("a transposed y in place", stage(transposed_in_place)),
+    Case(
+        "chunks of y in place",
+        stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
+        no_gradient=("a.weight", "a.bias"),
+    ),
+    Case(
+        "a workspace",
+        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case(
+        "a workspace with gradients",
+        stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case(
+        "a workspace, compiled",
+        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
+        modes=("compiled",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=("eager", "compiled")),
+    Case("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE, most_ranks=1),
+    Case("an input that is overwritten", stage(reused_input, c=frozen_linear), no_gradient=("c.weight", "c.bias")),
+    Case("an input marked dirty", stage(lambda s, x: s.b(DoublesInPlace.apply(s.a(x))))),
+    Case("an input marked dirty, of a fork", stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x)))),
+    Case("data behind autograd's back", stage(data_changed), modes=EAGER),
+)
+
+_COMPILED = {
+    "ReLU in place",
+    "two residuals in place",
+    "y plus pos.unsqueeze(0) in place",
+    "the last y in place",
+    "a part of y in place",
+    "written into zeros",
+    "a transposed y in place",
+    "a workspace, compiled",
+    "a moved average",
+    "an input that is overwritten",
+    "an input marked dirty, of a fork",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

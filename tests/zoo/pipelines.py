@@ -1,0 +1,251 @@
+"""What stages hand on, and what is done with them around a step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, linear, stage
+
+EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+ONLY: tuple[Mode, ...] = ("eager",)
+
+
+class Plain(nn.Module):
+    """Two linear layers, of a class that can be pickled."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def of_first(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return mse_loss(output[0], target)
+
+
+def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return sum(mse_loss(each, target) for each in output)  # type: ignore[return-value]
+
+
+def two_rows(samples: int) -> Batch:
+    return (torch.randn(samples, TOKENS, WIDTH), torch.randn(samples, TOKENS, WIDTH)), torch.randn(
+        samples, TOKENS, WIDTH
+    )
+
+
+def with_mask(samples: int) -> Batch:
+    shape = (samples, TOKENS, WIDTH)
+    return (torch.randn(shape), torch.rand(shape) > 0.3), torch.randn(shape)
+
+
+def two_outputs(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return s.b(torch.tanh(s.a(x))) + y, s.c(y)
+
+
+def mask_along(s: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return s.b(torch.tanh(s.a(x))) * mask, mask
+
+
+def skips(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """One goes on as it came."""
+    return s.b(torch.tanh(s.a(x))) + y, y
+
+
+def one_unused(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The next stage looks at one of the two."""
+    return s.b(torch.tanh(s.a(x))), s.c(x)
+
+
+def detached_second(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return s.b(torch.tanh(s.a(x)) + y), x.detach() + 1
+
+
+def same_twice(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """One tensor, handed on twice."""
+    out = s.b(torch.tanh(s.a(x)) + y)
+    return out, 1 * out
+
+
+def averaged(stages: Sequence[nn.Module]) -> None:
+    """A copy, as for an average of the weights, is a module of its own: it trains without the pipeline."""
+    for module in stages:
+        twin = copy.deepcopy(module)
+        twin(torch.randn(1, TOKENS, WIDTH)).square().sum().backward()
+        assert all(each.grad is not None for each in twin.parameters())
+        assert all(each.grad is None for each in module.parameters())
+
+
+def pickled(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        twin = pickle.loads(pickle.dumps(module))
+        x = torch.randn(1, TOKENS, WIDTH)
+        assert torch.equal(twin(x), module(x))
+
+
+def saved(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+        assert twin.state_dict().keys() == module.state_dict().keys()
+
+
+def traced(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        x = torch.randn(1, TOKENS, WIDTH)
+        assert torch.allclose(torch.jit.trace(module, x)(x), module(x))
+
+
+def exported(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        x = torch.randn(1, TOKENS, WIDTH)
+        assert torch.allclose(torch.export.export(module, (x,)).module()(x), module(x))
+
+
+def trained_alone(stages: Sequence[nn.Module]) -> None:
+    """A forward and backward outside of the pipeline is complete at once."""
+    for module in stages:
+        module(torch.randn(1, TOKENS, WIDTH)).square().sum().backward()
+        assert all(each.grad is not None for each in module.parameters())
+        module.zero_grad()
+
+
+def reloaded(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        module.load_state_dict({name: each + 0.1 for name, each in module.state_dict().items()})
+
+
+def stepped(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+def fresh_weights(stages: Sequence[nn.Module]) -> None:
+    """Other Parameters in the layers' place, as after a load with assign=True."""
+    for module in stages:
+        state = {name: each.clone() for name, each in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+
+
+def freeze(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        module.a.requires_grad_(False)
+
+
+def thaw(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        module.a.requires_grad_(True)
+
+
+def half_frozen(index: int) -> nn.Module:
+    module = Plain(index)
+    module.a.requires_grad_(False)
+    return module
+
+
+def another_layer(stages: Sequence[nn.Module]) -> None:
+    """A layer that was not there when the schedule was built."""
+    for module in stages:
+        module.b = copy.deepcopy(nn.Linear(WIDTH, WIDTH).requires_grad_(True))
+        with torch.no_grad():
+            for each in module.b.parameters():
+                each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
+
+
+def hooked_later(stages: Sequence[nn.Module]) -> None:
+    for module in stages:
+        module.a.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def filled(stages: Sequence[nn.Module]) -> None:
+    """`.grad` is there, and zero, instead of None."""
+    for module in stages:
+        for each in module.parameters():
+            each.grad = torch.zeros_like(each)
+
+
+NOT_ALL: tuple[str, ...] = ("c.weight", "c.bias")
+
+_ALL = (
+    Case("two outputs", stage(two_outputs, c=linear()), batch=two_rows, loss=of_all),
+    Case(
+        "two outputs, one for the loss",
+        stage(two_outputs, c=linear()),
+        batch=two_rows,
+        loss=of_first,
+        no_gradient=NOT_ALL,
+    ),
+    Case("a mask goes along", stage(mask_along), batch=with_mask, loss=of_first),
+    Case("an output that skips", stage(skips), batch=two_rows, loss=of_all, modes=EAGER),
+    Case("an unused output", stage(one_unused, c=linear()), batch=two_rows, loss=of_first, no_gradient=NOT_ALL),
+    Case("an output without gradient", stage(detached_second), batch=two_rows, loss=of_first),
+    Case("an output twice", stage(same_twice), batch=two_rows, loss=of_all),
+    Case("an output that is a view", stage(lambda s, x: s.b(torch.tanh(s.a(x))).flatten().view(1, TOKENS, WIDTH))),
+    Case(
+        "an output that is not contiguous",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x))).mT.contiguous().mT),
+        refused="contiguous",
+        refused_from_ranks=2,
+    ),
+    Case("a copy for an average", Plain, prepared=averaged),
+    Case("pickle", Plain, prepared=pickled),
+    Case("torch.save", Plain, prepared=saved),
+    Case("torch.jit.trace", Plain, modes=ONLY, prepared=traced),
+    Case("torch.export", Plain, modes=ONLY, prepared=exported),
+    Case("a backward outside", Plain, prepared=trained_alone),
+    Case("an optimizer step", Plain, between=stepped),
+    Case("weights reloaded", Plain, between=reloaded),
+    Case("weights replaced", Plain, between=fresh_weights),
+    Case("frozen later", Plain, between=freeze),
+    Case("thawed later", half_frozen, between=thaw, no_gradient=("a.weight", "a.bias")),
+    Case("another layer later", Plain, between=another_layer, modes=EAGER),
+    Case("a hook later", Plain, between=hooked_later),
+    Case("gradients that are zero at first", Plain, prepared=filled),
+    Case("gradients over two steps", Plain, options={"scale_grads": False}),
+    Case(
+        "gradients over two steps, two schedules",
+        Plain,
+        options={"scale_grads": False},
+        schedules=("ZBV", "WeightsLast", "WeightsNext"),
+        second_schedule="VHalf",
+    ),
+    Case("another schedule later", Plain, schedules=("ZBV", "WeightsLast", "WeightsNext"), second_schedule="VMin"),
+    Case(
+        "another schedule later, with W last",
+        stage(lambda s, x: s.b(s.a(x))),
+        schedules=("ZBV", "WeightsNext"),
+        second_schedule="WeightsLast",
+    ),
+)
+
+_COMPILED = {
+    "two outputs",
+    "two outputs, one for the loss",
+    "a mask goes along",
+    "an unused output",
+    "an output twice",
+    "an output that is a view",
+    "pickle",
+    "a backward outside",
+    "an optimizer step",
+    "weights replaced",
+    "frozen later",
+    "thawed later",
+    "a hook later",
+    "gradients over two steps",
+    "gradients over two steps, two schedules",
+    "another schedule later",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

@@ -1,0 +1,163 @@
+"""Other numbers than float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, parameter, stage
+
+EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""A few units of the last place, over four microbatches."""
+
+
+def plain(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.tanh(s.a(x)))
+
+
+def of(dtype: torch.dtype) -> Callable[[int], Batch]:
+    def make(samples: int) -> Batch:
+        return (torch.randn(samples, TOKENS, WIDTH).to(dtype),), torch.randn(samples, TOKENS, WIDTH).to(dtype)
+
+    return make
+
+
+def loss_in_double(y: Tensor, target: Tensor) -> Tensor:
+    return mse_loss(y.double(), target.double())
+
+
+def all_in(dtype: torch.dtype, name: str, forward: Any = plain, **parts: Any) -> Case:
+    return Case(
+        name,
+        lambda index: stage(forward, **parts)(index).to(dtype),
+        batch=of(dtype),
+        loss=loss_in_double,
+        tolerance=TOLERANCES[dtype],
+    )
+
+
+def autocast(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return plain(s, x).to(x.dtype)
+
+    return forward
+
+
+def partly_autocast(s: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = s.a(x)
+        with torch.autocast("cpu", enabled=False):
+            h = s.b(torch.tanh(h.float()))
+    return h
+
+
+def wide_middle(s: Any, x: Tensor) -> Tensor:
+    """Activations in bfloat16, one layer in float32."""
+    return s.b(torch.tanh(s.a(x.bfloat16())).float())
+
+
+def mixed(index: int) -> nn.Module:
+    module = stage(wide_middle)(index).float()
+    module.a.bfloat16()
+    return module
+
+
+def complex_rows(samples: int) -> Batch:
+    shape = (samples, TOKENS, WIDTH)
+    return (torch.randn(shape, dtype=torch.complex128),), torch.randn(shape, dtype=torch.complex128)
+
+
+def complex_loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).abs().square().mean()
+
+
+def complex_linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+
+
+def complex_inside(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs()))
+
+
+def spectral(s: Any, x: Tensor) -> Tensor:
+    """A Fourier layer."""
+    return s.b(torch.tanh(s.a(x) + torch.fft.ifft(s.c(torch.fft.fft(x))).real))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = complex_linear(), complex_linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+_ALL = (
+    all_in(torch.float32, "float32"),
+    all_in(torch.bfloat16, "bfloat16"),
+    all_in(torch.float16, "float16"),
+    all_in(
+        torch.float32,
+        "float32 with pos",
+        lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])),
+        pos=parameter(TOKENS, WIDTH),
+    ),
+    Case(
+        "autocast to bfloat16",
+        lambda index: stage(autocast(torch.bfloat16))(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.05,
+    ),
+    Case(
+        "autocast to float16",
+        lambda index: stage(autocast(torch.float16))(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.01,
+    ),
+    Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05),
+    Case(
+        "autocast of a part",
+        lambda index: stage(partly_autocast)(index).float(),
+        batch=of(torch.float32),
+        tolerance=0.05,
+    ),
+    Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05),
+    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, modes=EAGER, shapes="given"),
+    Case(
+        "complex, compiled",
+        lambda index: Complex(),
+        batch=complex_rows,
+        loss=complex_loss,
+        modes=("compiled",),
+        shapes="given",
+    ),
+    Case("complex inside", stage(complex_inside, c=complex_linear)),
+    Case("a Fourier layer", stage(spectral, c=complex_linear)),
+    Case(
+        "float32 weights in a float64 stage",
+        stage(lambda s, x: s.b(s.c(x.float()).double()), c=lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float32)),
+        tolerance=1e-5,
+        no_gradient=("a.weight", "a.bias"),
+    ),
+)
+
+_COMPILED = {
+    "bfloat16",
+    "float32 with pos",
+    "autocast to bfloat16",
+    "autocast of float64",
+    "autocast of a part",
+    "layers of two dtypes",
+    "complex, compiled",
+    "complex inside",
+    "float32 weights in a float64 stage",
+}
+
+CASES = compiled_only(_COMPILED, _ALL)

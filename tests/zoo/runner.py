@@ -1,0 +1,427 @@
+"""Trains the models of the zoo, each against plain autograd over the whole model, many in one process group."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import traceback
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from ranks import join_group
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+
+import zbpipe
+from zbpipe import Op, OpKind, Placement, Schedule, registry
+from zoo import CASES
+from zoo.case import Case, Mode
+
+MICROBATCHES, STEPS = 4, 2
+_PATIENCE = 20.0
+"""Seconds that a rank waits for a message."""
+
+
+class Setting(NamedTuple):
+    """How a model is run."""
+
+    schedule: str
+    mode: Mode = "eager"
+    inferred: bool = False
+    """Whether torch infers the shapes that stages hand on, by one more forward of each, or is given them."""
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.mode}, shapes {'inferred' if self.inferred else 'given'}"
+
+    def suits(self, case: Case) -> bool:
+        return (
+            self.mode in case.modes
+            and (case.schedules is None or self.schedule in case.schedules)
+            and case.shapes in ("any", "inferred" if self.inferred else "given")
+        )
+
+
+SETTINGS: Mapping[int, tuple[Setting, ...]] = {
+    1: (
+        Setting("1F1B"),  # torch's own: what is the same there as in plain autograd is to be the same everywhere
+        Setting("ZBV", inferred=True),
+        Setting("ZBV", "checkpointed", inferred=True),
+        Setting("ZBV", "compiled", inferred=True),
+        Setting("WeightsLast"),
+        Setting("WeightsLast", "checkpointed"),
+        Setting("WeightsLast", "compiled"),
+        Setting("WeightsNext"),
+        Setting("ZBH1"),
+    ),
+    2: (
+        Setting("ZBH1"),
+        Setting("ZBV", "checkpointed"),
+        Setting("WeightsLast", inferred=True),
+    ),
+    4: (Setting("ZBV"), Setting("ZBH1", "checkpointed")),
+}
+"""By the number of ranks."""
+
+
+def settings(case: Case, num_ranks: int) -> list[Setting]:
+    """Those in which this model is run on so many ranks.
+
+    On one rank all, on two ranks all but one, and on four ranks one of them, for half of the models; by their names.
+    """
+    suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
+    number = zlib.crc32(case.name.encode())
+    if num_ranks == 2 and len(suitable) == len(SETTINGS[2]):
+        del suitable[number % len(suitable)]
+    if num_ranks == 4:
+        suitable = suitable[number % 4 : number % 4 + 1]
+    return suitable
+
+
+def _one_by_one(ranks: int, microbatches: int) -> Schedule:
+    """ZBV's order, or on one rank each microbatch by itself, which models need that keep something of the last F."""
+    if ranks > 1:
+        return zbpipe.generate("ZBV", ranks, microbatches)
+    kinds = ((0, OpKind.F), (1, OpKind.F), (1, OpKind.I), (0, OpKind.I), (1, OpKind.W), (0, OpKind.W))
+    row = tuple(Op(stage, kind, m) for m in range(microbatches) for stage, kind in kinds)
+    return Schedule("", Placement.v(1), microbatches, (row,))
+
+
+def register_tables() -> None:
+    """Make the two tables known that differ in nothing but the place of W."""
+
+    @zbpipe.register("WeightsLast", placement="v", stages_per_rank=2, listed=False)
+    def weights_last(ranks: int, microbatches: int) -> Schedule:
+        whole = _one_by_one(ranks, microbatches)
+        rows = tuple(tuple(sorted(ops, key=lambda op: op.kind is OpKind.W)) for ops in whole)
+        return Schedule("WeightsLast", whole.placement, microbatches, rows)
+
+    @zbpipe.register("WeightsNext", placement="v", stages_per_rank=2, listed=False)
+    def weights_next(ranks: int, microbatches: int) -> Schedule:
+        whole = _one_by_one(ranks, microbatches)
+        rows = tuple(
+            tuple(
+                each
+                for op in ops
+                if op.kind is not OpKind.W
+                for each in ((op, op._replace(kind=OpKind.W)) if op.kind is OpKind.I else (op,))
+            )
+            for ops in whole
+        )
+        return Schedule("WeightsNext", whole.placement, microbatches, rows)
+
+
+class Outcome(NamedTuple):
+    """What one step leaves behind, on the stages of a rank."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def run_all(names: Iterable[str], folder: Path) -> None:
+    """Train these models in all settings of this number of ranks; each rank writes a file of its outcomes.
+
+    A model after whose failure the ranks may be out of step leaves its process group to nobody.
+    """
+    torch.set_default_dtype(torch.float64)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    register_tables()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(str(folder / "outcomes"), num_ranks)
+    dist.destroy_process_group()
+    join_group(folder / "group", rank, num_ranks, _PATIENCE)
+    with (folder / f"{rank}.jsonl").open("w") as file:
+        number = 0
+        for case in (case for case in CASES if case.name in names):
+            torch.compiler.reset()
+            for setting in settings(case, num_ranks):
+                error, is_broken = outcome(case, setting)
+                file.write(json.dumps([case.name, str(setting), error]) + "\n")
+                file.flush()
+                _renew_group_if_broken(store, folder, number, is_broken)
+                number += 1
+
+
+def _renew_group_if_broken(store: dist.Store, folder: Path, number: int, is_broken: bool) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if is_broken:  # the others, who may wait for a message, notice once nothing holds its connections
+        dist.destroy_process_group()
+        gc.collect()
+    store.set(f"{number} {rank}", str(is_broken))
+    if any(store.get(f"{number} {other}") == b"True" for other in range(num_ranks)):
+        if not is_broken:
+            dist.destroy_process_group()
+            gc.collect()
+        join_group(folder / f"group {number}", rank, num_ranks, _PATIENCE)
+
+
+def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
+    """What is wrong with it, if anything, and whether the ranks may be out of step now."""
+    refused = case.refused if dist.get_world_size() >= case.refused_from_ranks else None
+    try:
+        wrong = compare(case, setting)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        if refused and (setting.schedule == "1F1B" or re.search(refused, told)):
+            return None, True
+        return f"{told}\n{traceback.format_exc()}", True
+    if refused:
+        wrong = f"was not refused with {refused!r}"
+    return wrong, False
+
+
+def compare(case: Case, setting: Setting) -> str | None:
+    """How the losses, gradients and buffers on this rank differ from those without a pipeline; None if they do not."""
+    num_ranks = dist.get_world_size()
+    num_stages = registry.lookup(setting.schedule).place(num_ranks).num_stages
+    expected = reference(case, num_stages)
+    found = train(case, setting, num_stages, expected.examples)
+    for step, (mine, theirs) in enumerate(zip(found, expected.outcomes, strict=True)):
+        wrong = _difference(case, mine, theirs)
+        if wrong:
+            return f"step {step}: {'; '.join(wrong)}"
+    return None
+
+
+class Reference(NamedTuple):
+    """The same model without a pipeline."""
+
+    outcomes: list[Outcome]
+    """By step, of all stages."""
+    examples: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    """Inputs and outputs of each stage, for one microbatch."""
+
+
+@lru_cache(maxsize=4)
+def reference(case: Case, num_stages: int) -> Reference:
+    """Plain autograd over all stages, a microbatch after the other, without the compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        examples = _forward(case, _built(case, range(num_stages)), 0, _batches(case, 0)[0][0])[1]
+        stages = _built(case, range(num_stages))
+        outcomes = []
+        for step in range(STEPS):
+            losses = []
+            for microbatch, (inputs, target) in enumerate(_batches(case, step)):
+                output, _ = _forward(case, stages, microbatch, inputs)
+                loss = case.loss(output, target)
+                loss.backward()
+                losses.append(loss.item())
+            _finish(stages.values())
+            if _scales(case):
+                _divide_by_microbatches(stages.values())
+            outcomes.append(_outcome(stages, losses))
+            _prepare_next(case, stages, step)
+    _require_gradients(case, outcomes)
+    return Reference(outcomes, examples)
+
+
+def _forward(case: Case, stages: Mapping[int, nn.Module], microbatch: int, inputs: tuple[Tensor, ...]) -> Any:
+    examples = []
+    output: Any = inputs
+    for index, module in stages.items():
+        before = _as_tuple(output)
+        begin(module, index, microbatch)
+        output = module(*before)
+        examples.append((_like(before), _like(_as_tuple(output))))
+    return output, examples
+
+
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
+def begin(module: nn.Module, index: int, microbatch: int) -> None:
+    """Before F: random numbers and a microbatch number that are the same in every order of the schedule."""
+    torch.manual_seed(1000 * index + microbatch)
+    set_microbatch(module, microbatch)
+
+
+def set_microbatch(module: nn.Module, microbatch: int) -> None:
+    for part in module.modules():
+        if hasattr(part, "microbatch"):
+            part.microbatch = microbatch
+
+
+def _built(case: Case, indices: Iterable[int]) -> dict[int, nn.Module]:
+    stages = {}
+    for index in indices:
+        torch.manual_seed(index)
+        stages[index] = case.build(index)
+    case.share(stages)
+    return stages
+
+
+def _batches(case: Case, step: int) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+    inputs, target = _batch(case, step)
+    chunks = zip(*(each.chunk(MICROBATCHES) for each in (*inputs, target)), strict=True)
+    return [(tuple(chunk), target) for *chunk, target in chunks]
+
+
+def _batch(case: Case, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    torch.manual_seed(100 + step)
+    return case.batch(MICROBATCHES * case.samples)
+
+
+def _scales(case: Case) -> bool:
+    return bool(case.options.get("scale_grads", True))
+
+
+def _divide_by_microbatches(stages: Iterable[nn.Module]) -> None:
+    for parameter in nn.ModuleList(stages).parameters():  # each one once
+        if parameter.grad is not None:
+            parameter.grad.div_(MICROBATCHES)
+
+
+def _finish(stages: Iterable[nn.Module]) -> None:
+    """What a module does at the end of a step by itself."""
+    for module in stages:
+        for part in module.modules():
+            if hasattr(part, "finish_step"):
+                part.finish_step()
+
+
+def _prepare_next(case: Case, stages: Mapping[int, nn.Module], step: int) -> None:
+    if step == 0:
+        case.between(list(stages.values()))
+    if _scales(case):  # else gradients are summed up over the steps
+        for module in stages.values():
+            module.zero_grad()
+
+
+def _outcome(stages: Mapping[int, nn.Module], losses: list[float]) -> Outcome:
+    named = [(f"{index}.{name}", each) for index, module in stages.items() for name, each in module.named_parameters()]
+    gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named}
+    buffers = {
+        f"{index}.{name}": each.clone() for index, module in stages.items() for name, each in module.named_buffers()
+    }
+    return Outcome(losses, gradients, buffers)
+
+
+def _require_gradients(case: Case, outcomes: Sequence[Outcome]) -> None:
+    """A model whose parameters get no gradients would prove nothing."""
+    for name, gradient in outcomes[0].gradients.items():
+        assert name.endswith(case.no_gradient) or (gradient is not None and gradient.any()), f"{name} gets no gradient"
+
+
+class _CountedStage(PipelineStage):
+    """Tells its module which microbatch comes."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        begin(self.submod, self.stage_index, fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+def train(case: Case, setting: Setting, num_stages: int, examples: Sequence[Any]) -> list[Outcome]:
+    """Two steps of this rank's part of the pipeline."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    indices = zbpipe.stage_indices(setting.schedule, rank=rank, num_ranks=num_ranks)
+    modules = _built(case, indices)
+    stages = [
+        _CountedStage(_in_mode(module, setting.mode), index, num_stages, torch.device("cpu"), **shapes)
+        for index, module in modules.items()
+        for shapes in [
+            {} if setting.inferred else dict(zip(("input_args", "output_args"), examples[index], strict=True))
+        ]
+    ]
+    schedule = _schedule(case, setting.schedule, stages)
+    case.prepared(list(modules.values()))
+    outcomes = []
+    for step in range(STEPS):
+        inputs, target = _batch(case, step)
+        losses: list[Tensor] = []
+        schedule.step(
+            *(inputs if 0 in modules else ()),
+            target=target if num_stages - 1 in modules else None,
+            losses=losses,
+        )
+        _finish(modules.values())
+        outcomes.append(_outcome(modules, [loss.item() for loss in losses]))
+        _prepare_next(case, modules, step)
+        if step == 0 and case.second_schedule is not None:
+            schedule = _schedule(case, case.second_schedule, stages)
+    return outcomes
+
+
+def _schedule(case: Case, name: str, stages: Sequence[PipelineStage]) -> Any:
+    return zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, case.loss, **case.options)
+
+
+def _in_mode(module: nn.Module, mode: Mode) -> nn.Module:
+    if mode == "compiled":
+        module.compile(backend="aot_eager")
+    return _Checkpointed(module) if mode == "checkpointed" else module
+
+
+class _Checkpointed(nn.Module):
+    """Recomputes the whole stage, as the microbatch that it ran as."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.microbatch = 0
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return checkpoint(self._forward, self.microbatch, *inputs, use_reentrant=False)
+
+    def _forward(self, microbatch: int, *inputs: Tensor) -> Any:
+        before = self.microbatch
+        set_microbatch(self.module, microbatch)
+        try:
+            return self.module(*inputs)
+        finally:
+            set_microbatch(self.module, before)
+
+
+def _difference(case: Case, found: Outcome, expected: Outcome) -> list[str]:
+    wrong = []
+    if found.losses:
+        error = _error(torch.tensor(found.losses), torch.tensor(expected.losses))
+        if not error <= case.tolerance:
+            wrong.append(f"losses are off by {error:.2g}: {found.losses} instead of {expected.losses}")
+    largest = max(map(_largest, filter(torch.is_tensor, expected.gradients.values())))
+    for name, gradient in found.gradients.items():
+        wrong += _gradient_difference(case, name, gradient, expected.gradients[name], largest)
+    for name, values in found.buffers.items():
+        if not torch.equal(values, expected.buffers[name]):
+            error = _error(values, expected.buffers[name])
+            if not error <= case.tolerance:
+                wrong.append(f"buffer {name} is off by {error:.2g}")
+    return wrong
+
+
+def _gradient_difference(
+    case: Case, name: str, found: Tensor | None, expected: Tensor | None, largest: float
+) -> list[str]:
+    if expected is None and found is not None and name.endswith(case.no_gradient) and not found.any():
+        return []  # zeros came back from the next stage
+    if found is None or expected is None:
+        return [] if found is expected else [f"{name} has {'no' if found is None else 'a'} gradient"]
+    if (found.shape, found.dtype, found.requires_grad) != (expected.shape, expected.dtype, expected.requires_grad):
+        return [f"the gradient of {name} is {found.shape}, {found.dtype}, {found.requires_grad=}"]
+    # A gradient that is zero but for rounding, as that of attention's key bias, is measured by the others.
+    error = _error(found, expected, least=1e-3 * largest)
+    return [] if error <= case.tolerance else [f"the gradient of {name} is off by {error:.2g}"]
+
+
+def _error(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.to_dense().to(wide), expected.to_dense().to(wide)
+    return _largest(found - expected) / max(_largest(expected), least)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.to_dense().abs().max()) if tensor.numel() else 0.0
