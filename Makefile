@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest matrix compatibility gallery format clean
+.PHONY: help demo test quick test-oldest zoo matrix compatibility gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -18,11 +18,18 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
+	$(BIN)/pytest $(QUICK:%=tests/test_%.py)
+
 # The other tests need no torch, or TorchTitan.
+QUICK := costs_file ir layers lowered registry split split_page validate waiting zbv
 RUN_ON_TORCH := compile data_parallel exits faults gradient_check gradients lowered profiler refusals split steps waiting
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest $(RUN_ON_TORCH:%=tests/test_%.py)
+
+zoo: $(VENV)/dev  ## some 380 models, each against plain autograd
+	$(BIN)/pytest -m zoo tests/test_zoo.py
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
 	$(BIN)/pytest -m '' tests/test_matrix.py

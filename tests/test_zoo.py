@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
 
 from zbpipe.runtime.products import PendingGradient
 
-pytestmark = pytest.mark.timeout(900)  # the first test of a number of ranks runs the models of all
+# The first test of a number of ranks runs the models of all.
+pytestmark = [pytest.mark.zoo, pytest.mark.timeout(900)]
 LIMIT = 600.0
 """Seconds for all models on one number of ranks."""
 
@@ -98,7 +100,7 @@ def test_the_comparison_sees_a_broken_weight_gradient(
         assert outcome(case, Setting("ZBV", mode)) == (None, False)
         accumulate = PendingGradient.accumulate
         monkeypatch.setattr(
-            PendingGradient, "accumulate", lambda self: accumulate(self._replace(dy=(1 + 1e-6) * self.dy))
+            PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=(1 + 1e-6) * self.dy))
         )
         wrong, is_broken = outcome(case, Setting("ZBV", mode))
     finally:

@@ -542,11 +542,11 @@ _ASKING = _count_asking()
 """`storage_of` leaves a Python object behind, which counts."""
 
 
-def held_by_stage(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
-    """What torch keeps of a microbatch after its backward: what the stage received, and what it will send."""
+def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
+    """What came from other stages for a microbatch, which torch keeps after its backward, too."""
     infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
-    held = (*(getattr(info, "buffer", None) for info in infos), *(stage.bwd_cache.get(microbatch) or ()))
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+    buffers = (getattr(info, "buffer", None) for info in infos)
+    return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
 
 def slot_permit() -> Callable[[], str]:

@@ -223,7 +223,7 @@ class _SplitBackward(_torch.Stage):
             _keep_in_i_what_changed(self, pending)
             pending.clear()
         _require_unchanged(self, bwd_chunk_id, pending)
-        take_over(pending, _torch.held_by_stage(self, bwd_chunk_id))
+        take_over(pending, _torch.received(self, bwd_chunk_id))
         self._pending[bwd_chunk_id] = pending
         # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
         if loss is not None and not loss._is_view():
