@@ -75,14 +75,14 @@ SETTINGS: Mapping[int, tuple[Setting, ...]] = {
 def settings(case: Case, num_ranks: int) -> list[Setting]:
     """Those in which this model is run on so many ranks.
 
-    On one rank all, on two ranks all but one, and on four ranks one of them, for half of the models; by their names.
+    On one rank all, on two all but one, and on four one of them, for a quarter of the models; by their names.
     """
     suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
     number = zlib.crc32(case.name.encode())
     if num_ranks == 2 and len(suitable) == len(SETTINGS[2]):
         del suitable[number % len(suitable)]
     if num_ranks == 4:
-        suitable = suitable[number % 4 : number % 4 + 1]
+        suitable = suitable[number % 8 : number % 8 + 1]
     return suitable
 
 
