@@ -28,7 +28,7 @@ RUN_ON_TORCH := compile data_parallel exits faults gradient_check gradients lowe
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest $(RUN_ON_TORCH:%=tests/test_%.py)
 
-zoo: $(VENV)/dev  ## some 380 models, each against plain autograd
+zoo: $(VENV)/dev  ## some 360 models, each against plain autograd
 	$(BIN)/pytest -m zoo tests/test_zoo.py
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md

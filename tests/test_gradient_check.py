@@ -74,6 +74,14 @@ def test_a_right_split_passes(num_stages: int, checkpointing: Checkpointing) -> 
     assert not dist.is_initialized()
 
 
+def test_stages_are_taken_as_their_modules(one_rank: None) -> None:
+    stages = [PipelineStage(module, n, 2, torch.device("cpu")) for n, module in enumerate(model(2))]
+    report = zbpipe.check_gradients(stages, *batch(2), loss_fn)
+    assert report.passed
+    assert set(report.tolerances) == {0, 1}
+    assert type(stages[0]) is PipelineStage
+
+
 class Position(nn.Module):
     """What W multiplies waits while other microbatches run."""
 

@@ -408,7 +408,7 @@ def _readable(name: str) -> str:
 
 
 def check_gradients(
-    parts: nn.Module | Sequence[nn.Module],
+    parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage],
     batch: Tensor | tuple[Any, ...],
     target: Tensor | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -425,8 +425,8 @@ def check_gradients(
     does the same in a running job, with its own schedule.
 
     Args:
-        parts: the model, or its parts in their order; on one device. Weights, gradients, buffers and random numbers are
-            afterwards what they were.
+        parts: the model, or its parts in their order, as modules or as stages; on one device. Weights, gradients,
+            buffers and random numbers are afterwards what they were.
         batch: of the first part, the arguments if there are several; the first dimension is that of the samples.
         target: for `loss_fn`.
         loss_fn: `(output, target) -> loss`; without one it is the mean of the squares of all outputs.
@@ -441,7 +441,8 @@ def check_gradients(
         ValueError: a batch that cannot be cut so, a target without a loss function or the reverse, or this process
             belongs to a job of several ranks.
     """
-    modules = [parts] if isinstance(parts, nn.Module) else list(parts)
+    listed = [parts] if isinstance(parts, (nn.Module, PipelineStage)) else list(parts)
+    modules = [each.submod if isinstance(each, PipelineStage) else each for each in listed]
     args = batch if isinstance(batch, tuple) else (batch,)
     size = _samples(args)
     if not modules or microbatches < 1 or size % microbatches:
