@@ -7,6 +7,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 JOBS, AT_A_TIME, RANKS = 12, 3, 2
 """An end that goes wrong in one job of ten goes wrong here in seven runs of ten."""
 PATIENCE = 120.0
@@ -27,6 +29,7 @@ def run(meeting_point: Path) -> list[tuple[int, str]]:
     return [(rank.returncode, said) for rank, said in zip(ranks, words, strict=True)]
 
 
+@pytest.mark.zoo
 def test_every_process_ends_well(tmp_path: Path) -> None:
     """C++ ends a process by "terminate called without an active exception" if threads outlive the interpreter."""
     with ThreadPoolExecutor(AT_A_TIME) as jobs:

@@ -34,6 +34,8 @@ from zbpipe.runtime import compiled, deferred, products
 from zbpipe.runtime.gradient_check import GradientMismatchError, _WLast
 from zbpipe.runtime.products import PendingGradient, WeightProduct
 
+pytestmark = pytest.mark.zoo  # it takes minutes, too
+
 CPU = torch.device("cpu")
 
 
