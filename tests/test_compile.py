@@ -13,6 +13,7 @@ from models import SEQUENCE, WIDTH, Block, Checkpointing, batch, build_stage, gr
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.compiled import defer_in_compiled_regions
@@ -101,6 +102,33 @@ def test_x_and_dy_of_every_layer_leave_the_region() -> None:
     # The first microbatch runs without the compiler; then one graph does for all blocks and all microbatches.
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_checkpoint_repeats_a_call_as_it_ran() -> None:
+    """The first call runs without the compiler. Its repetition may never come, and its memory be used again."""
+    block = FeedForward()
+    plain = copy.deepcopy(block)
+    block.compile(backend="aot_eager", fullgraph=True)
+    store = prepare(block)
+
+    def run_checkpointed(x: Tensor) -> None:
+        loss = checkpoint(block, x, use_reentrant=False).square().sum()
+        with store.record() as pending:
+            loss.backward()
+        assert len(pending) == 3
+        for gradient in pending:
+            gradient.accumulate()
+        run(plain, x.detach().requires_grad_())
+
+    x = rows_of_input()
+    memory = x.untyped_storage()._cdata
+    checkpoint(block, x, use_reentrant=False)  # as torch does where it needs shapes alone
+    del x
+    run_checkpointed(rows_of_input())
+    others = [rows_of_input() for _ in range(100)]
+    run_checkpointed(next(each for each in others if each.untyped_storage()._cdata == memory))
+    run_checkpointed(torch.randn(1, SEQUENCE, WIDTH, requires_grad=True))  # eagerly, F as well as its repetition
+    assert_same_gradients(block, plain)
 
 
 def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -520,6 +521,16 @@ def storage_of(tensor: Tensor) -> int | None:
     """Which memory it lies in; None where that is not for us to see, as for results of collectives under way."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if type(local) is Tensor else None
+
+
+Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
+"""Where some tensors lie. Equal only as long as that memory is not free: an address alone is soon used again."""
+
+
+def memory_of(tensors: Iterable[Tensor]) -> Memory:
+    """Of all of them, in their order."""
+    local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
+    return tuple(ref(each.untyped_storage()) for each in local)
 
 
 def num_tensors(tensor: Tensor) -> int:

@@ -60,7 +60,7 @@ class _Region:
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By what the tensors among the inputs look like."""
         self._next: tuple[_Site, ...] = ()
-        self._ran_eagerly: set[tuple[int | None, ...]] = set()
+        self._ran_eagerly: list[_torch.Memory] = []
         """The memory of the inputs of such calls: activation checkpointing will repeat them in the backward."""
         self._unshards = _torch.is_fsdp(module)
         if self._unshards:
@@ -74,12 +74,12 @@ class _Region:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        inputs, memory = tuple(map(spec, tensors)), tuple(map(_torch.storage_of, tensors))
+        inputs, memory = tuple(map(spec, tensors)), _torch.memory_of(tensors)
         if _torch.is_in_backward() and memory in self._ran_eagerly:
             self._ran_eagerly.remove(memory)
             return eager(*args, **kwargs)
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
-            self._ran_eagerly.add(memory)
+            self._ran_eagerly.append(memory)
             with self._learn(inputs):
                 return eager(*args, **kwargs)
         self._next = self._sites.get(inputs, ())

@@ -91,8 +91,8 @@ class Deferral:
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
-        self.has_deferred = False
-        """Whether a gradient was ever put off."""
+        self.is_accounted_for = False
+        """Whether a gradient was ever put off, or computed outside of I, as by a loss with a backward of its own."""
         self.is_caught = False
         """Whether its products are caught in a forward of its own, which the compiler does not allow."""
         self.stays_in_i = False
@@ -382,10 +382,9 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    if not deferral.gradients.defer(pending):
-        return Due.NOW
-    deferral.has_deferred = True
-    return Due.LATER
+    is_put_off = deferral.gradients.defer(pending)
+    deferral.is_accounted_for |= is_put_off or not deferral.gradients.is_recording
+    return Due.LATER if is_put_off else Due.NOW
 
 
 def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:

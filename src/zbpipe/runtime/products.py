@@ -129,6 +129,11 @@ class WeightGradients:
         self._recording: list[PendingGradient] | None = None
         self._on_trial = False
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether an I is running."""
+        return self._recording is not None
+
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
         """Within, layers put their weight gradients off into the list that this gives.

@@ -118,7 +118,7 @@ def _tell_what_is_left_in_i(stage: _SplitBackward) -> None:
     def is_left(name: str, layer: nn.Module) -> bool:
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
         if name in prepared:
-            return bool(own) and not prepared[name].has_deferred
+            return bool(own) and not prepared[name].is_accounted_for
         return any(id(parameter) in stage._factors for parameter in own)
 
     left = [_name_of(stage, layer) for name, layer in stage.submod.named_modules() if is_left(name, layer)]
