@@ -137,7 +137,7 @@ def run_all(names: Iterable[str], folder: Path) -> None:
     warnings.simplefilter("ignore")
     register_tables()
     ranks = _Ranks(dist.get_rank(), dist.get_world_size(), folder)
-    ranks.meet("first")  # the group that was here first is not left by a rank that fails
+    ranks.meet()  # the group that was here first is not left by a rank that fails
     with (folder / f"{ranks.rank}.jsonl").open("w") as file:
         for case in (case for case in CASES if case.name in names):
             torch.compiler.reset()
@@ -145,7 +145,7 @@ def run_all(names: Iterable[str], folder: Path) -> None:
                 error, is_broken = outcome(case, setting)
                 file.write(json.dumps([case.name, str(setting), error]) + "\n")
                 file.flush()
-                ranks.go_on(f"{case.name}, {setting}", is_broken)
+                ranks.go_on(is_broken)
 
 
 class _Ranks:
@@ -154,31 +154,31 @@ class _Ranks:
     def __init__(self, rank: int, num_ranks: int, folder: Path) -> None:
         self.rank, self.num_ranks, self.folder = rank, num_ranks, folder
         self.store = dist.FileStore(str(folder / "store"), num_ranks)
-        self.meetings = 0
+        self.talks = 0
 
-    def hear(self, topic: str, word: str = "") -> list[str]:
+    def hear(self, word: str) -> list[str]:
         """What each rank says, after all have said it."""
-        self.store.set(f"{topic} {self.rank}", word)
-        return [self.store.get(f"{topic} {rank}").decode() for rank in range(self.num_ranks)]
+        self.talks += 1
+        self.store.set(f"{self.talks} {self.rank}", word)
+        return [self.store.get(f"{self.talks} {rank}").decode() for rank in range(self.num_ranks)]
 
-    def meet(self, topic: str) -> None:
+    def meet(self) -> None:
         """In another process group."""
         # Who is still connecting takes it for a failure if another rank is gone already.
-        self.hear(f"left after {topic}")
+        self.hear("leave")
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
-        self.meetings += 1
-        join_group(self.folder / f"group {self.meetings}", self.rank, self.num_ranks, _PATIENCE)
-        self.hear(f"met after {topic}")
+        join_group(self.folder / f"group {self.talks}", self.rank, self.num_ranks, _PATIENCE)
+        self.hear("met")
 
-    def go_on(self, topic: str, is_broken: bool) -> None:
+    def go_on(self, is_broken: bool) -> None:
         """In the same group if it is not broken on any rank."""
         if is_broken:  # the others, who may wait for a message, notice once nothing holds the connections
             dist.destroy_process_group()
             gc.collect()
-        if "broken" in self.hear(topic, "broken" if is_broken else "whole"):
-            self.meet(topic)
+        if "broken" in self.hear("broken" if is_broken else "whole"):
+            self.meet()
 
 
 def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
