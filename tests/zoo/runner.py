@@ -130,39 +130,55 @@ class Outcome(NamedTuple):
 def run_all(names: Iterable[str], folder: Path) -> None:
     """Train these models in all settings of this number of ranks; each rank writes a file of its outcomes.
 
-    A model after whose failure the ranks may be out of step leaves its process group to nobody.
+    After a failure the ranks may be out of step, so they go on in another process group.
     """
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     register_tables()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(str(folder / "outcomes"), num_ranks)
-    dist.destroy_process_group()
-    join_group(folder / "group", rank, num_ranks, _PATIENCE)
-    with (folder / f"{rank}.jsonl").open("w") as file:
-        number = 0
+    ranks = _Ranks(dist.get_rank(), dist.get_world_size(), folder)
+    ranks.meet()  # the group that was here first is not left by a rank that fails
+    with (folder / f"{ranks.rank}.jsonl").open("w") as file:
         for case in (case for case in CASES if case.name in names):
             torch.compiler.reset()
-            for setting in settings(case, num_ranks):
+            for setting in settings(case, ranks.num_ranks):
                 error, is_broken = outcome(case, setting)
                 file.write(json.dumps([case.name, str(setting), error]) + "\n")
                 file.flush()
-                _renew_group_if_broken(store, folder, number, is_broken)
-                number += 1
+                ranks.go_on(is_broken)
 
 
-def _renew_group_if_broken(store: dist.Store, folder: Path, number: int, is_broken: bool) -> None:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if is_broken:  # the others, who may wait for a message, notice once nothing holds its connections
-        dist.destroy_process_group()
+class _Ranks:
+    """The ranks, which talk beside their process group, too."""
+
+    def __init__(self, rank: int, num_ranks: int, folder: Path) -> None:
+        self.rank, self.num_ranks, self.folder = rank, num_ranks, folder
+        self.store = dist.FileStore(str(folder / "store"), num_ranks)
+        self.talks = 0
+
+    def hear(self, word: str) -> list[str]:
+        """What each rank says, after all have said it."""
+        self.talks += 1
+        self.store.set(f"{self.talks} {self.rank}", word)
+        return [self.store.get(f"{self.talks} {rank}").decode() for rank in range(self.num_ranks)]
+
+    def meet(self) -> None:
+        """In another process group."""
+        # Who is still connecting takes it for a failure if another rank is gone already.
+        self.hear("leave")
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()
-    store.set(f"{number} {rank}", str(is_broken))
-    if any(store.get(f"{number} {other}") == b"True" for other in range(num_ranks)):
-        if not is_broken:
+        join_group(self.folder / f"group {self.talks}", self.rank, self.num_ranks, _PATIENCE)
+        self.hear("met")
+
+    def go_on(self, is_broken: bool) -> None:
+        """In the same group if it is not broken on any rank."""
+        if is_broken:  # the others, who may wait for a message, notice once nothing holds the connections
             dist.destroy_process_group()
             gc.collect()
-        join_group(folder / f"group {number}", rank, num_ranks, _PATIENCE)
+        if "broken" in self.hear("broken" if is_broken else "whole"):
+            self.meet()
 
 
 def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
