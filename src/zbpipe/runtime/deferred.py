@@ -383,7 +383,7 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
     is_put_off = deferral.gradients.defer(pending)
-    deferral.is_accounted_for |= is_put_off or not deferral.gradients.is_recording
+    deferral.is_accounted_for |= not deferral.gradients.on_trial
     return Due.LATER if is_put_off else Due.NOW
 
 

@@ -127,30 +127,27 @@ class WeightGradients:
     def __init__(self) -> None:
         # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
         self._recording: list[PendingGradient] | None = None
-        self._on_trial = False
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether an I is running."""
-        return self._recording is not None
+        self.on_trial = False
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
         """Within, layers put their weight gradients off into the list that this gives.
 
-        On trial they compute them all the same, so that the list only shows what would wait.
+        On trial these are added at once, as W would do it, and the list only shows what would wait.
         """
         pending: list[PendingGradient] = []
-        self._recording, self._on_trial = pending, on_trial
+        self._recording, self.on_trial = pending, on_trial
         try:
             yield pending
         finally:
-            self._recording = None
+            self._recording, self.on_trial = None, False
 
     def defer(self, gradient: PendingGradient) -> bool:
-        """Take over `gradient`; False if it has to be computed now."""
+        """Take over `gradient`; False if nothing is recording and it has to be computed now."""
         if self._recording is None:
             return False
         gradient.versions = (gradient.x._version, gradient.dy._version)
         self._recording.append(gradient)
-        return not self._on_trial
+        if self.on_trial:
+            gradient.accumulate()
+        return True

@@ -222,6 +222,7 @@ class _SplitBackward(_torch.Stage):
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
             pending.clear()
+            _torch.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, pending)
         take_over(pending, _torch.received(self, bwd_chunk_id))
         self._pending[bwd_chunk_id] = pending
