@@ -113,7 +113,7 @@ def test_autocast_has_the_tolerance_of_its_dtype() -> None:
 def test_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulate = PendingGradient.accumulate
     monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=1.01 * self.dy)))
-    with pytest.raises(zbpipe.PipelineError, match=r"schedule all W last, .* stage 0, microbatch 1: ") as error:
+    with pytest.raises(zbpipe.PipelineError, match=r"schedule all W last, .* stage 0, microbatch 0: ") as error:
         zbpipe.check_gradients(model(), *batch(2), loss_fn)
     layers = {f"{block}.{layer}.weight" for block in (1, 2) for layer in ("up", "gate", "down", "twice")}
     report = mismatch(error).report
@@ -137,7 +137,7 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
     modules = model()
     wrong = modules[0][1].gate.weight  # type: ignore[index, union-attr]
     monkeypatch.setattr(PendingGradient, "accumulate", in_place(lambda pending: pending.weight is wrong))
-    with pytest.raises(zbpipe.PipelineError, match=r"0W1: .*: 1\.gate\.weight 2\. Please report this") as error:
+    with pytest.raises(zbpipe.PipelineError, match=r"0W0: .*: 1\.gate\.weight 2\. Please report this") as error:
         zbpipe.check_gradients(modules, *batch(2), loss_fn)
     assert mismatch(error).report.off() == [(0, "1.gate.weight")]
 
@@ -460,7 +460,7 @@ def test_two_ranks_end_with_the_same_report() -> None:
 def test_all_ranks_hear_of_a_mismatch() -> None:
     first, second = endings(2, checked_on_two_ranks, True, group_timeout=60, timeout=60)
     wrong = (
-        r"rank 1, schedule ZBH1, step \d+ of \d+, 1W1: GradientMismatchError: stage 1, microbatch 1: .*"
+        r"rank 1, schedule ZBH1, step \d+ of \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
         r" above 1e-04: 2\.weight 2\. Please report this"
     )
     assert re.search(f"PipelineError: {wrong}", second.error or ""), second
