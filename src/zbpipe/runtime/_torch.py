@@ -517,9 +517,13 @@ def is_transformed() -> bool:
     )
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def storage_of(tensor: Tensor) -> int | None:
     """Which memory it lies in; None where that is not for us to see, as for results of collectives under way."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.untyped_storage()._cdata if type(local) is Tensor else None
 
 
@@ -529,13 +533,12 @@ Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
 
 def memory_of(tensors: Iterable[Tensor]) -> Memory:
     """Of all of them, in their order."""
-    local = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
-    return tuple(ref(each.untyped_storage()) for each in local)
+    return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
 def num_tensors(tensor: Tensor) -> int:
     """How many it makes in its memory: a view keeps the tensor that it is a view of."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return 1 if local._base is None else 2
 
 
