@@ -386,6 +386,7 @@ def test_gradients_that_are_not_finite() -> None:
 def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     modules = [restless(index, "none") for index in range(2)]
     schedule: Any = zbv(modules, 2)
+    learn_shapes(schedule, modules)
     tokens, targets = batch(2)
     schedule.step(tokens, target=targets)
     tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
