@@ -21,9 +21,11 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
 
 import zbpipe
 from zbpipe import cli, costs_file
-from zbpipe.titan import demo, launch, options
+from zbpipe.runtime.options import ForTorch, Options
+from zbpipe.titan import demo, launch
 from zbpipe.titan.check import check
 from zbpipe.titan.launch import Outcome, train_on_cpu
+from zbpipe.titan.options import parse
 
 pytest.importorskip("torchtitan")
 TIMEOUT = 200
@@ -121,7 +123,7 @@ def checked(**options_given: Any) -> None:
         pipeline_parallel_microbatch_size=1,
     )
     training = SimpleNamespace(local_batch_size=4, steps=10)
-    check(SimpleNamespace(parallelism=parallelism, training=training), options.Options(**options_given))
+    check(SimpleNamespace(parallelism=parallelism, training=training), Options(**options_given))
 
 
 def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +148,11 @@ def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.M
 
 def write_into(file: str) -> bool:
     prepare()
-    from zbpipe.titan import monitor
+    from zbpipe.runtime import job
 
     costs = costs_file.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
-    with mock.patch.object(monitor.logger, "warning") as warned:
-        monitor.write_costs(costs, file)
+    with mock.patch.object(job.logger, "warning") as warned:
+        job.write_costs(costs, file)
     return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
 
 
@@ -171,17 +173,17 @@ def wrong_tables() -> dict[str, str]:
 
 
 def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert options.parse(["--training.steps", "3"]) == (options.Options(), ["--training.steps", "3"])
-    found, rest = options.parse(["--a", "--zbpipe.split-backward", "strict", "b", "--zbpipe.defer-loss"])
-    assert (found, rest) == (options.Options("strict", defer_loss=True), ["--a", "b"])
+    assert parse(["--training.steps", "3"]) == (Options(), ["--training.steps", "3"])
+    found, rest = parse(["--a", "--zbpipe.split-backward", "strict", "b", "--zbpipe.defer-loss"])
+    assert (found, rest) == (Options("strict", defer_loss=True), ["--a", "b"])
     given = ["defer-pp-recv on", "max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
     words = [word for each in given for word in f"--zbpipe.{each}".split()]
-    found, _ = options.parse([*words, "--zbpipe.defer-reduce-grad-wait"])
-    assert found.for_torch == options.ForTorch(True, 2, (1, 2), True, 3)
+    found, _ = parse([*words, "--zbpipe.defer-reduce-grad-wait"])
+    assert found.for_torch == ForTorch(True, 2, (1, 2), True, 3)
     assert not found.need_zbpipes_schedule()
-    assert options.parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
-    assert options.parse(["--zbpipe.defer-pp-recv", "auto"])[0].for_torch.given() == {}
-    assert options.parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
+    assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
+    assert parse(["--zbpipe.defer-pp-recv", "auto"])[0].for_torch.given() == {}
+    assert parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
     for wrong in (
         ["--zbpipe.defer"],
         ["--zbpipe.split-backward", "half"],
@@ -191,7 +193,7 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
         ["--zbpipe.check-gradients", "0"],
     ):
         with pytest.raises(SystemExit):
-            options.parse(wrong)
+            parse(wrong)
         assert wrong[-1].split(",")[-1] in capsys.readouterr().err
 
 

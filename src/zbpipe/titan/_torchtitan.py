@@ -24,13 +24,12 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from zbpipe.registry import Traits, lookup
-from zbpipe.runtime import _torch, agreement
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.build import build_pipeline_schedule, require_splittable
+from zbpipe.runtime import _torch, agreement, job
+from zbpipe.runtime.build import require_splittable
+from zbpipe.runtime.options import Options
 from zbpipe.runtime.products import GROUPED_MM
 from zbpipe.titan import monitor
 from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
-from zbpipe.titan.options import Options
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
 
@@ -50,7 +49,8 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
             require_splittable(built[0], parallelism.pipeline_parallel_schedule)
         # Of all ranks, whatever they run: of one that has torch's 1F1B, one that has ZBV would wait for messages.
         agreement.require_same(built[0], parallelism.pipeline_parallel_schedule, None, kwargs["device"])
-        add_metrics(monitor.attach(built[0], options), parallelism.pipeline_parallel_schedule)
+        job.attach(built[0], options)
+        add_metrics(monitor.PipelineMetrics(built[0]), parallelism.pipeline_parallel_schedule)
         return built
 
     return pipeline
@@ -117,18 +117,14 @@ def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
                 f"{n_microbatches} microbatches are less than the {stages[0].num_stages} stages, so the pipeline never"
                 " fills: raise training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size"
             )
-        own = {} if traits.source == "torch" else options.for_zbpipe()
-        if traits.name == AutoSchedule.schedule_name:
-            own |= options.for_auto()
-            own["measured"] = lambda costs: monitor.write_costs(costs, options.costs_out)
-        built = build_pipeline_schedule(
-            traits.name,
+        built = job.build(
+            traits,
             stages,
             n_microbatches,
             lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
+            options,
             scale_grads=False,
             backward_requires_autograd=backward_requires_autograd,
-            **options.for_torch.given() | own,
         )
         if getattr(built, "receives_late", False):
             logger.info("Messages are received late, shortly before they are needed")

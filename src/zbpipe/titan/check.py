@@ -11,8 +11,8 @@ from zbpipe.registry import Traits, lookup
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import require_options
 from zbpipe.runtime.checks import require_writable
+from zbpipe.runtime.options import Options
 from zbpipe.runtime.profiler import WARM_UP
-from zbpipe.titan.options import Options
 from zbpipe.validate import require_valid
 
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")

@@ -1,4 +1,4 @@
-"""What a TorchTitan run learns about its pipeline while it trains: gradients, costs, a trace of one step, metrics."""
+"""How busy the pipeline was, for TorchTitan's metrics."""
 
 from __future__ import annotations
 
@@ -6,48 +6,10 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-import torch.distributed as dist
-from torchtitan.tools.logging import logger
-
-from zbpipe import costs_file
-from zbpipe.costs_file import JobCosts
 from zbpipe.runtime import _torch
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.gradient_check import GradientCheck
-from zbpipe.runtime.profiler import Links, Profiler, measure_links
+from zbpipe.runtime.profiler import Links, measure_links
 from zbpipe.runtime.recording import StepRecord, Wanted, watch
-from zbpipe.runtime.trace import timelines, trace
-from zbpipe.titan.options import Options
-from zbpipe.views import report
-
-
-def attach(schedule: _torch.PipelineSchedule, options: Options) -> PipelineMetrics:
-    """Measure and check what `options` ask for; `AutoSchedule` profiles by itself."""
-    if options.check_gradients:
-        GradientCheck(schedule, options.check_gradients)
-    if options.profile_steps and not isinstance(schedule, AutoSchedule):
-        Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
-    if options.trace:
-        trace(schedule, options.trace, options.trace_step, done=logger.info)
-    return PipelineMetrics(schedule)
-
-
-def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Show what was measured in the log of the first rank, and write it as a cost file if there is to be one.
-
-    A file that cannot be written is a warning, for the job has nothing to do with it.
-    """
-    if dist.get_rank() != 0:
-        return
-    logger.info("measured costs:\n%s", report.costs(costs))
-    if not file:
-        return
-    try:
-        costs_file.dump(costs, file)
-    except OSError as error:
-        logger.warning("they cannot be written: %s", error)
-    else:
-        logger.info("wrote them to %s; `zbpipe plan --costs-file` takes it", file)
+from zbpipe.runtime.trace import timelines
 
 
 class PipelineMetrics:

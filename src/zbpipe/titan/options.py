@@ -4,58 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
 
-from zbpipe.runtime.stages import SplitBackward
+from zbpipe.runtime.options import Options, add_arguments, from_arguments
 
-
-@dataclass(frozen=True)
-class ForTorch:
-    """Options of torch's schedules, TorchTitan's as well as zbpipe's; None leaves the schedule's default."""
-
-    defer_pp_recv: bool | None = None
-    max_active_stages: int | None = None
-    unshard_lookahead: str | tuple[int, ...] | None = None
-    defer_reduce_grad_wait: bool | None = None
-    max_outstanding_sends: int | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Those that the user gave."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a job says about its schedule, beside the schedule's name."""
-
-    split_backward: SplitBackward = "deferred"
-    defer_loss: bool = False
-    for_torch: ForTorch = field(default_factory=ForTorch)
-    profile_steps: int | None = None
-    """How many steps to time; None measures nothing, or with `Auto` its usual number."""
-    costs_out: str | None = None
-    """File for what was measured."""
-    memory_limit: float | None = None
-    """For `Auto`."""
-    trace: str | None = None
-    """File for a trace of one step."""
-    trace_step: int = 3
-    check_gradients: int | None = None
-    """In how many steps the split is compared with an ordinary backward; None compares nothing."""
-
-    def for_zbpipe(self) -> dict[str, Any]:
-        """What only zbpipe's schedules take, as keyword arguments."""
-        return {"split_backward": self.split_backward, "defer_loss": self.defer_loss}
-
-    def for_auto(self) -> dict[str, Any]:
-        """What only `Auto` takes, as keyword arguments."""
-        given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def need_zbpipes_schedule(self) -> bool:
-        """Whether something is asked for that torch's own schedules do not have."""
-        return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
+_PREFIX = "--zbpipe."
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
@@ -63,56 +15,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
     An unknown argument that begins with `--zbpipe.` ends the program with an error, as TorchTitan's parser does.
     """
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog="zbpipe.titan.train", allow_abbrev=False, add_help=False)
+    add_arguments(parser, _PREFIX)
     found, rest = parser.parse_known_args(arguments)
     for argument in rest:
-        if argument.startswith("--zbpipe."):
+        if argument.startswith(_PREFIX):
             parser.error(f"unknown argument {argument}")
-    values = vars(found)
-    for_torch = ForTorch(**{name: values.pop(name) for name in ForTorch.__dataclass_fields__})
-    return Options(**values, for_torch=for_torch), rest
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zbpipe.titan.train", allow_abbrev=False, add_help=False)
-
-    def add(name: str, **how: Any) -> None:
-        parser.add_argument(f"--zbpipe.{name.replace('_', '-')}", dest=name, **how)
-
-    add("split_backward", choices=get_args(SplitBackward), default="deferred")
-    add("defer_loss", action="store_true")
-    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off")
-    add("max_active_stages", type=_count)
-    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...")
-    add("defer_reduce_grad_wait", action="store_true", default=None)
-    add("max_outstanding_sends", type=_count)
-    add("profile_steps", type=_positive, metavar="N")
-    add("costs_out", metavar="FILE")
-    add("memory_limit", type=float, metavar="MICROBATCHES")
-    add("check_gradients", type=_positive, metavar="N")
-    add("trace", metavar="FILE")
-    add("trace_step", type=_positive, default=Options.trace_step, metavar="N")
-    return parser
-
-
-def _on_or_off(text: str) -> bool | None:
-    try:
-        return {"auto": None, "on": True, "off": False}[text]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not _count(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
-def _lookahead(text: str) -> str | tuple[int, ...]:
-    return text if text in ("full", "auto") else tuple(map(_count, text.split(",")))
+    return from_arguments(vars(found)), rest

@@ -1,0 +1,109 @@
+"""What a job says about its schedule beside the schedule's name, in Python and on a command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, get_args
+
+from zbpipe.runtime.stages import SplitBackward
+
+
+@dataclass(frozen=True)
+class ForTorch:
+    """Options that torch's schedules take as well as zbpipe's; None leaves the schedule's default."""
+
+    defer_pp_recv: bool | None = None
+    max_active_stages: int | None = None
+    unshard_lookahead: str | tuple[int, ...] | None = None
+    defer_reduce_grad_wait: bool | None = None
+    max_outstanding_sends: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that the user gave."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a job says about its schedule, beside the schedule's name."""
+
+    split_backward: SplitBackward = "deferred"
+    defer_loss: bool = False
+    for_torch: ForTorch = field(default_factory=ForTorch)
+    profile_steps: int | None = None
+    """How many steps to time; None measures nothing, or with `Auto` its usual number."""
+    costs_out: str | None = None
+    """File for what was measured."""
+    memory_limit: float | None = None
+    """For `Auto`."""
+    trace: str | None = None
+    """File for a trace of one step."""
+    trace_step: int = 3
+    check_gradients: int | None = None
+    """In how many steps the split is compared with an ordinary backward; None compares nothing."""
+
+    def for_zbpipe(self) -> dict[str, Any]:
+        """What only zbpipe's schedules take, as keyword arguments."""
+        return {"split_backward": self.split_backward, "defer_loss": self.defer_loss}
+
+    def for_auto(self) -> dict[str, Any]:
+        """What only `Auto` takes, as keyword arguments."""
+        given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def need_zbpipes_schedule(self) -> bool:
+        """Whether something is asked for that torch's own schedules do not have."""
+        return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
+
+
+def from_arguments(values: Mapping[str, Any]) -> Options:
+    """The options among the parsed `values` of a parser that has `add_arguments`."""
+    for_torch = ForTorch(**{each.name: values[each.name] for each in fields(ForTorch)})
+    own = {each.name: values[each.name] for each in fields(Options) if each.name != "for_torch"}
+    return Options(**own, for_torch=for_torch)
+
+
+def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
+    """Make `parser` take an argument for each option."""
+
+    def add(name: str, **how: Any) -> None:
+        parser.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
+
+    add("split_backward", choices=get_args(SplitBackward), default="deferred")
+    add("defer_loss", action="store_true")
+    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off")
+    add("max_active_stages", type=_count)
+    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...")
+    add("defer_reduce_grad_wait", action="store_true", default=None)
+    add("max_outstanding_sends", type=_count)
+    add("profile_steps", type=_positive, metavar="N")
+    add("costs_out", metavar="FILE")
+    add("memory_limit", type=float, metavar="MICROBATCHES")
+    add("check_gradients", type=_positive, metavar="N")
+    add("trace", metavar="FILE")
+    add("trace_step", type=_positive, default=Options.trace_step, metavar="N")
+
+
+def _on_or_off(text: str) -> bool | None:
+    try:
+        return {"auto": None, "on": True, "off": False}[text]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _lookahead(text: str) -> str | tuple[int, ...]:
+    return text if text in ("full", "auto") else tuple(map(_count, text.split(",")))
