@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,17 +13,113 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import costs_file
 from zbpipe.costs_file import JobCosts
+from zbpipe.ir import OpKind
 from zbpipe.registry import Traits
 from zbpipe.runtime import _torch
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
+from zbpipe.runtime.build import build_pipeline_schedule, require_options
+from zbpipe.runtime.checks import require_writable
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.profiler import Profiler
+from zbpipe.runtime.profiler import WARM_UP, Profiler
 from zbpipe.runtime.trace import trace
 from zbpipe.views import report
 
+Spell = Callable[[str], str]
+"""How the user wrote an option, by its name."""
+
 logger = logging.getLogger(__name__)
+
+
+def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: bool = True) -> None:
+    """Refuse options that are not made for the schedule, or name a file that cannot be written.
+
+    Args:
+        traits: of the schedule.
+        options: those of the job.
+        spell: for the messages.
+        will_run: False for a job without a pipeline, which needs no files.
+
+    Raises:
+        ValueError: the first of them.
+    """
+    name, is_auto = traits.name, traits.name == AutoSchedule.schedule_name
+    require_options(name, options.for_torch.given())
+    if traits.source == "torch" and options.need_zbpipes_schedule():
+        raise ValueError(
+            f"of zbpipe's options only those that torch has, too, fit torch's {name}: leave the others out, such as"
+            f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
+            " schedules, for example ZBH1, which has the memory of 1F1B"
+        )
+    if not will_run:
+        return
+    if options.memory_limit is not None and not is_auto:
+        raise ValueError(f"{spell('memory_limit')} is for the schedule Auto, not for {name}: leave it out")
+    if options.costs_out and not (options.profile_steps or is_auto):
+        raise ValueError(
+            f"{spell('costs_out')} {options.costs_out} has nothing to write with {name}: say with"
+            f" {spell('profile_steps')} how many steps to measure, or use the schedule Auto"
+        )
+    _require_files(options, spell)
+
+
+def require_size(
+    traits: Traits, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
+) -> None:
+    """Refuse options that do not fit a job of this size.
+
+    Args:
+        traits: of the schedule.
+        options: those of the job, which make sense for the schedule.
+        num_ranks: of the pipeline.
+        n_microbatches: of a step.
+        steps: that the job will train; None where that is not known.
+        spell: for the messages.
+
+    Raises:
+        ValueError: a memory limit that is too low, times of I and W from a schedule that has none, or more steps to
+            look at than the job has.
+    """
+    if options.memory_limit is not None:
+        start_within(options.memory_limit, traits.place(num_ranks), n_microbatches)
+    if options.profile_steps and not _runs_i_and_w(traits, num_ranks, n_microbatches):
+        raise ValueError(
+            f"{spell('profile_steps')} times I and W, but {traits.name} runs whole backwards: measure with one of"
+            " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
+        )
+    for option, needed in _steps_needed(traits, options).items():
+        if steps is not None and needed > steps:
+            raise ValueError(
+                f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
+            )
+
+
+def _steps_needed(traits: Traits, options: Options) -> dict[str, int]:
+    measures = traits.name == AutoSchedule.schedule_name and options.costs_out
+    timed = options.profile_steps or (USUAL_STEPS if measures else 0)
+    return {
+        "profile_steps": timed + WARM_UP + 1 if timed else 0,
+        "trace_step": options.trace_step if options.trace else 0,
+        "check_gradients": options.check_gradients or 0,
+    }
+
+
+def _runs_i_and_w(traits: Traits, num_ranks: int, n_microbatches: int) -> bool:
+    return any(op.kind is OpKind.I for ops in traits.generate(num_ranks, n_microbatches) for op in ops)
+
+
+def _require_files(options: Options, spell: Spell) -> None:
+    for option, file in {"costs_out": options.costs_out, "trace": options.trace}.items():
+        if file is None:
+            continue
+        try:
+            if option == "costs_out":
+                costs_file.require_ending(file)
+            # The others write none, and may be on machines without that folder.
+            if os.environ.get("RANK", "0") == "0":
+                require_writable(file)
+        except ValueError as error:
+            raise ValueError(f"{spell(option)}: {error}") from None
 
 
 def build(
