@@ -369,13 +369,20 @@ def part_in_ddp(stage: nn.Sequential) -> None:
     stage[1] = DistributedDataParallel(stage[1])
 
 
-def part_fully_sharded(stage: nn.Sequential) -> None:
-    fully_shard(stage[1], mesh=init_device_mesh("cpu", (1,)))
-
-
-@pytest.mark.parametrize("wrap", [by_ddp, part_by_ddp, part_in_ddp, part_fully_sharded])
-def test_what_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize("split", ["deferred", "autograd"])
+def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split: str) -> None:
     """torch's stages put the reduction off for a stage that is an FSDP module as a whole, and for nothing else."""
+    modules = [build_stage(0, 2), build_stage(1, 2)]
+    fully_shard(modules[0][1], mesh=init_device_mesh("cpu", (1,)))
+    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
+    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward=split)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(zbpipe.PipelineError, match=r"stage 0 has parts in fully_shard but is not itself"):
+        schedule.step(tokens, target=tokens)
+
+
+@pytest.mark.parametrize("wrap", [by_ddp, part_by_ddp, part_in_ddp])
+def test_ddp_which_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
     modules = [build_stage(0, 2), build_stage(1, 2)]
     wrap(modules[0])
     stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]

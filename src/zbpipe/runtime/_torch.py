@@ -613,6 +613,23 @@ def is_fsdp(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def reduces_gradients(module: nn.Module) -> bool:
+    """Whether FSDP2 reduces gradients at the end of a backward of `module` or of a part of it."""
+    groups = (group for part in filter(is_fsdp, module.modules()) for group in _fsdp_groups(part))
+    return any(group.reduce_grads for group in groups)
+
+
+def has_own_backward(stage: Stage) -> str:
+    """The name of what a framework has put in the place of the stage's backward; empty for torch's own."""
+    own = vars(stage).get("backward_maybe_with_nosync")
+    return getattr(own, "__qualname__", repr(own)) if own else ""
+
+
+def end_backward(stage: Stage, is_last: bool) -> None:
+    """Have a framework's backward do what it does after a W: there is nothing left to compute for it."""
+    stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)
+
+
 def settle_gradients(module: nn.Module) -> None:
     """Let FSDP2 take over what was added to the `.grad` of unsharded parameters outside of a backward.
 
@@ -631,8 +648,12 @@ _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
     """FSDP2's own view of those parameters in `module` that were unsharded before."""
     for part in filter(is_fsdp, module.modules()):
-        for group in part._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for group in _fsdp_groups(part):
             yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+
+
+def _fsdp_groups(part: nn.Module) -> Iterable[Any]:
+    return part._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, no-any-return]
 
 
 REDUCED = " (reduced)"

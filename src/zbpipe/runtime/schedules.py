@@ -87,7 +87,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self._lowered: dict[Schedule, _torch.Lists] = {}
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
-        self._looked_for_ties = False
+        self._looked_at_models = False
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
@@ -144,9 +144,11 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
                 stage = self._stages[0]
                 agreement.require_same(self, self.schedule.name, stage.group, stage.device)
                 self._is_agreed = True
-            if self._has_backward and not self._looked_for_ties:
+            if self._has_backward and not self._looked_at_models:
+                if _torch.has_split_backward(self):
+                    split.require_no_early_reduction(self._stages)
                 ties.warn_if_parted(self._stages, self._placement)
-                self._looked_for_ties = True
+                self._looked_at_models = True
             super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 

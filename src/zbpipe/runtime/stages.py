@@ -46,7 +46,7 @@ def split_backward(
             " 'autograd' (torch's own)"
         )
     for stage in stages:
-        _refuse_early_reduction(stage)
+        _refuse_hooks_that_reduce(stage)
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
@@ -67,20 +67,42 @@ def product_dtypes(stage: _torch.Stage) -> frozenset[torch.dtype]:
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
 
-def _refuse_early_reduction(stage: _torch.Stage) -> None:
-    """torch's stages put the reduction of gradients off until W only if the stage as a whole is an FSDP module."""
-    parts = list(stage.submod.modules())
-    if any(map(_torch.reduces_in_hooks, parts)):
+def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
+    if any(map(_torch.reduces_in_hooks, stage.submod.modules())):
         raise ValueError(
             f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
             " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
             " schedule without I and W"
         )
-    if any(map(_torch.is_fsdp, parts)) and not _torch.is_fsdp(stage.submod):
-        raise ValueError(
-            f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
-            " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
-            " without I and W"
+
+
+def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
+    """Refuse stages of which FSDP would reduce gradients in I, before W adds to them.
+
+    torch's stages put the reduction off only where the stage as a whole is an FSDP module. A framework may see to the
+    parts by a backward of its own, which it gives the stages after the schedule was built. So call this when the first
+    step begins; what such a backward does is looked at after each I.
+
+    Raises:
+        ValueError: a stage has parts in `fully_shard`, but is not itself, and runs torch's own backward.
+    """
+    for stage in stages:
+        if _torch.has_own_backward(stage) or _torch.is_fsdp(stage.submod):
+            continue
+        if any(map(_torch.is_fsdp, stage.submod.modules())):
+            raise ValueError(
+                f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
+                " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
+                " without I and W"
+            )
+
+
+def _require_not_reduced(stage: _torch.Stage, backward: str) -> None:
+    if _torch.reduces_gradients(stage.submod):
+        raise RuntimeError(
+            f"stage {stage.stage_index}: {backward}, which stands in the place of torch's backward, has FSDP reduce"
+            " gradients after every microbatch, in I, before W adds to them: have it reduce once a step (NeMo AutoModel:"
+            " defer_fsdp_grad_sync=True), or use a schedule without I and W"
         )
 
 
@@ -218,6 +240,8 @@ class _SplitBackward(_torch.Stage):
         on_trial = self._num_split == 0
         with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
+        if own := _torch.has_own_backward(self):
+            _require_not_reduced(self, own)
         if on_trial:
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
@@ -241,6 +265,8 @@ class _SplitBackward(_torch.Stage):
         while pending:
             pending.pop().accumulate()
         _torch.settle_gradients(self.submod)
+        if _torch.has_own_backward(self):
+            _torch.end_backward(self, last_backward)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once, also of parameters that other stages of this rank share: the last one does it."""
