@@ -15,6 +15,7 @@ from zbpipe.simulate import Timeline, simulate
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.frameworks.installation import install, uninstall
     from zbpipe.planner.layers import LayerPlan, plan_layers
     from zbpipe.planner.plan import Plan, plan
     from zbpipe.runtime.auto import AutoSchedule
@@ -69,16 +70,19 @@ __all__ = [
     "build_pipeline_schedule",
     "check_gradients",
     "generate",
+    "install",
     "plan",
     "plan_layers",
     "register",
     "simulate",
     "stage_indices",
+    "uninstall",
     "validate",
 ]
 
 
 _LATER = {
+    "frameworks.installation": ("install", "uninstall"),
     "planner.layers": ("LayerPlan", "plan_layers"),
     "planner.plan": ("Plan", "plan"),
     "runtime.auto": ("AutoSchedule",),

@@ -44,6 +44,11 @@ class Options:
     check_gradients: int | None = None
     """In how many steps the split is compared with an ordinary backward; None compares nothing."""
 
+    def given(self) -> dict[str, Any]:
+        """All that differ from the defaults, those of `for_torch` beside the others."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "for_torch"}
+        return {name: value for name, value in own.items() if value != getattr(Options, name)} | self.for_torch.given()
+
     def for_zbpipe(self) -> dict[str, Any]:
         """What only zbpipe's schedules take, as keyword arguments."""
         return {"split_backward": self.split_backward, "defer_loss": self.defer_loss}
@@ -71,19 +76,24 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
     def add(name: str, **how: Any) -> None:
         parser.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
 
-    add("split_backward", choices=get_args(SplitBackward), default="deferred")
-    add("defer_loss", action="store_true")
-    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off")
-    add("max_active_stages", type=_count)
-    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...")
-    add("defer_reduce_grad_wait", action="store_true", default=None)
-    add("max_outstanding_sends", type=_count)
-    add("profile_steps", type=_positive, metavar="N")
-    add("costs_out", metavar="FILE")
-    add("memory_limit", type=float, metavar="MICROBATCHES")
-    add("check_gradients", type=_positive, metavar="N")
-    add("trace", metavar="FILE")
-    add("trace_step", type=_positive, default=Options.trace_step, metavar="N")
+    add(
+        "split_backward",
+        choices=get_args(SplitBackward),
+        default=Options.split_backward,
+        help="zbpipe's split of the backward, the same or an error where nothing can wait, or torch's own",
+    )
+    add("defer_loss", action="store_true", help="W of what the loss itself computes waits, too")
+    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off", help="receive late; auto does so on AMD's GPUs")
+    add("max_active_stages", type=_count, metavar="N", help="torch's: stages whose weights FSDP holds together")
+    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...", help="torch's: how early FSDP gathers")
+    add("defer_reduce_grad_wait", action="store_true", default=None, help="torch's: wait late for FSDP's reductions")
+    add("max_outstanding_sends", type=_count, metavar="N", help="torch's: sends that a rank does not wait for")
+    add("profile_steps", type=_positive, metavar="N", help="measure what the stages cost, in so many steps")
+    add("costs_out", metavar="FILE", help="where to write what was measured: .json or .toml")
+    add("memory_limit", type=float, metavar="MICROBATCHES", help="for Auto: activations that a rank may hold")
+    add("check_gradients", type=_positive, metavar="N", help="compare the split with a full backward in N steps")
+    add("trace", metavar="FILE", help="where to write what every rank did in one step, for Perfetto")
+    add("trace_step", type=_positive, default=Options.trace_step, metavar="N", help="which step that is")
 
 
 def _on_or_off(text: str) -> bool | None:

@@ -101,8 +101,8 @@ def _require_not_reduced(stage: _torch.Stage, backward: str) -> None:
     if _torch.reduces_gradients(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which stands in the place of torch's backward, has FSDP reduce"
-            " gradients after every microbatch, in I, before W adds to them: have it reduce once a step (NeMo AutoModel:"
-            " defer_fsdp_grad_sync=True), or use a schedule without I and W"
+            " gradients after every microbatch, in I, before W adds to them: have it reduce once a step (NeMo"
+            " AutoModel: defer_fsdp_grad_sync=True), or use a schedule without I and W"
         )
 
 

@@ -1,0 +1,76 @@
+"""The class that a framework gets for a schedule's name, and which it looks at before it builds any stage.
+
+Frameworks on torch's schedules all do the same. They give a rank one stage if the class is a `PipelineScheduleSingle`
+and two or more otherwise, place them in a V if it is `ScheduleZBVZeroBubble`, and at last call it. So each of zbpipe's
+schedules shows them such a class; calling it builds zbpipe's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABCMeta
+from typing import Any, cast
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleZBVZeroBubble,
+)
+
+from zbpipe.ir import Placement
+from zbpipe.registry import Traits
+from zbpipe.runtime import _torch, checks, job
+from zbpipe.runtime.options import Options
+
+
+class Face(ABCMeta):
+    """Classes that stand for a schedule: equal to torch's V-shaped one where the schedule is a V."""
+
+    traits: Traits
+    options: Options
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
+        """zbpipe's schedule in the place of an object of this class; the arguments are those of torch's class.
+
+        Raises:
+            ValueError: stages that do not fit the schedule, or options that do not fit the job.
+        """
+        torchs = cls.__bases__[0]
+        names = list(inspect.signature(torchs).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        stages = checks.in_order(given.pop(names[0], ()), cls.traits.name)
+        n_microbatches, loss_fn = given.pop("n_microbatches"), given.pop("loss_fn", None)
+        job.require_size(cls.traits, cls.options, stages[0].group_size, n_microbatches, None, str)
+        built = job.build(cls.traits, stages, n_microbatches, loss_fn, cls.options, **given)
+        job.attach(built, cls.options)
+        return built
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (other is ScheduleZBVZeroBubble and ScheduleZBVZeroBubble in cls.__bases__)
+
+    def __hash__(cls) -> int:
+        return hash(cls.__bases__[0])
+
+
+def face_of(traits: Traits, options: Options) -> type[_torch.PipelineSchedule]:
+    """What frameworks are to see of a schedule of zbpipe's.
+
+    Args:
+        traits: of the schedule.
+        options: for the schedule, beside what the framework gives.
+    """
+    name = "ScheduleFromFile" if traits.table else f"Schedule{traits.name}"
+    face = Face(name, (_nearest(traits),), {"traits": traits, "options": options, "__module__": __name__})
+    return cast(type[_torch.PipelineSchedule], face)
+
+
+def _nearest(traits: Traits) -> type[_torch.PipelineSchedule]:
+    """Which of torch's classes has frameworks place the stages as the schedule does, as far as one has."""
+    if traits.stages_per_rank == 1:
+        return PipelineScheduleSingle
+    is_v = traits.placement == "v" if traits.table is None else _is_v(traits.table.placement)
+    return ScheduleZBVZeroBubble if is_v and traits.stages_per_rank == 2 else PipelineScheduleMulti
+
+
+def _is_v(placement: Placement) -> bool:
+    return placement == Placement.v(placement.num_ranks, 2)

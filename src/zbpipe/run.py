@@ -1,0 +1,78 @@
+"""`python -m zbpipe.run`: a script that cannot be changed, with one of zbpipe's schedules.
+
+    torchrun ... -m zbpipe.run --schedule ZBV -- script.py its arguments
+    torchrun ... -m zbpipe.run --schedule ZBV -- -m package.module its arguments
+
+The job gets that schedule whatever it asks torch for by name. Without `--schedule` it gets what it asks for, and
+zbpipe's names are known, too. The options are those of `zbpipe.install`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from zbpipe.frameworks.installation import asked_for, install
+from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.options import add_arguments, from_arguments
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Install zbpipe's schedules, then run the script or module as `python` would."""
+    parser = _parser()
+    found = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    target = found.target[1:] if found.target[:1] == ["--"] else found.target
+    is_module = target[:1] == ["-m"]
+    target = target[1:] if is_module else target
+    if not target:
+        parser.error("name the script to run, or -m and a module: python -m zbpipe.run --schedule ZBV -- script.py")
+    if not is_module and not Path(target[0]).is_file():
+        parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
+    options = from_arguments(vars(found))
+    try:
+        install(found.schedule, everywhere=found.schedule is not None, **options.given())
+    except ValueError as error:
+        parser.error(str(error))
+    with told_to_other_ranks():
+        _run(target, is_module)
+    if found.schedule is not None and not asked_for():
+        _say(
+            f"the job has never asked torch for a schedule by its name, so {found.schedule} was not used: where it"
+            " names torch's class itself, have it call zbpipe.build_pipeline_schedule instead"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zbpipe.run",
+        description="Run a training script with one of zbpipe's schedules.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--schedule", metavar="NAME", help="zbpipe's or torch's name, or the path of a .csv file")
+    add_arguments(parser)
+    parser.add_argument(
+        "target", nargs=argparse.REMAINDER, metavar="-- script.py | -m module", help="and its arguments"
+    )
+    return parser
+
+
+def _run(target: list[str], is_module: bool) -> None:
+    sys.argv = target
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(target[0]).resolve().parent))
+        runpy.run_path(target[0], run_name="__main__")
+
+
+def _say(words: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zbpipe: {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

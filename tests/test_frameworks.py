@@ -1,0 +1,305 @@
+"""`zbpipe.install()` and `python -m zbpipe.run`, in a framework that knows no schedule but torch's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from models import build_stage, loss_fn
+from ranks import run_ranks
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+)
+
+import zbpipe
+from zbpipe import registry
+
+HERE = Path(__file__).parent
+TORCHS = schedules.get_schedule_class
+RANKS = 2
+MODULE = "toy_framework"
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    yield
+    zbpipe.uninstall()
+    assert schedules.get_schedule_class is TORCHS
+
+
+def test_every_name_in_any_case() -> None:
+    zbpipe.install()
+    ask = schedules.get_schedule_class
+    for name, traits in registry.schedules().items():
+        for written in (name, name.upper()):
+            if traits.source == "torch":
+                assert ask(written) is TORCHS(written)
+            else:
+                assert ask(written).__name__ == f"Schedule{traits.name}"
+    assert ask("PipelineScheduleSingle") is PipelineScheduleSingle
+    assert ask("auto") is ask("Auto")
+    with pytest.raises(ValueError, match=r"unknown schedule 'ZBX'; did you mean 'ZBV'\?"):
+        ask("ZBX")
+
+
+@pytest.mark.parametrize("name", ["ZBV", "VHalf", "VMin", "Auto", "v.csv"])
+def test_v_schedules_look_as_torchs_v(name: str, tmp_path: Path) -> None:
+    zbpipe.install()
+    shown = schedules.get_schedule_class(written(name, tmp_path))
+    assert issubclass(shown, PipelineScheduleMulti)
+    assert not issubclass(shown, PipelineScheduleSingle)
+    assert shown in (ScheduleDualPipeV, ScheduleZBVZeroBubble)
+    assert shown == ScheduleZBVZeroBubble
+    assert ScheduleZBVZeroBubble == shown
+    assert {ScheduleZBVZeroBubble: "v"}.get(shown, "loop") == "v"
+    assert shown not in (ScheduleDualPipeV, Schedule1F1B)
+    assert ScheduleZBVZeroBubble is TORCHS("ZBVZeroBubble")
+    assert shown != schedules.get_schedule_class("VHalf") or name == "VHalf"
+
+
+@pytest.mark.parametrize("name", ["ZBH1", "ZBH2", "ZB1P", "ZB2P", "one.csv"])
+def test_one_stage_schedules_look_as_such(name: str, tmp_path: Path) -> None:
+    zbpipe.install()
+    shown = schedules.get_schedule_class(written(name, tmp_path))
+    assert issubclass(shown, PipelineScheduleSingle)
+    assert not issubclass(shown, PipelineScheduleMulti)
+    assert shown not in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+@pytest.mark.parametrize("name", ["loop.csv", "wave.csv"])
+def test_other_tables_look_as_loops(name: str, tmp_path: Path) -> None:
+    zbpipe.install()
+    shown = schedules.get_schedule_class(written(name, tmp_path))
+    assert issubclass(shown, PipelineScheduleMulti)
+    assert shown != ScheduleZBVZeroBubble
+
+
+def written(name: str, folder: Path) -> str:
+    """A table under this name, or the name of a schedule as it is."""
+    if not name.endswith(".csv"):
+        return name
+    tables = {
+        "v.csv": lambda: zbpipe.generate("ZBV", RANKS, 4),
+        "one.csv": lambda: zbpipe.generate("ZBH1", RANKS, 4),
+        "loop.csv": lambda: zbpipe.generate("Interleaved1F1B", RANKS, 4),
+        "wave.csv": lambda: (
+            zbpipe.plan(
+                zbpipe.CostModel.uniform(zbpipe.Placement.v(RANKS, 4)), 4, placements=[zbpipe.Placement.v(RANKS, 4)]
+            ).schedule
+        ),
+    }
+    path = folder / name
+    path.write_text(tables[name]().to_csv())
+    return str(path)
+
+
+def test_modules_that_imported_it_before_get_the_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    early = ModuleType("early")
+    early.get = TORCHS  # type: ignore[attr-defined]
+    sys.modules["early"] = early
+    try:
+        with caplog.at_level(logging.INFO, "zbpipe"):
+            zbpipe.install()
+        assert early.get is schedules.get_schedule_class  # type: ignore[attr-defined]
+        assert early.get("zbv").__name__ == "ScheduleZBV"  # type: ignore[attr-defined]
+        assert "torch.distributed.pipelining.schedules" in caplog.text
+        assert "early" in caplog.text
+        # What is imported later gets it from torch, and loses it again, too.
+        late = ModuleType("late")
+        late.get_schedule_class = schedules.get_schedule_class  # type: ignore[attr-defined]
+        sys.modules["late"] = late
+        zbpipe.uninstall()
+        assert early.get is late.get_schedule_class is TORCHS  # type: ignore[attr-defined]
+    finally:
+        del sys.modules["early"], sys.modules["late"]
+
+
+def test_installed_twice_the_second_holds() -> None:
+    zbpipe.install("ZBV", everywhere=True)
+    zbpipe.install("ZBH1", everywhere=True)
+    assert schedules.get_schedule_class("1F1B").__name__ == "ScheduleZBH1"
+    zbpipe.uninstall()
+    zbpipe.uninstall()
+    assert schedules.get_schedule_class is TORCHS
+
+
+def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    zbpipe.install("ZBV", trace="")
+    assert schedules.get_schedule_class("1F1B") is Schedule1F1B
+    assert "asks for torch's own schedule 1F1B, which it gets; schedule='ZBV'" in caplog.text
+    assert "everywhere=True" in caplog.text
+    told = len(caplog.records)
+    schedules.get_schedule_class("1F1B")
+    assert len(caplog.records) == told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "words"),
+    [
+        ("ZBX", {}, r"unknown schedule 'ZBX'"),
+        ("ZBV", {"split_backwards": "strict"}, r"no option 'split_backwards'; did you mean 'split_backward'\?"),
+        ("ZBV", {"memory_limit": 2}, r"^memory_limit is for the schedule Auto, not for ZBV"),
+        ("1F1B", {"check_gradients": 1}, r"torch's 1F1B: leave the others out, such as split_backward"),
+        ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json has nothing to write"),
+        ("nowhere.csv", {}, r"'nowhere.csv' cannot be read"),
+        (None, {"everywhere": True}, r"everywhere=True needs a schedule"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_replaced(schedule: str, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        zbpipe.install(schedule, **options)
+    assert schedules.get_schedule_class is TORCHS
+
+
+def trained(name: str, installed: dict[str, Any] | None, **given: Any) -> Any:
+    """One step in the toy framework, which was imported before zbpipe is installed."""
+    import toy_framework
+
+    torch.use_deterministic_algorithms(True)
+    if installed is not None:
+        zbpipe.install(**installed)
+    return toy_framework.train(name, **given)
+
+
+def whole(num_stages: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Gradients and losses without a pipeline."""
+    from toy_framework import batch
+
+    stages = [build_stage(index, num_stages) for index in range(num_stages)]
+    losses = []
+    for tokens, targets in zip(*(each.split(1) for each in batch()), strict=True):
+        x: Any = tokens
+        for stage in stages:
+            x = stage(x)
+        losses.append(loss_fn(x, targets))
+    torch.stack(losses).sum().backward()
+    gradients = {
+        f"{index}.{name}": parameter.grad
+        for index, stage in enumerate(stages)
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
+    }
+    return gradients, [loss.item() for loss in losses]
+
+
+def assert_as_without_a_pipeline(ranks: list[Any], num_stages: int) -> None:
+    gradients, losses = whole(num_stages)
+    found = {name: gradient for _, _, own, _ in ranks for name, gradient in own.items()}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient)
+    (reported,) = [own for *_, own in ranks if own]
+    assert reported == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "on_first_rank"),
+    [
+        ("zbv", "ScheduleZBV", (0, 3)),
+        ("VHalf", "ScheduleVHalf", (0, 3)),
+        ("ZBH1", "ScheduleZBH1", (0,)),
+        ("v.csv", "ScheduleFromFile", (0, 3)),
+        ("one.csv", "ScheduleFromFile", (0,)),
+        ("loop.csv", "ScheduleFromFile", (0, 2)),
+        ("1F1B", "Schedule1F1B", (0,)),
+        ("ZBVZeroBubble", "ScheduleZBVZeroBubble", (0, 3)),
+    ],
+)
+def test_it_trains_as_without_a_pipeline(name: str, runs: str, on_first_rank: tuple[int, ...], tmp_path: Path) -> None:
+    ranks = run_ranks(RANKS, trained, written(name, tmp_path), {})
+    assert [each[0] for each in ranks] == [runs] * RANKS
+    assert ranks[0][1] == on_first_rank
+    assert_as_without_a_pipeline(ranks, RANKS * len(on_first_rank))
+
+
+def test_everywhere_it_takes_the_place_of_what_is_asked_for() -> None:
+    ranks = run_ranks(RANKS, trained, "1F1B", {"schedule": "VMin", "everywhere": True, "split_backward": "strict"})
+    assert [each[:2] for each in ranks] == [("ScheduleVMin", (0, 3)), ("ScheduleVMin", (1, 2))]
+    assert_as_without_a_pipeline(ranks, 4)
+
+
+def test_a_wave_that_the_framework_cannot_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0 holds the stages \[0, 3, 4, 7\]; got the stages \[0, 2, 4, 6\]"):
+        run_ranks(RANKS, placed_as_loop, written("wave.csv", tmp_path))
+
+
+def placed_as_loop(name: str) -> Any:
+    return trained(name, {}, stages_per_rank=4)
+
+
+def with_options(folder: str) -> str:
+    """What the options given at the installation did to the schedule that the framework built."""
+    import toy_framework
+
+    zbpipe.install("ZBV", defer_pp_recv=True, trace=f"{folder}/trace.json", trace_step=1, check_gradients=1)
+    schedule, stages = toy_framework.build("ZBV", scale_grads=True)
+    tokens, targets = toy_framework.batch()
+    is_end = stages[0].is_first
+    schedule.step(*([tokens] if is_end else []), target=targets if is_end else None)
+    return f"{schedule.receives_late} {schedule.scale_grads}"
+
+
+def test_options_reach_the_schedule(tmp_path: Path) -> None:
+    assert run_ranks(RANKS, with_options, str(tmp_path)) == ["True True"] * RANKS
+    assert (tmp_path / "trace.json").exists()
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "zbpipe.run", *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=HERE
+    )
+
+
+def test_a_script_that_cannot_be_changed() -> None:
+    ended = run_module("--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own")
+    assert ended.returncode == 0, ended.stderr
+    assert "0 ScheduleZBV (0, 3) ['--its', 'own'] __main__" in ended.stdout
+    assert "1 ScheduleZBV (1, 2)" in ended.stdout
+
+
+def test_a_module_that_names_the_schedule_itself() -> None:
+    ended = run_module("--", "-m", "toy_framework", "zbh1")
+    assert ended.returncode == 0, ended.stderr
+    assert "0 ScheduleZBH1 (0,) [] __main__" in ended.stdout
+
+
+def refused(*arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "zbpipe.run", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def test_run_refuses_before_the_script_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('started')")
+    assert "unknown schedule 'ZBX'; did you mean 'ZBV'?" in refused("--schedule", "ZBX", "--", str(script))
+    assert "there is no script 'other.py'" in refused("--schedule", "ZBV", "--", "other.py")
+    assert "name the script to run" in refused("--schedule", "ZBV")
+    assert "memory_limit is for the schedule Auto" in refused("--schedule", "ZBV", "--memory-limit", "2", str(script))
+    assert "unrecognized arguments: --its" in refused("--its", str(script)) or "no script" in refused("--its", "x")
+
+
+def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('started', sys.argv[1:], __name__)")
+    command = [sys.executable, "-m", "zbpipe.run", "--schedule", "ZBV", str(script), "--mine"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "started ['--mine'] __main__" in ended.stdout
+    assert "never asked torch for a schedule by its name, so ZBV was not used" in ended.stderr
