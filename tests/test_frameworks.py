@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +26,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import zbpipe
-from zbpipe import registry
+from zbpipe import registry, run
 
 HERE = Path(__file__).parent
 TORCHS = schedules.get_schedule_class
 RANKS = 2
-MODULE = "toy_framework"
+WAVE = zbpipe.Placement.v(RANKS, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -94,15 +96,24 @@ def written(name: str, folder: Path) -> str:
         "v.csv": lambda: zbpipe.generate("ZBV", RANKS, 4),
         "one.csv": lambda: zbpipe.generate("ZBH1", RANKS, 4),
         "loop.csv": lambda: zbpipe.generate("Interleaved1F1B", RANKS, 4),
-        "wave.csv": lambda: (
-            zbpipe.plan(
-                zbpipe.CostModel.uniform(zbpipe.Placement.v(RANKS, 4)), 4, placements=[zbpipe.Placement.v(RANKS, 4)]
-            ).schedule
-        ),
+        "wave.csv": wave,
     }
     path = folder / name
     path.write_text(tables[name]().to_csv())
     return str(path)
+
+
+def wave() -> zbpipe.Schedule:
+    """All forwards, then all backwards, down the ranks and up again twice."""
+
+    def ops(rank: int) -> tuple[zbpipe.Op, ...]:
+        own = WAVE.stages_on(rank)
+        forward = [zbpipe.Op(stage, zbpipe.OpKind.F, each) for stage in own for each in range(4)]
+        kinds = (zbpipe.OpKind.I, zbpipe.OpKind.W)
+        backward = [zbpipe.Op(stage, kind, each) for stage in own[::-1] for each in range(4) for kind in kinds]
+        return (*forward, *backward)
+
+    return zbpipe.Schedule("wave", WAVE, 4, tuple(map(ops, range(RANKS))))
 
 
 def test_modules_that_imported_it_before_get_the_new_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +147,7 @@ def test_installed_twice_the_second_holds() -> None:
 
 
 def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    zbpipe.install("ZBV", trace="")
+    zbpipe.install("ZBV", split_backward="strict")
     assert schedules.get_schedule_class("1F1B") is Schedule1F1B
     assert "asks for torch's own schedule 1F1B, which it gets; schedule='ZBV'" in caplog.text
     assert "everywhere=True" in caplog.text
@@ -163,14 +174,29 @@ def test_what_cannot_be_is_refused_and_nothing_is_replaced(schedule: str, option
     assert schedules.get_schedule_class is TORCHS
 
 
-def trained(name: str, installed: dict[str, Any] | None, **given: Any) -> Any:
-    """One step in the toy framework, which was imported before zbpipe is installed."""
+def trained(jobs: list[tuple[str, dict[str, Any], int | None]]) -> list[Any]:
+    """One step of each job in the toy framework, which was imported before zbpipe is installed; or its error."""
     import toy_framework
 
-    torch.use_deterministic_algorithms(True)
-    if installed is not None:
+    found: list[Any] = []
+    for name, installed, stages_per_rank in jobs:
         zbpipe.install(**installed)
-    return toy_framework.train(name, **given)
+        try:
+            found.append(toy_framework.train(name, stages_per_rank=stages_per_rank))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@cache
+def all_trained() -> dict[str, list[Any]]:
+    """What every rank found, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(written(name, Path(folder)), {}, None) for name in TRAINED]
+        jobs.append(("1F1B", {"schedule": "VMin", "everywhere": True, "split_backward": "strict"}, None))
+        jobs.append((written("wave.csv", Path(folder)), {}, 4))
+        ranks = run_ranks(RANKS, trained, jobs)
+    return dict(zip((*TRAINED, "everywhere", "wave"), zip(*ranks, strict=True), strict=True))
 
 
 def whole(num_stages: int) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -204,39 +230,41 @@ def assert_as_without_a_pipeline(ranks: list[Any], num_stages: int) -> None:
     assert reported == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "runs", "on_first_rank"),
-    [
-        ("zbv", "ScheduleZBV", (0, 3)),
-        ("VHalf", "ScheduleVHalf", (0, 3)),
-        ("ZBH1", "ScheduleZBH1", (0,)),
-        ("v.csv", "ScheduleFromFile", (0, 3)),
-        ("one.csv", "ScheduleFromFile", (0,)),
-        ("loop.csv", "ScheduleFromFile", (0, 2)),
-        ("1F1B", "Schedule1F1B", (0,)),
-        ("ZBVZeroBubble", "ScheduleZBVZeroBubble", (0, 3)),
-    ],
-)
-def test_it_trains_as_without_a_pipeline(name: str, runs: str, on_first_rank: tuple[int, ...], tmp_path: Path) -> None:
-    ranks = run_ranks(RANKS, trained, written(name, tmp_path), {})
+TRAINED = {
+    "zbv": ("ScheduleZBV", (0, 3)),
+    "VHalf": ("ScheduleVHalf", (0, 3)),
+    "VMin": ("ScheduleVMin", (0, 3)),
+    "Auto": ("AutoSchedule", (0, 3)),
+    "ZBH1": ("ScheduleZBH1", (0,)),
+    "ZB2P": ("ScheduleZB2P", (0,)),
+    "v.csv": ("ScheduleFromFile", (0, 3)),
+    "one.csv": ("ScheduleFromFile", (0,)),
+    "loop.csv": ("ScheduleFromFile", (0, 2)),
+    "1F1B": ("Schedule1F1B", (0,)),
+    "ZBVZeroBubble": ("ScheduleZBVZeroBubble", (0, 3)),
+}
+"""The class that runs it, and the stages of rank 0."""
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_trains_as_without_a_pipeline(name: str) -> None:
+    runs, on_first_rank = TRAINED[name]
+    ranks = all_trained()[name]
     assert [each[0] for each in ranks] == [runs] * RANKS
     assert ranks[0][1] == on_first_rank
     assert_as_without_a_pipeline(ranks, RANKS * len(on_first_rank))
 
 
 def test_everywhere_it_takes_the_place_of_what_is_asked_for() -> None:
-    ranks = run_ranks(RANKS, trained, "1F1B", {"schedule": "VMin", "everywhere": True, "split_backward": "strict"})
+    ranks = all_trained()["everywhere"]
     assert [each[:2] for each in ranks] == [("ScheduleVMin", (0, 3)), ("ScheduleVMin", (1, 2))]
     assert_as_without_a_pipeline(ranks, 4)
 
 
-def test_a_wave_that_the_framework_cannot_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"rank 0 holds the stages \[0, 3, 4, 7\]; got the stages \[0, 2, 4, 6\]"):
-        run_ranks(RANKS, placed_as_loop, written("wave.csv", tmp_path))
-
-
-def placed_as_loop(name: str) -> Any:
-    return trained(name, {}, stages_per_rank=4)
+def test_a_wave_that_the_framework_cannot_place_is_refused() -> None:
+    first, last = all_trained()["wave"]
+    assert "rank 0 holds the stages [0, 3, 4, 7]; got the stages [0, 2, 4, 6]" in first
+    assert "rank 1 holds the stages [1, 2, 5, 6]; got the stages [1, 3, 5, 7]" in last
 
 
 def with_options(folder: str) -> str:
@@ -266,33 +294,36 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_that_cannot_be_changed() -> None:
     ended = run_module("--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own")
     assert ended.returncode == 0, ended.stderr
-    assert "0 ScheduleZBV (0, 3) ['--its', 'own'] __main__" in ended.stdout
-    assert "1 ScheduleZBV (1, 2)" in ended.stdout
+    assert "0 ('ScheduleZBV', (0, 3)) ['--its', 'own'] __main__" in ended.stdout
+    assert "1 ('ScheduleZBV', (1, 2))" in ended.stdout
 
 
 def test_a_module_that_names_the_schedule_itself() -> None:
     ended = run_module("--", "-m", "toy_framework", "zbh1")
     assert ended.returncode == 0, ended.stderr
-    assert "0 ScheduleZBH1 (0,) [] __main__" in ended.stdout
+    assert "0 ('ScheduleZBH1', (0,)) [] __main__" in ended.stdout
 
 
-def refused(*arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", "zbpipe.run", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    return ended.stderr
-
-
-def test_run_refuses_before_the_script_starts(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('started')")
-    assert "unknown schedule 'ZBX'; did you mean 'ZBV'?" in refused("--schedule", "ZBX", "--", str(script))
-    assert "there is no script 'other.py'" in refused("--schedule", "ZBV", "--", "other.py")
-    assert "name the script to run" in refused("--schedule", "ZBV")
-    assert "memory_limit is for the schedule Auto" in refused("--schedule", "ZBV", "--memory-limit", "2", str(script))
-    assert "unrecognized arguments: --its" in refused("--its", str(script)) or "no script" in refused("--its", "x")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedule", "ZBX", "--", __file__], "unknown schedule 'ZBX'; did you mean 'ZBV'?"),
+        (["--schedule", "ZBV", "--", "other.py"], "there is no script 'other.py'; for a module write -m"),
+        (["--schedule", "ZBV"], "name the script to run, or -m and a module"),
+        (["--schedule", "ZBV", "-m"], "name the script to run, or -m and a module"),
+        (["--schedule", "ZBV", "--memory-limit", "2", __file__], "memory_limit is for the schedule Auto, not for ZBV"),
+        (["--profile-steps", "0", __file__], "'0' is no whole number from 1 on"),
+        (["--its", "--", __file__], "unrecognized arguments: --its"),
+    ],
+)
+def test_run_refuses_before_the_script_starts(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+    assert schedules.get_schedule_class is TORCHS
 
 
 def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:

@@ -70,5 +70,6 @@ def train(name: str, **given: Any) -> tuple[str, tuple[int, ...], dict[str, torc
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(dist.get_rank(), *train(sys.argv[1])[:2], sys.argv[2:], __name__)
+    # In one write: the ranks share the output.
+    sys.stdout.write(f"{dist.get_rank()} {train(sys.argv[1])[:2]} {sys.argv[2:]} {__name__}\n")
     dist.destroy_process_group()

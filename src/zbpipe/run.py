@@ -24,9 +24,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Install zbpipe's schedules, then run the script or module as `python` would."""
     parser = _parser()
     found = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    target = found.target[1:] if found.target[:1] == ["--"] else found.target
-    is_module = target[:1] == ["-m"]
-    target = target[1:] if is_module else target
+    target = found.module or (found.target[1:] if found.target[:1] == ["--"] else found.target)
+    is_module = bool(found.module) or target[:1] == ["-m"]
+    target = target[1:] if target[:1] == ["-m"] else target
     if not target:
         parser.error("name the script to run, or -m and a module: python -m zbpipe.run --schedule ZBV -- script.py")
     if not is_module and not Path(target[0]).is_file():
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--schedule", metavar="NAME", help="zbpipe's or torch's name, or the path of a .csv file")
     add_arguments(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # torchrun drops a "--"
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="-- script.py | -m module", help="and its arguments"
     )
