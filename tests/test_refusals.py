@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +244,16 @@ def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
     with pytest.raises(ValueError, match="ZBV got no stages"):
         zbpipe.ScheduleZBV(None, 2, loss_fn)  # type: ignore[arg-type]
     assert zbpipe.ScheduleZBH1(stages(0, num_stages=1)[0], 2, loss_fn)._stages[0].stage_index == 0
+
+
+def test_a_torch_that_is_not_known_is_named() -> None:
+    """In a process of its own: what was imported stays imported."""
+    program = (
+        "import torch.distributed.pipelining.schedules as schedules; del schedules._batch_p2p; import zbpipe;"
+        " zbpipe.ScheduleZBV"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: zbpipe stands on private names of torch 2.11 to 2.15, and torch")
+    assert f"torch {torch.__version__} lacks one of them" in last
+    assert "_batch_p2p" in last

@@ -1,0 +1,126 @@
+"""What works together on torch alone: schedules, checkpointing, torch.compile and FSDP2, in a loop of one's own.
+
+Four real processes over gloo: four pipeline ranks, or two times two that share the weights by `fully_shard`. Every
+training is held against the same model in one piece. The page has a table for each version of torch; `make test` and
+`make test-oldest` hold theirs against what they see, the others were written by `make compatibility-torch`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from compatibility import CHECKPOINTING
+from models import batch, build_stage, gradients, loss_fn, reference
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+import zbpipe
+from zbpipe import registry
+
+RANKS, MICROBATCHES = 4, 4
+NAMES = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
+
+
+class Cell(NamedTuple):
+    """How the model is trained."""
+
+    schedule: str
+    checkpointing: Any = "none"
+    compiled: bool = False
+    shards: int = 1
+    """Ranks that share the weights of a stage."""
+
+    @property
+    def num_stages(self) -> int:
+        return registry.lookup(self.schedule).place(RANKS // self.shards).num_stages
+
+
+CELLS = [
+    *(Cell(*each) for each in product(("ZBV", "ZBH1", "VHalf"), CHECKPOINTING, (False, True), (1, 2))),
+    *(Cell(name, shards=shards) for name in NAMES if name not in ("ZBV", "ZBH1", "VHalf") for shards in (1, 2)),
+]
+
+
+class Run(NamedTuple):
+    """What one rank has after its second step."""
+
+    gradients: dict[str, Tensor]
+    losses: list[float]
+
+
+@cache
+def all_runs() -> list[dict[Cell, Run]]:
+    """By rank. One start of the processes serves all cells."""
+    return run_ranks(RANKS, train_all, timeout=400)
+
+
+def train_all() -> dict[Cell, Run]:
+    return {cell: train(cell) for cell in CELLS}
+
+
+def train(cell: Cell) -> Run:
+    """Two steps: in the first one every I computes all gradients."""
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (RANKS // cell.shards, cell.shards), mesh_dim_names=("pp", "dp"))
+    rank, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    indices = zbpipe.stage_indices(cell.schedule, rank=rank, num_ranks=RANKS // cell.shards)
+    modules = {
+        index: prepared(build_stage(index, cell.num_stages, cell.checkpointing), cell, mesh) for index in indices
+    }
+    stages = [
+        PipelineStage(module, index, cell.num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
+        for index, module in modules.items()
+    ]
+    schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, MICROBATCHES, loss_fn)
+    tokens, targets = (each.chunk(cell.shards)[shard] for each in batch(cell.shards * MICROBATCHES))
+    for _ in range(2):
+        for module in modules.values():
+            module.zero_grad()
+        losses: list[Tensor] = []
+        first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
+        schedule.step(*([tokens] if first else []), target=targets if last else None, losses=losses)
+    return Run(
+        {
+            name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            for name, gradient in gradients(modules).items()
+        },
+        [loss.item() for loss in losses],
+    )
+
+
+def prepared(stage: nn.Module, cell: Cell, mesh: Any) -> nn.Module:
+    """Compiled and sharded as TorchTitan does it: block by block, then the stage as a whole."""
+    blocks = [child for child in stage.children() if not isinstance(child, (nn.Embedding, nn.Linear))]
+    if cell.compiled:
+        for block in blocks:
+            block.compile(fullgraph=True)
+    if cell.shards > 1:
+        for module in (*blocks, stage):
+            fully_shard(module, mesh=mesh["dp"])
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no other reduction
+    return stage
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_gradients_and_losses_are_those_of_the_model_in_one_piece(cell: Cell) -> None:
+    losses, expected = reference(cell.num_stages, cell.shards * MICROBATCHES)
+    runs = [ranks[cell] for ranks in all_runs()]
+    found = {name: gradient for run in runs for name, gradient in run.gradients.items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=partial(_named, name))
+    reported = [run.losses for run in runs if run.losses]
+    assert len(reported) == cell.shards
+    assert [loss for each in reported for loss in each] == pytest.approx(losses, rel=1e-5)
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"
