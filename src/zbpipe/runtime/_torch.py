@@ -406,7 +406,9 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
     give: of a smaller tensor gloo fills a part of the receiver's, without a word; a larger one ends its process.
     """
     trained, trains = runtime._stages_backward_initialized, runtime._has_backward
-    inputs = runtime._stages[0]._stage_meta.inputs
+    first: Any = runtime._stages[0]
+    # torch 2.11 keeps them on the stage itself.
+    inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
     if not runtime._stages_forward_initialized or trained != trains or inputs is None:
         return None
     return [meta.shape for meta in inputs]
@@ -653,7 +655,11 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
 
 
 def _fsdp_groups(part: nn.Module) -> Iterable[Any]:
-    return part._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, no-any-return]
+    state: Any = part._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return cast(Iterable[Any], state._fsdp_param_groups)
+    # torch 2.11 has at most one.
+    return filter(None, [state._fsdp_param_group])
 
 
 REDUCED = " (reduced)"
