@@ -116,7 +116,8 @@ def assert_recorded(name: str, rank: int, record: StepRecord, left: list[str]) -
     expected = zbpipe.generate(name, 2, MICROBATCHES)
     assert [span.op for span in record.spans] == list(expected.ops[rank])
     assert record.schedule == name
-    assert record.message_bytes == 2 * WIDTH * 4
+    # Rank 1 has nothing but the last stage in 1F1B.
+    assert record.message_bytes == (0 if (name, rank) == ("1F1B", 1) else 2 * WIDTH * 4)
     assert not [key for key in left if not key.startswith("_should")]
     end = 0.0
     for span in record.spans:
@@ -166,6 +167,38 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "costs.toml"
     costs_file.dump(first, file)
     assert costs_file.load(file) == first
+
+
+class Logits(nn.Module):
+    """A head with so many logits that they are larger than the largest message that links are measured with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).repeat(1, 2**21 // WIDTH)
+
+
+def message_of_wide_job(name: str) -> float:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    placement = zbpipe.registry.lookup(name).place(num_ranks)
+    num_stages, indices = placement.num_stages, placement.stages_on(rank)
+    modules = {index: Logits() if index == num_stages - 1 else nn.Linear(WIDTH, WIDTH) for index in indices}
+    stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]
+    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, lambda y, target: y.square().mean())
+    profiler = zbpipe.Profiler(schedule, 1)
+    job = Job(schedule, indices, num_stages)
+    for _ in range(3):
+        job.step()
+    assert profiler.costs is not None
+    assert isinstance(profiler.costs.costs, CostModel)
+    return profiler.costs.costs.message_bytes
+
+
+def test_logits_are_no_message() -> None:
+    for results in run_ranks(2, each, message_of_wide_job, ("ZBV", "ZBH1")):
+        assert results == {"ZBV": 2 * WIDTH * 4, "ZBH1": 2 * WIDTH * 4}
 
 
 def kept(name: str) -> Any:

@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
@@ -340,7 +342,7 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     scale = 2 * tokens
     return (
         after_f / scale + attention,
-        told.kept_by_f(config.activation_checkpoint, tp),
+        told.kept_by_f(checkpointing, tp),
         after_i / scale,
         told.kept_by_i(tp),
     )
@@ -506,8 +508,10 @@ def test_what_the_script_refuses(tmp_path: Path, variables: dict[str, str], comp
     assert len(result.stderr.splitlines()) == 1
 
 
-def python_with(folder: Path, torch_version: str, gpus: int = 0, hip: str | None = None) -> dict[str, str]:
-    """The variables for an interpreter that has nothing but stand-ins of the packages, torch in this version."""
+def python_with(
+    folder: Path, torch_version: str, gpus: int = 0, hip: str | None = None, titan_version: str = "0.3.0"
+) -> dict[str, str]:
+    """The variables for an interpreter that has nothing but stand-ins of the packages, in these versions."""
     python, packages = folder / "python", folder / "packages"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -519,9 +523,10 @@ def python_with(folder: Path, torch_version: str, gpus: int = 0, hip: str | None
         f"cuda = SimpleNamespace(is_available=lambda: {gpus > 0}, device_count=lambda: {gpus})\n"
         f"version = SimpleNamespace(hip={hip!r}, cuda='13.0')\n"
     )
-    metadata = packages / f"torch-{torch_version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch_version}\n")
+    for package, release in (("torch", torch_version), ("torchtitan", titan_version)):
+        metadata = packages / f"{package}-{release}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
     return {"PYTHON": str(python), "PYTHONPATH": str(packages)}
 
 
@@ -540,6 +545,73 @@ def test_what_has_to_be_installed(tmp_path: Path) -> None:
         result = run_script(tmp_path, **{**variables, **others, "DRY_RUN": "1"})
         assert result.returncode == 2
         assert complaint in result.stderr
+
+
+def test_torchtitan_02(tmp_path: Path) -> None:
+    variables = python_with(tmp_path, "2.12.0+rocm7.15", gpus=8, hip="7.15", titan_version="0.2.2")
+    configs = ROOT / "titan_integration" / "titan02"
+    (tmp_path / "own.toml").touch()
+    for config, file in (("llama3_8b", configs / "llama3_8b.toml"), ("own.toml", "own.toml")):
+        settings, command = dry_run(tmp_path, "--training.steps", "5", **variables, CONFIG=config)
+        assert settings["PLATFORM"] == "rocm"
+        assert command.endswith(f" -m zbpipe.titan.train --job.config_file {file} --training.steps 5")
+    for others, complaint in (
+        ({"CONFIG": "llama3_9b"}, "CONFIG='llama3_9b' is neither a TOML file nor the name of one in"),
+        ({"MODULE": "llama3"}, "MODULE='llama3' is for TorchTitan 0.3, and this is 0.2: leave it out"),
+    ):
+        result = run_script(tmp_path, **{**variables, **others, "DRY_RUN": "1"})
+        assert result.returncode == 2
+        assert complaint in result.stderr
+
+
+def test_torchtitan_that_is_not_installed(tmp_path: Path) -> None:
+    variables = python_with(tmp_path, "2.12.0", titan_version="0.2.2")
+    shutil.rmtree(tmp_path / "packages" / "torchtitan-0.2.2.dist-info")
+    result = run_script(tmp_path, **variables, DRY_RUN="1")
+    assert result.returncode == 2
+    assert "torchtitan is in Python's path, but not installed: pip install --no-deps --editable" in result.stderr
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """What the TOML file for TorchTitan 0.2 has to say to mean the same."""
+    from titan_integration import llama3
+
+    config = getattr(llama3, name)()
+    parallelism, training = config.parallelism, config.training
+    (parameters,) = config.optimizer.param_groups
+    return {
+        "optimizer": {"lr": parameters.optimizer_kwargs["lr"]},
+        "warmup_steps": config.lr_scheduler.warmup_steps,
+        "dataset": config.dataloader.dataset,
+        "local_batch_size": training.local_batch_size,
+        "seq_len": training.seq_len,
+        "steps": training.steps,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "mode": "selective" if "Selective" in type(config.activation_checkpoint).__qualname__ else "full",
+        "compile": config.compile.enable,
+        "flavor": config.model_spec.flavor,
+        "init_timeout_seconds": config.comm.init_timeout_seconds,
+    }
+
+
+TOML_FILES = sorted((ROOT / "titan_integration" / "titan02").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", TOML_FILES, ids=lambda file: file.stem)
+def test_the_same_job_for_torchtitan_02(with_titan: Callable[..., Any], file: Path) -> None:
+    toml = tomllib.loads(file.read_text())
+    found = {name: value for section in ("training", "parallelism", "comm") for name, value in toml[section].items()}
+    found |= {
+        "optimizer": toml["optimizer"],
+        "warmup_steps": toml["lr_scheduler"]["warmup_steps"],
+        "mode": toml["activation_checkpoint"]["mode"],
+        "compile": toml.get("compile", {}).get("enable", False),
+        "flavor": toml["model"]["flavor"],
+    }
+    expected = with_titan(settings_of, file.stem)
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_more_processes_than_gpus(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@
 # Arguments go on to the trainer, after this script's own. Variables:
 #
 #   NGPU         processes on this node, one a GPU (default: 8; on a CPU 2)
-#   MODULE       TorchTitan's --module (default: titan_integration.llama3)
-#   CONFIG       TorchTitan's --config, a function in it (default: llama3_debug)
+#   MODULE       TorchTitan's --module (default: titan_integration.llama3); not with TorchTitan 0.2
+#   CONFIG       TorchTitan's --config, a function in it (default: llama3_debug). With TorchTitan 0.2 a TOML file: its
+#                path, or its name in titan_integration/titan02 without the ending
 #   LOG_RANK     whose output is shown, numbers on this node separated by commas (default: 0, where a V has its loss)
 #   LOG_DIR      folder for the output of all processes, in files (default: a folder of torchrun's in /tmp)
 #   TRAIN_FILE   Python module to run (default: zbpipe.titan.train)
@@ -51,7 +52,6 @@ PLATFORM=${PLATFORM:-auto}
 COMM_MODE=${COMM_MODE:-}
 [[ $COMM_MODE =~ ^(fake_backend|local_tensor)?$ ]] ||
     fail "COMM_MODE='$COMM_MODE' is unknown: use fake_backend or local_tensor, or leave it out to train"
-MODULE=${MODULE:-titan_integration.llama3}
 CONFIG=${CONFIG:-llama3_debug}
 TRAIN_FILE=${TRAIN_FILE:-zbpipe.titan.train}
 export LOG_RANK=${LOG_RANK:-0} # TorchTitan looks there, too, and tells if the loss would not be seen
@@ -65,9 +65,9 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 in_environment+=(PYTHONPATH)
 
 # Says what is missing, and which platform it is and how many GPUs. torch is imported only if it is asked something.
-found=$("$PYTHON" - "$PLATFORM" "$MODULE" "$TRAIN_FILE" "${DRY_RUN:-0}" <<'PYTHON_CODE'
+found=$("$PYTHON" - "$PLATFORM" "${MODULE:-}" "$TRAIN_FILE" "${DRY_RUN:-0}" <<'PYTHON_CODE'
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 platform, module, train_file, dry_run = sys.argv[1:]
@@ -86,14 +86,23 @@ def is_there(name: str) -> bool:
 
 for package, way_out in {
     "torch": "install the build for this platform first; titan_integration/README.md says how",
-    "torchtitan": "pip install 'torchtitan>=0.3,<0.4'",
+    "torchtitan": "pip install 'torchtitan>=0.2.2,<0.4'",
     "zbpipe": "pip install '.[titan]' in the clone of zbpipe",
 }.items():
     if not is_there(package):
         fail(f"{sys.executable} has no module {package}: {way_out}")
-installed = version("torch")
-if tuple(int(part) for part in installed.split(".")[:2]) < (2, 14):
-    fail(f"torch {installed} is too old for TorchTitan 0.3, which needs 2.14 or newer: titan_integration/README.md says how")
+try:
+    installed, titan = version("torch"), ".".join(version("torchtitan").split(".")[:2])
+except PackageNotFoundError as error:
+    fail(f"{error.name} is in Python's path, but not installed: pip install --no-deps --editable, and its folder")
+oldest = 11 if titan == "0.2" else 14
+if tuple(int(part) for part in installed.split(".")[:2]) < (2, oldest):
+    fail(
+        f"torch {installed} is too old for TorchTitan {titan}, which needs 2.{oldest} or newer:"
+        " titan_integration/README.md says how"
+    )
+if titan == "0.2" and module:
+    fail(f"MODULE='{module}' is for TorchTitan 0.3, and this is {titan}: leave it out, and set CONFIG to a TOML file")
 for variable, name in (("MODULE", module), ("TRAIN_FILE", train_file)):
     if "." in name and not is_there(name):
         fail(f"{variable}='{name}' is no Python module: put its folder into PYTHONPATH, or correct the name")
@@ -110,10 +119,19 @@ if platform == "auto" or (platform != "cpu" and dry_run != "1"):
             f" install the build for {platform}, look why its driver is not seen, or use PLATFORM={found}"
         )
     platform = found
-print(platform, "any" if platform == "cpu" else gpus)
+print(platform, "any" if platform == "cpu" else gpus, titan)
 PYTHON_CODE
 ) || exit 2
-read -r PLATFORM gpus <<<"$found"
+read -r PLATFORM gpus titan <<<"$found"
+
+if [[ $titan == 0.2 ]]; then
+    file=$CONFIG
+    [[ -f $file ]] || file=$root/titan_integration/titan02/$CONFIG.toml
+    [[ -f $file ]] || fail "CONFIG='$CONFIG' is neither a TOML file nor the name of one in titan_integration/titan02"
+    config=(--job.config_file "$file")
+else
+    config=(--module "${MODULE:-titan_integration.llama3}" --config "$CONFIG")
+fi
 
 NGPU=${NGPU:-$([[ $PLATFORM == cpu ]] && echo 2 || echo 8)}
 require_number NGPU 1 1000000
@@ -175,7 +193,7 @@ cpu)
 esac
 if [[ -n ${TORCHFT_LIGHTHOUSE:-} ]]; then default TORCHFT_LIGHTHOUSE ""; fi
 
-trainer=("$TRAIN_FILE" --module "$MODULE" --config "$CONFIG")
+trainer=("$TRAIN_FILE" "${config[@]}")
 if [[ -n $COMM_MODE ]]; then
     export NGPU LOCAL_RANK=0
     in_environment+=(NGPU LOCAL_RANK)

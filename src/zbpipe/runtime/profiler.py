@@ -166,7 +166,7 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
     """
     group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
     me, device = stages[0].group_rank, stages[0].device
-    large = max(message_bytes, _LARGE)
+    large = max(_most_of_all_ranks(message_bytes, device, group), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}
     for one, other in pairs:
@@ -178,6 +178,13 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
         bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
         links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
     return links
+
+
+def _most_of_all_ranks(number: int, device: torch.device, group: Any) -> int:
+    """Both ends of a link have to agree on a size, and a rank with the last stage alone sends nothing forward."""
+    most = torch.tensor(number, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    return int(most)
 
 
 def _one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:

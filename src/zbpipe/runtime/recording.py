@@ -164,6 +164,7 @@ class _Recorder:
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._kept: dict[Op, int] = {}
         self._message_bytes = 0
+        self._last_stage = stage.num_stages - 1
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -188,7 +189,8 @@ class _Recorder:
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
-        if op.kind is OpKind.F and op not in self._marks:
+        # What the last stage returns is sent to nobody, and may be all logits.
+        if op.kind is OpKind.F and op.stage != self._last_stage:
             self._message_bytes = max(self._message_bytes, _num_bytes(result))
         self._marks[op] = first, self._clock.mark()
         return result

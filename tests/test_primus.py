@@ -1,0 +1,224 @@
+"""titan_integration/primus/: the patch in a stand-in of Primus, and the example against torchtitan 0.2."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+
+from zbpipe import titan
+from zbpipe.runtime.options import Options
+from zbpipe.titan import check
+
+yaml = pytest.importorskip("yaml")
+STAND_IN = Path(__file__).parent / "primus_stand_in"
+FOLDER = Path(__file__).parent.parent / "titan_integration" / "primus"
+PATCH = FOLDER / "zbpipe_patch.py"
+EXAMPLE = FOLDER / "llama3.1_8B-zbv.yaml"
+
+
+@pytest.fixture
+def primus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in's registry, with our patch before two of Primus' own."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.syspath_prepend(FOLDER)
+    patches = importlib.import_module("primus.core.patches")
+    importlib.import_module("zbpipe_patch")
+    patches.register_patch("theirs", backend="torchtitan", phase="setup")(lambda ctx: None)
+    patches.register_patch("megatron", backend="megatron", phase="setup")(lambda ctx: None)
+    yield patches
+    for name in [name for name in sys.modules if name.split(".")[0] in ("primus", "zbpipe_patch")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options with which TorchTitan would have been patched."""
+    found: list[Options] = []
+    monkeypatch.setattr(titan, "plug_in", found.append, raising=False)
+    return found
+
+
+def set_up(primus: ModuleType, **params: Any) -> None:
+    primus.run_patches("torchtitan", "setup", SimpleNamespace(**params))
+
+
+def test_the_patch_comes_last(primus: ModuleType, plugged: list[Options]) -> None:
+    set_up(primus)
+    assert primus.log == ["applied theirs", "applied torchtitan.zbpipe.schedules"]
+    assert plugged == [Options()]
+
+
+def test_other_backends_and_phases_are_left_alone(primus: ModuleType, plugged: list[Options]) -> None:
+    primus.run_patches("megatron", "setup", SimpleNamespace())
+    primus.run_patches("torchtitan", "before_train", SimpleNamespace())
+    assert plugged == []
+
+
+def test_options_of_the_experiment(primus: ModuleType, plugged: list[Options]) -> None:
+    set_up(primus, zbpipe="--zbpipe.split-backward strict --zbpipe.trace 'a b.json' --zbpipe.trace-step 5")
+    set_up(primus, zbpipe=None)
+    assert plugged == [Options(split_backward="strict", trace="a b.json", trace_step=5), Options()]
+
+
+@pytest.mark.parametrize("said", ["strict", "--zbpipe.trace-step 5 --steps 3", SimpleNamespace(trace_step=5)])
+def test_what_is_no_line_of_arguments(primus: ModuleType, plugged: list[Options], said: object) -> None:
+    with pytest.raises(SystemExit, match=r"zbpipe: .*It has to be a line such as --zbpipe.trace-step 5"):
+        set_up(primus, zbpipe=said)
+    assert plugged == []
+
+
+def test_an_unknown_argument_ends_the_job(primus: ModuleType, plugged: list[Options]) -> None:
+    with pytest.raises(SystemExit):
+        set_up(primus, zbpipe="--zbpipe.split strict")
+    assert plugged == []
+
+
+def test_an_unknown_torchtitan_ends_the_job(primus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Primus would log it and train without the patch."""
+
+    def refuse(options: Options) -> None:
+        raise ImportError("torchtitan 0.4.0 is unknown")
+
+    monkeypatch.setattr(titan, "plug_in", refuse, raising=False)
+    with pytest.raises(SystemExit, match=re.escape("zbpipe: torchtitan 0.4.0 is unknown")):
+        set_up(primus)
+
+
+def test_as_the_script_of_primus_cli(primus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands over to Primus' own script when the patch is registered."""
+    primus.registered.clear()
+    seen: list[list[str]] = []
+    monkeypatch.setattr("primus.cli.main.main", lambda: seen.append([patch.id for patch in primus.registered]))
+    runpy.run_path(str(PATCH), run_name="__main__")
+    assert seen == [["torchtitan.zbpipe.schedules"]]
+
+
+OF_PRIMUS = {("training", "mock_data"), ("primus_turbo",), ("zbpipe",)}
+"""Keys that are none of TorchTitan's."""
+
+
+@pytest.fixture
+def experiment(primus: ModuleType) -> ModuleType:
+    return importlib.import_module("primus.core.experiment")
+
+
+def test_the_format_of_the_example(experiment: ModuleType) -> None:
+    written = yaml.safe_load(EXAMPLE.read_text())
+    assert written.keys() == {"work_group", "user_name", "exp_name", "workspace", "modules"}
+    assert written["modules"].keys() == {"pre_trainer"}
+    module, sections = experiment.load(EXAMPLE)
+    assert module.keys() == {"framework", "config", "model", "overrides"}
+    assert module["framework"] == "torchtitan"
+    assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZBV"}
+
+
+def test_the_line_in_the_comment(primus: ModuleType, plugged: list[Options]) -> None:
+    (line,) = re.findall(r"^ *# (zbpipe: --.*)$", EXAMPLE.read_text(), re.MULTILINE)
+    set_up(primus, **yaml.safe_load(line))
+    assert plugged == [Options(profile_steps=5, costs_out="/shared/costs.json")]
+
+
+def has_torchtitan_02() -> bool:
+    try:
+        return version("torchtitan").startswith("0.2.")
+    except PackageNotFoundError:
+        return False
+
+
+needs_torchtitan_02 = pytest.mark.skipif(not has_torchtitan_02(), reason="needs torchtitan 0.2")
+
+
+def wrong_keys(kind: type, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
+    """Those that `kind` does not have, or not of this type."""
+    from typeguard import TypeCheckError, check_type
+
+    types, wrong = get_type_hints(kind), []
+    for name, value in values.items():
+        here = (*path, name)
+        if here in OF_PRIMUS:
+            continue
+        if is_dataclass(types.get(name)):
+            wrong += wrong_keys(types[name], value, here)
+            continue
+        try:
+            check_type(value, types[name])
+        except (KeyError, TypeCheckError):
+            wrong.append(".".join(here))
+    return wrong
+
+
+@needs_torchtitan_02
+def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
+    from torchtitan.config import JobConfig
+
+    _, sections = experiment.load(EXAMPLE)
+    assert wrong_keys(JobConfig, sections) == []
+    misspelt = experiment.merged(sections, {"parallelism": {"pipeline_degree": 8}, "training": {"steps": "many"}})
+    assert sorted(wrong_keys(JobConfig, misspelt)) == ["parallelism.pipeline_degree", "training.steps"]
+    config = experiment.job_config(sections)
+    check.check(config, Options())
+    assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBV", "8B")
+    assert config.primus_turbo == {"enable_primus_turbo": True}
+    config.parallelism.pipeline_parallel_schedule = "ZBW"
+    with pytest.raises(ValueError, match="unknown schedule 'ZBW'"):
+        check.check(config, Options())
+
+
+ON_THE_CPU: dict[str, Any] = {
+    "compile": {"enable": False},
+    "experimental": {"custom_import": "zbpipe.titan.demo_spec"},
+    "lr_scheduler": {"warmup_steps": 2},
+    "model": {
+        "name": "llama3_python_stdlib",
+        "flavor": "debugmodel",
+        "hf_assets_path": str(Path(titan.__file__).parent),
+        "converters": [],
+    },
+    "parallelism": {"pipeline_parallel_degree": 2},
+    "training": {"dataset": "python_stdlib", "local_batch_size": 4, "seq_len": 64, "steps": 4, "dtype": "float32"},
+}
+"""Puts the demo's model in the place of Llama 3 8B."""
+
+
+@needs_torchtitan_02
+def test_training_as_primus_does(experiment: ModuleType, tmp_path: Path) -> None:
+    """Two processes, each with the patches and then `Trainer(config).train()`."""
+    written = yaml.safe_load(EXAMPLE.read_text())
+    module = written["modules"]["pre_trainer"]
+    trace = tmp_path / "trace.json"
+    more = {"zbpipe": f"--zbpipe.trace {trace} --zbpipe.trace-step 2", "job": {"dump_folder": str(tmp_path)}}
+    module["overrides"] = experiment.merged(experiment.merged(module["overrides"], ON_THE_CPU), more)
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(written))
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PATCH)),
+            *("train", "pretrain", "--config", str(tmp_path / "experiment.yaml")),
+        ],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    print(result.stdout, result.stderr)
+    assert result.returncode == 0
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["loss_metrics/global_avg_loss"] for step in steps]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert trace.exists()
