@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest zoo matrix compatibility gallery format clean
+.PHONY: help demo test quick test-oldest test-automodel zoo matrix compatibility gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -28,6 +28,9 @@ RUN_ON_TORCH := compile data_parallel faults gradient_check gradients lowered pr
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)
 
+test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
+	$(VENV)-automodel/bin/pytest tests/test_automodel.py
+
 zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else takes minutes
 	$(BIN)/pytest -m zoo
 
@@ -45,7 +48,7 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-automodel .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
 
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -63,4 +66,9 @@ $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	@touch $@
+
+# AutoModel 0.7.0 shards by names of FSDP2 that torch 2.15 lacks, and Triton 3.9 refuses one of its kernels.
+$(VENV)-automodel/dev: pyproject.toml | $(VENV)-automodel/bin/python
+	$(VENV)-automodel/bin/pip install --quiet torch==2.13.0 nemo-automodel==0.7.0 'triton<3.9' --editable '.[dev]'
 	@touch $@

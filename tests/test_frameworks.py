@@ -334,3 +334,55 @@ def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "started ['--mine'] __main__" in ended.stdout
     assert "never asked torch for a schedule by its name, so ZBV was not used" in ended.stderr
+
+
+AUTOMODEL = "nemo_automodel.components.distributed.pipelining.functional"
+
+
+@pytest.fixture
+def automodel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A process in which NeMo AutoModel is imported, without its functions."""
+    package, functional = ModuleType("nemo_automodel"), ModuleType(AUTOMODEL)
+    package.__version__ = "0.9.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nemo_automodel", package)
+    monkeypatch.setitem(sys.modules, AUTOMODEL, functional)
+    return functional
+
+
+def calculate_virtual_stages(num_layers: int, layers_per_stage: int | None, pp_size: int, single: bool) -> Any: ...
+def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> Any: ...
+def renamed(rank: int, size: int, num_stages: int) -> Any: ...
+
+
+@pytest.mark.parametrize("placing", [None, renamed])
+def test_an_automodel_that_is_not_known_is_named(automodel: Any, placing: Any) -> None:
+    automodel.calculate_virtual_stages = calculate_virtual_stages
+    if placing:
+        automodel.stage_ids_this_rank = placing
+    zbpipe.install()
+    with pytest.raises(
+        ValueError, match=r"ZBV in NeMo AutoModel 0\.9\.1, which has no stage_ids_this_rank\(pp_rank, "
+    ) as e:
+        schedules.get_schedule_class("ZBV")
+    assert "it knows NeMo AutoModel 0.7.0. Install nemo-automodel==0.7.0, or use one of torch's schedules" in str(
+        e.value
+    )
+    assert schedules.get_schedule_class("1F1B") is Schedule1F1B
+    assert automodel.calculate_virtual_stages is calculate_virtual_stages
+
+
+def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path: Path) -> None:
+    automodel.calculate_virtual_stages, automodel.stage_ids_this_rank = calculate_virtual_stages, stage_ids_this_rank
+    zbpipe.install()
+    schedules.get_schedule_class(written("wave.csv", tmp_path))
+    assert automodel.calculate_virtual_stages(32, None, RANKS, False) == (8, 4)
+    assert automodel.stage_ids_this_rank(0, RANKS, 8, style="loop") == (0, 3, 4, 7)
+    with pytest.raises(ValueError, match=r"layers_per_stage=8 cuts the model's 32 layers into 4 stages, but .* has 8"):
+        automodel.calculate_virtual_stages(32, 8, RANKS, False)
+    with pytest.raises(ValueError, match=r"has 8 stages, but module_fqns_per_model_part lists 4"):
+        automodel.stage_ids_this_rank(0, RANKS, 4)
+    schedules.get_schedule_class("1F1B")
+    assert automodel.calculate_virtual_stages is calculate_virtual_stages
+    schedules.get_schedule_class("ZBH1")
+    zbpipe.uninstall()
+    assert automodel.stage_ids_this_rank is stage_ids_this_rank

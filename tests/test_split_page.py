@@ -47,16 +47,14 @@ def sharded_in_part() -> None:
     step(build(module))
 
 
-def reduces_always() -> None:
+def leaves_unreduced() -> None:
     module = two_linear()
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(module[0], mesh=init_device_mesh("cpu", (1,)))
     schedule = build(module)
     torchs = schedule._stages[0].backward_maybe_with_nosync
 
     def backward_of_a_framework(kind: str, tensors: Any, last_backward: bool = False) -> Any:
-        result = torchs(kind, tensors, last_backward)
-        module.set_requires_gradient_sync(True)
-        return result
+        return torchs(kind, tensors, last_backward)
 
     schedule._stages[0].backward_maybe_with_nosync = backward_of_a_framework
     step(schedule)
@@ -101,7 +99,10 @@ def changed_later() -> None:
 CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "a stage in `DistributedDataParallel`": ("construction", in_ddp),
     "`fully_shard` on a part of a stage alone": ("first step", sharded_in_part),
-    "a backward in the place of torch's that has FSDP reduce in every microbatch": ("first I", reduces_always),
+    "the same with a framework's backward in the place of torch's, which reduces nothing at the end": (
+        "last W",
+        leaves_unreduced,
+    ),
     "torch's split on a compiled stage": ("construction", compiled_with_torchs_split),
     '`split_backward="strict"` and nothing to leave to W': ("construction", nothing_to_defer),
     "a parameter in two stages of a rank, torch's own schedule, `scale_grads=True`": (

@@ -6,9 +6,12 @@ itself by the time that it asks for a schedule is changed, and changed back for 
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -16,22 +19,43 @@ from torch import Tensor
 
 from zbpipe.registry import Traits
 
+KNOWN = "0.7.0"
+"""The version that all of this was tried with."""
+
 _FUNCTIONAL = "nemo_automodel.components.distributed.pipelining.functional"
-_RECIPE = "nemo_automodel.recipes.llm.train_ft"
-_RECIPE_CLASS = "TrainFinetuneRecipeForNextTokenPrediction"
+_BUFFER_POOL = "nemo_automodel.components.distributed.pipelining.recv_buffer_pool"
+_RECIPES = "nemo_automodel.recipes.base_recipe"
+
+_TAKES = {
+    "calculate_virtual_stages": ("num_layers", "layers_per_stage", "pp_size"),
+    "stage_ids_this_rank": ("pp_rank", "pp_size", "num_stages"),
+}
+"""What AutoModel gives to its functions, by their names, in this order."""
 
 _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of what was replaced."""
 
+logger = logging.getLogger(__name__)
+
 
 def adapt(traits: Traits) -> None:
-    """Have AutoModel, if it is in this process, cut and place stages as `traits` says, and find the loss there."""
+    """Have AutoModel, if it is in this process, cut and place stages as `traits` says, and find the loss there.
+
+    Raises:
+        ValueError: it is a version without the functions that do so, or it uses receive buffers again, as soon as 1F1B
+            allows it.
+    """
     restore()
-    if functional := sys.modules.get(_FUNCTIONAL):
-        _replace(functional, "calculate_virtual_stages", _Stages(traits).how_many)
-        _replace(functional, "stage_ids_this_rank", _Stages(traits).on_rank)
-    if recipe := getattr(sys.modules.get(_RECIPE, SimpleNamespace()), _RECIPE_CLASS, None):
-        _replace(recipe, "_broadcast_from_last_pp_stage", _broadcast_from_last_stage(traits))
+    functional = sys.modules.get(_FUNCTIONAL)
+    if functional is None:
+        return
+    _require_known(functional, traits)
+    _require_all_buffers(traits)
+    _replace(functional, "calculate_virtual_stages", _Stages(traits).how_many)
+    _replace(functional, "stage_ids_this_rank", _Stages(traits).on_rank)
+    recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
+    if hasattr(recipe, "_dp_allreduce"):
+        _replace(recipe, "_dp_allreduce", _tell_all_ranks(traits, recipe._dp_allreduce))
 
 
 def restore() -> None:
@@ -43,6 +67,26 @@ def restore() -> None:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _originals.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
+
+
+def _require_known(functional: Any, traits: Traits) -> None:
+    for name, arguments in _TAKES.items():
+        function = getattr(functional, name, None)
+        if function is None or tuple(inspect.signature(function).parameters)[: len(arguments)] != arguments:
+            found = getattr(sys.modules["nemo_automodel"], "__version__", "of an unknown version")
+            raise ValueError(
+                f"zbpipe cannot place the stages of {traits.name} in NeMo AutoModel {found}, which has no"
+                f" {name}({', '.join(arguments)}, ...) in {_FUNCTIONAL}; it knows NeMo AutoModel {KNOWN}. Install"
+                f" nemo-automodel=={KNOWN}, or use one of torch's schedules"
+            )
+
+
+def _require_all_buffers(traits: Traits) -> None:
+    if getattr(sys.modules.get(_BUFFER_POOL), "_INSTALLED", False):
+        raise ValueError(
+            "pp_recv_buffer_pool has NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few for"
+            f" {traits.name}: leave it out of distributed.pipeline"
+        )
 
 
 class _Stages:
@@ -86,13 +130,18 @@ class _Stages:
         return placement.stages_on(pp_rank)
 
 
-def _broadcast_from_last_stage(traits: Traits) -> Any:
-    """AutoModel takes the loss from the last rank of a pipeline; a V has it on the first."""
+def _tell_all_ranks(traits: Traits, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Recipes report the reduced loss of a pipeline's last rank; a V has it on the first. So all get to know it."""
 
-    def broadcast(self: Any, tensor: Tensor) -> Tensor:
+    @wraps(reduce)
+    def reduce_and_tell(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        reduced = reduce(self, *args, **kwargs)
+        if not getattr(self, "pp_enabled", False):
+            return reduced
         group = self.device_mesh["pp"].get_group()
         owner = traits.place(dist.get_world_size(group)).rank_of[-1]
-        dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
-        return tensor
+        told = reduced.to(self.dist_env.device)
+        dist.broadcast(told, src=dist.get_global_rank(group, owner), group=group)
+        return told.to(reduced.device)
 
-    return broadcast
+    return reduce_and_tell

@@ -615,10 +615,12 @@ def is_fsdp(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def reduces_gradients(module: nn.Module) -> bool:
-    """Whether FSDP2 reduces gradients at the end of a backward of `module` or of a part of it."""
-    groups = (group for part in filter(is_fsdp, module.modules()) for group in _fsdp_groups(part))
-    return any(group.reduce_grads for group in groups)
+def owes_reduction(module: nn.Module) -> bool:
+    """Whether FSDP2 is to reduce gradients of `module` or its parts, and has some that it has not reduced."""
+    groups = (group for part in filter(is_fsdp, module.modules()) for group in _fsdp_groups(part) if group.reduce_grads)
+    parameters = (each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+    beside = "unsharded_accumulated_grad"
+    return any(each._unsharded_param.grad is not None or getattr(each, beside, None) is not None for each in parameters)
 
 
 def has_own_backward(stage: Stage) -> str:

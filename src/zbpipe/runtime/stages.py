@@ -81,7 +81,7 @@ def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
 
     torch's stages put the reduction off only where the stage as a whole is an FSDP module. A framework may see to the
     parts by a backward of its own, which it gives the stages after the schedule was built. So call this when the first
-    step begins; what such a backward does is looked at after each I.
+    step begins; what such a backward leaves is looked at after the last W.
 
     Raises:
         ValueError: a stage has parts in `fully_shard`, but is not itself, and runs torch's own backward.
@@ -97,12 +97,16 @@ def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
             )
 
 
-def _require_not_reduced(stage: _torch.Stage, backward: str) -> None:
-    if _torch.reduces_gradients(stage.submod):
+def _require_reduced(stage: _torch.Stage, backward: str) -> None:
+    """FSDP adds up what it reduces, so a reduction in I is right, as long as another one follows the last W.
+
+    Of a stage that is an FSDP module as a whole torch sees to that.
+    """
+    if not _torch.is_fsdp(stage.submod) and _torch.owes_reduction(stage.submod):
         raise RuntimeError(
-            f"stage {stage.stage_index}: {backward}, which stands in the place of torch's backward, has FSDP reduce"
-            " gradients after every microbatch, in I, before W adds to them: have it reduce once a step (NeMo"
-            " AutoModel: defer_fsdp_grad_sync=True), or use a schedule without I and W"
+            f"stage {stage.stage_index}: {backward}, which stands in the place of torch's backward, leaves gradients"
+            " unreduced that the last W has added to parts in fully_shard: have it reduce them when it is called with"
+            " last_backward=True, or call fully_shard on the whole stage, too, or use a schedule without I and W"
         )
 
 
@@ -240,8 +244,6 @@ class _SplitBackward(_torch.Stage):
         on_trial = self._num_split == 0
         with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
-        if own := _torch.has_own_backward(self):
-            _require_not_reduced(self, own)
         if on_trial:
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
@@ -265,8 +267,10 @@ class _SplitBackward(_torch.Stage):
         while pending:
             pending.pop().accumulate()
         _torch.settle_gradients(self.submod)
-        if _torch.has_own_backward(self):
+        if own := _torch.has_own_backward(self):
             _torch.end_backward(self, last_backward)
+            if last_backward:
+                _require_reduced(self, own)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once, also of parameters that other stages of this rank share: the last one does it."""

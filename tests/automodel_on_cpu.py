@@ -1,0 +1,29 @@
+"""NeMo AutoModel's command line on a machine without a GPU: what asks for one, before it asks whether there is one, is
+stood in for. A config for it names gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from nemo_automodel._transformers import auto_model
+from nemo_automodel.cli.app import main
+
+
+def on_cpu(build: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    return build(*args, **given | {"device": torch.device("cpu")})
+
+
+def stand_in_for_a_gpu() -> None:
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.reset_peak_memory_stats = lambda *device: None
+    for name in ("instantiate_infrastructure", "apply_model_infrastructure"):
+        setattr(auto_model, name, partial(on_cpu, getattr(auto_model, name)))
+
+
+if __name__ == "__main__":
+    stand_in_for_a_gpu()
+    main()
