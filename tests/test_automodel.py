@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
 from automodel_jobs import MICROBATCHES, Gradients, Run, Training, train_all, without_a_pipeline
 from ranks import run_ranks
 
 import zbpipe
 
 pytest.importorskip("nemo_automodel")
+yaml = pytest.importorskip("yaml")
 
 pytestmark = pytest.mark.timeout(600)
 
