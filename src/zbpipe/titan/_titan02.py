@@ -228,8 +228,17 @@ def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
 def _adapted_to_cpu(spec: TrainSpec) -> TrainSpec:
     """What the CPU can run of a model."""
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    torch.histc = _histogram
     model_args = {flavor: _with_causal_attention(args) for flavor, args in spec.model_args.items()}
     return replace(spec, model_args=model_args, parallelize_fn=cpu.summing(spec.parallelize_fn))
+
+
+def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.histc`, by which experts count their tokens, and which the CPU has for floating point only."""
+    return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
+
+
+_titans_histogram = torch.histc
 
 
 def _with_causal_attention(args: BaseModelArgs) -> BaseModelArgs:
