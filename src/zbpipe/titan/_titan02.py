@@ -91,7 +91,9 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
         traits = plug.known(name)
         config = job_config
         if traits is not None and traits.source == "zbpipe":
-            config = _cut_by_hand(job_config, _modules_of_stages(traits, job_config.parallelism, model_args))
+            modules = _modules_of_stages(traits, job_config.parallelism, model_args)
+            _require_modules(model, modules)
+            config = _cut_by_hand(job_config, modules)
         with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
             built = pipelining_fn(model, parallel_dims, config, device, model_args, *more)
         if config is not job_config and not isinstance(built[0], RegisteredSchedule):
@@ -118,6 +120,24 @@ def _modules_of_stages(traits: Traits, parallelism: Any, model_args: Any) -> lis
         parallelism.pipeline_parallel_last_stage_less_layers,
     )
     return cut
+
+
+def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
+    """TorchTitan would train without a module that no stage names."""
+    named = {name for part in modules for name in part}
+    unknown = named - {name for name, _ in model.named_modules()}
+    left = {name for name, module in model.named_children() if not _is_named(name, module, named)}
+    if unknown or left:
+        raise ValueError(
+            f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have, and leaves out"
+            f" {sorted(left)}: torchtitan 0.2 calls the head 'output'"
+        )
+
+
+def _is_named(name: str, module: nn.Module, named: set[str]) -> bool:
+    if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+        return all(f"{name}.{key}" in named for key, _ in module.named_children())
+    return name in named
 
 
 def _cut_by_hand(job_config: JobConfig, modules: Sequence[Sequence[str]]) -> JobConfig:
