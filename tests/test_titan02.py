@@ -502,7 +502,8 @@ def experts() -> float:
     moe.indices_padding_wrapper = lambda function: function  # it pads by a kernel of Triton
     torch.manual_seed(0)
     plain, split = (moe.GroupedExperts(16, 32, 4, use_grouped_mm=True) for _ in range(2))
-    plain.init_weights(0.02)
+    with torch.no_grad():
+        plain.init_weights(0.02)
     split.load_state_dict(plain.state_dict())
     gradients = WeightGradients()
     defer_weights(split, gradients)
