@@ -97,7 +97,7 @@ def _text(section: Section) -> str:
 
 def _filled(text: str) -> str:
     """Paragraph by paragraph in lines of the width of this page."""
-    paragraphs = text.strip().split("\n\n")
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     return "\n\n".join(
         fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False) for paragraph in paragraphs
     )

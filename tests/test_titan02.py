@@ -144,8 +144,8 @@ def section() -> Section:
             ),
             compatibility.features(
                 "And more",
-                "The schedules by themselves with full checkpointing, all other rows with selective checkpointing by"
-                ' op, unless a row says so. "Ranks" are processes.',
+                "Full checkpointing in the rows of a schedule alone on 2 ranks, selective checkpointing by op in all"
+                ' others, unless they say so. "Ranks" are processes.',
                 [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
             ),
             compatibility.features(

@@ -64,16 +64,18 @@ def installed() -> Version:
     Raises:
         ImportError: there is none, zbpipe does not know it, or the installed torch is too old for it.
     """
-    found = _torchtitan_release()
-    known = " and ".join(each.name for each in KNOWN)
-    for each in KNOWN:
-        first, end = each.releases
-        if first <= _numbers(found) < end:
-            _require_torch(each, found)
-            return each
-    raise ImportError(
-        f"this is torchtitan {found}, and zbpipe knows {known}: pip install 'zbpipe[titan]' brings one of them"
-    )
+    found, torch = _torchtitan_release(), version("torch")
+    fitting = [f"pip install torchtitan=={each.name}" for each in KNOWN if each.torch <= _numbers(torch)][-1:]
+    titan = next((each for each in KNOWN if each.releases[0] <= _numbers(found) < each.releases[1]), None)
+    if titan is None:
+        known = " and ".join(each.name for each in KNOWN)
+        way_out = ", or ".join([*fitting, "look for a newer zbpipe"])
+        raise ImportError(f"this is torchtitan {found}, and zbpipe knows {known}: {way_out}")
+    if _numbers(torch) < titan.torch:
+        needed = ".".join(map(str, titan.torch))
+        way_out = ", or ".join([*fitting, f"install torch {needed} or newer"])
+        raise ImportError(f"torchtitan {found} needs torch {needed} or newer, and this is torch {torch}: {way_out}")
+    return titan
 
 
 def _torchtitan_release() -> str:
@@ -89,17 +91,6 @@ def _torchtitan_release() -> str:
         return version("torchtitan")
     except PackageNotFoundError:
         return "of an unknown version"
-
-
-def _require_torch(titan: Version, found: str) -> None:
-    torch = version("torch")
-    if _numbers(torch) < titan.torch:
-        older = next(each for each in KNOWN if each.torch <= _numbers(torch))
-        needed = ".".join(map(str, titan.torch))
-        raise ImportError(
-            f"torchtitan {found} needs torch {needed} or newer, and this is torch {torch}:"
-            f" pip install torchtitan=={older.name}, or a newer torch"
-        )
 
 
 def _numbers(release: str) -> tuple[int, ...]:
@@ -126,6 +117,7 @@ def _demo_arguments_03(folder: Path, model: str) -> list[str]:
 
 
 _DEMO_02, _DEMO_03 = "zbpipe.titan.demo_spec", "zbpipe.titan.demo_config"
+# The newest comes last.
 KNOWN = (
     Version(
         "0.2.2",
