@@ -25,6 +25,7 @@ from zbpipe import CostModel, WeightProduct, costs_file
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.runtime.auto import memory_limits, start_within
+from zbpipe.runtime.profiler import measure_links
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.trace import trace
 
@@ -199,6 +200,16 @@ def message_of_wide_job(name: str) -> float:
 def test_logits_are_no_message() -> None:
     for results in run_ranks(2, each, message_of_wide_job, ("ZBV", "ZBH1")):
         assert results == {"ZBV": 2 * WIDTH * 4, "ZBH1": 2 * WIDTH * 4}
+
+
+def links_of_uneven_messages() -> list[tuple[int, int]]:
+    rank = dist.get_rank()
+    stage: Any = PipelineStage(Sleepy(1), rank, 2, CPU)
+    return sorted(measure_links([stage], message_bytes=rank << 21))
+
+
+def test_ranks_with_messages_of_different_sizes_measure_their_link() -> None:
+    assert run_ranks(2, links_of_uneven_messages) == [[(0, 1), (1, 0)]] * 2
 
 
 def kept(name: str) -> Any:

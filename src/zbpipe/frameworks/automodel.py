@@ -54,7 +54,7 @@ def adapt(traits: Traits) -> None:
     _replace(functional, "calculate_virtual_stages", _Stages(traits).how_many)
     _replace(functional, "stage_ids_this_rank", _Stages(traits).on_rank)
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
-    if hasattr(recipe, "_dp_allreduce"):
+    if recipe is not None and hasattr(recipe, "_dp_allreduce"):
         _replace(recipe, "_dp_allreduce", _tell_all_ranks(traits, recipe._dp_allreduce))
 
 

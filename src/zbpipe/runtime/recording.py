@@ -50,7 +50,7 @@ class StepRecord:
     """For the F and I of one microbatch, where they were wanted: the bytes that they left taken, which is less than
     zero if they freed more."""
     message_bytes: int
-    """The largest output of a stage, for one microbatch."""
+    """The largest that this rank sends forward, for one microbatch: 0 if it has the last stage alone."""
 
 
 class Watcher(Protocol):

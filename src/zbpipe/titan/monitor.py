@@ -15,8 +15,8 @@ from zbpipe.runtime.trace import timelines
 class PipelineMetrics:
     """How busy the pipeline was in the steps that TorchTitan logs; all others run untouched."""
 
-    def __init__(self, schedule: _torch.PipelineSchedule) -> None:
-        self.armed = False
+    def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
+        self.armed = armed
         """Whether TorchTitan will log the step that comes now."""
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
@@ -30,6 +30,10 @@ class PipelineMetrics:
     def after(self, record: StepRecord) -> None:
         """See `zbpipe.runtime.recording.Watcher`."""
         self._record = record
+
+    def forget(self) -> None:
+        """What was seen last is not asked for."""
+        self._record = None
 
     def collect(self) -> dict[str, Any]:
         """The metrics of the last step that was looked at; all ranks of the pipeline have to ask for them."""
