@@ -32,7 +32,7 @@ test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, in an en
 	$(VENV)-titan02/bin/pytest tests/test_titan02.py $(WRITE)
 
 test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
-	$(VENV)-automodel/bin/pytest tests/test_automodel.py
+	$(VENV)-automodel/bin/pytest tests/test_automodel.py $(WRITE)
 
 zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else takes minutes
 	$(BIN)/pytest -m zoo

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from automodel_jobs import MICROBATCHES, Gradients, Run, Training, train_all, without_a_pipeline
+from compatibility import Section, Table, compare, seen_with, target
 from ranks import run_ranks
 
 import zbpipe
@@ -163,6 +164,49 @@ def test_two_ranks_train_as_without_a_pipeline(name: str, on_two: dict[str, list
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_train_as_without_a_pipeline(name: str, on_four: dict[str, list[Run]]) -> None:
     assert_as_without_a_pipeline(ON_FOUR[name], on_four[name])
+
+
+COLUMNS = {
+    "2 ranks": "",
+    "4 ranks": ", p=4",
+    "FSDP2": ", FSDP2",
+    "FSDP2, AutoModel's backward": ", FSDP2 by AutoModel's backward",
+    "the same, reducing every microbatch": ", FSDP2 that reduces every microbatch",
+    "experts": ", experts",
+    "experts, FSDP2 on parts": ", experts, parts, two batches",
+}
+SCHEDULES = ("ZBV", "VHalf", "VMin", "ZBH1", "Auto", "plan.csv", "wave.csv", "1F1B")
+ABOUT = """\
+Seen with {versions}. "Works" means: AutoModel's own pipeline of a model with 4, 8 or 16 layers, eight microbatches,
+float32, has the gradients (within 1e-4) and the losses (within 1e-5) of the model without a pipeline. FSDP2 and
+experts: 2 pipeline ranks times 2 data-parallel ones. Experts: AutoModel's Qwen3 mixture of experts with its
+`MoEFSDPSyncMixin`, `wrap_outer_model` on, or off with gradients added up over two batches. plan.csv is a plan in a V,
+wave.csv one with four stages a rank, and 1F1B is torch's.
+
+The example in examples/automodel, cut down to a small Llama, reports the losses and the norms of the same job without a
+pipeline over three optimizer steps, and the loss of validation.
+"""
+UNTRIED = """\
+Not tried: torch.compile, tensor, context and expert parallelism. With torch 2.15 AutoModel 0.7.0 fails by itself.
+"""
+
+
+def test_the_page_says_what_works(
+    on_two: dict[str, list[Run]], on_four: dict[str, list[Run]], request: pytest.FixtureRequest
+) -> None:
+    cells, runs = ON_TWO | ON_FOUR, on_two | on_four
+
+    def outcome(name: str) -> str:
+        if name not in cells:
+            return "not tried"
+        assert_as_without_a_pipeline(cells[name], runs[name])
+        return "works"
+
+    lines = [[schedule, *(outcome(schedule + suffix) for suffix in COLUMNS.values())] for schedule in SCHEDULES]
+    table = Table("Schedule and sharding", "", ["schedule", *COLUMNS], lines)
+    about = ABOUT.format(versions=seen_with("torch", "nemo-automodel"))
+    section = Section(target("nemo-automodel"), about, [table], UNTRIED)
+    compare(section, request.config.getoption("--write-compatibility"))
 
 
 CPU_ONLY = {
