@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest test-titan02 test-automodel zoo matrix compatibility gallery format clean
+.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix compatibility gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -23,10 +23,14 @@ quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 
 # The other tests need no torch, or TorchTitan.
 QUICK := costs_file ir layers lowered registry split split_page validate waiting zbv
-RUN_ON_TORCH := compile data_parallel faults gradient_check gradients lowered profiler refusals split steps waiting
+RUN_ON_TORCH := compile data_parallel faults frameworks gradient_check gradients lowered profiler refusals split steps torch waiting
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)
+
+TORCH := 2.12.0
+test-torch: $(VENV)-torch-$(TORCH)/dev  ## what works on another torch, written into docs/compatibility.md: TORCH=2.12.0
+	$(VENV)-torch-$(TORCH)/bin/pytest -m '' tests/test_torch.py --write-compatibility
 
 test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, in an environment of its own
 	$(VENV)-titan02/bin/pytest tests/test_titan02.py $(WRITE)
@@ -38,10 +42,10 @@ zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else
 	$(BIN)/pytest -m zoo
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
-	$(BIN)/pytest -m '' tests/test_matrix.py
+	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
-	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_split_page.py --write-compatibility
+	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py
@@ -51,7 +55,7 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-titan02 $(VENV)-automodel
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
 
 %/bin/python:
@@ -70,6 +74,10 @@ $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	@touch $@
+
+$(VENV)-torch-$(TORCH)/dev: pyproject.toml | $(VENV)-torch-$(TORCH)/bin/python
+	$(VENV)-torch-$(TORCH)/bin/pip install --quiet torch==$(TORCH) --editable '.[dev]'
 	@touch $@
 
 # The CPU's build of torch brings no triton, which torchtitan imports.

@@ -1,8 +1,8 @@
 """What works together on torch alone: schedules, checkpointing, torch.compile and FSDP2, in a loop of one's own.
 
 Four real processes over gloo: four pipeline ranks, or two times two that share the weights by `fully_shard`. Every
-training is held against the same model in one piece. The page has a table for each version of torch; `make test` and
-`make test-oldest` hold theirs against what they see, the others were written by `make compatibility-torch`.
+training is held against the same model in one piece. docs/compatibility.md has a section for each version of torch:
+`make matrix` and `make test-oldest` hold theirs against what they see, `make test-torch TORCH=2.12.0` makes the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compatibility import CHECKPOINTING
+from cells import CHECKPOINTING, COMPILING, SCHEDULES
+from compatibility import Section, Table, compare, seen_with
 from models import batch, build_stage, gradients, loss_fn, reference
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import zbpipe
 from zbpipe import registry
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 
 RANKS, MICROBATCHES = 4, 4
 NAMES = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
@@ -44,9 +47,12 @@ class Cell(NamedTuple):
 
 
 CELLS = [
-    *(Cell(*each) for each in product(("ZBV", "ZBH1", "VHalf"), CHECKPOINTING, (False, True), (1, 2))),
-    *(Cell(name, shards=shards) for name in NAMES if name not in ("ZBV", "ZBH1", "VHalf") for shards in (1, 2)),
+    *(Cell(*each) for each in product(SCHEDULES, CHECKPOINTING, (False, True), (1, 2))),
+    *(Cell(name, shards=shards) for name in NAMES if name not in SCHEDULES for shards in (1, 2)),
 ]
+
+seen: set[Cell] = set()
+"""Those that trained as the model in one piece."""
 
 
 class Run(NamedTuple):
@@ -120,6 +126,43 @@ def test_gradients_and_losses_are_those_of_the_model_in_one_piece(cell: Cell) ->
     reported = [run.losses for run in runs if run.losses]
     assert len(reported) == cell.shards
     assert [loss for each in reported for loss in each] == pytest.approx(losses, rel=1e-5)
+    seen.add(cell)
+
+
+def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
+    selected = {
+        item.callspec.params["cell"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and "cell" in item.callspec.params
+    }
+    if not set(CELLS) <= selected:
+        pytest.skip("not all cells were selected")
+    assert set(CELLS) - seen == set(), "these failed"
+    columns = list(product(CHECKPOINTING, (False, True)))
+    lines = [
+        [
+            f"{name}, {'pp=4' if shards == 1 else 'pp=2 x dp_shard=2'}",
+            *("works" if Cell(name, *column, shards) in seen else "not tried" for column in columns),
+        ]
+        for name in NAMES
+        for shards in (1, 2)
+    ]
+    names = ["schedule", *(f"{checkpointing}, {COMPILING[compiled]}" for checkpointing, compiled in columns)]
+    section = Section(
+        f"torch {'.'.join(torch.__version__.split('.')[:2])} alone",
+        _ABOUT.format(torch=seen_with("torch")),
+        [Table("Schedule, activation checkpointing, torch.compile, FSDP2", "", names, lines)],
+    )
+    compare(section, request.config.getoption("--write-compatibility"))
+
+
+_ABOUT = """\
+Seen with {torch}: stages and a loop of one's own, by `zbpipe.build_pipeline_schedule`, on four ranks.
+
+"Works" means: in the second of two steps all gradients (within 1e-4) and losses (within 1e-5) are those of the same
+model in one piece, without compiler and checkpointing. Four microbatches, float32. Compiled is every block, by
+Inductor; sharded is every block, and the stage.
+"""
 
 
 def _named(name: str, message: str) -> str:
