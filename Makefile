@@ -32,8 +32,8 @@ TORCH := 2.12.0
 test-torch: $(VENV)-torch-$(TORCH)/dev  ## what works on another torch, written into docs/compatibility.md: TORCH=2.12.0
 	$(VENV)-torch-$(TORCH)/bin/pytest -m '' tests/test_torch.py --write-compatibility
 
-test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, in an environment of its own
-	$(VENV)-titan02/bin/pytest tests/test_titan02.py $(WRITE)
+test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, and Primus, in an environment of its own
+	$(VENV)-titan02/bin/pytest tests/test_titan02.py tests/test_titan02_integration.py tests/test_primus.py $(WRITE)
 
 test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
 	$(VENV)-automodel/bin/pytest tests/test_automodel.py $(WRITE)
@@ -42,7 +42,7 @@ zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else
 	$(BIN)/pytest -m zoo
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
-	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py
+	$(BIN)/pytest -m '' tests/test_matrix.py
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility

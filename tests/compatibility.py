@@ -119,8 +119,8 @@ _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests write each section of this page from what they see, and CI fails when they see something else. All on the CPU,
-over gloo. Not tried on a GPU.
+Tests wrote each section of this page from what they saw. Those that CI runs fail when they see something else. All on
+the CPU, over gloo. Not tried on a GPU.
 """
 
 TITAN = """\
