@@ -659,10 +659,14 @@ def commands(program: str) -> list[str]:
 
 
 def model_of(arguments: list[str]) -> str:
-    """The model of a job by TorchTitan's own reading of the command line."""
+    """The model of a job by TorchTitan's own reading of the command line, checked as before a launch."""
     import torchtitan.train
 
-    config = torchtitan.train.ConfigManager().parse_args(arguments)
+    from zbpipe.titan import check, options
+
+    chosen, rest = options.parse(arguments)
+    config = torchtitan.train.ConfigManager().parse_args(rest)
+    check.check(config, chosen)
     return f"{config.model_spec.name} {config.model_spec.flavor}"
 
 
