@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import compatibility
 import pytest
@@ -19,9 +19,9 @@ from titan_jobs import DEEPSEEK, SHORT, Job, Titan, assert_trains_alike, pipelin
 
 import zbpipe
 from zbpipe import Placement, costs_file
-from zbpipe.runtime.options import ForTorch, Options
+from zbpipe.runtime.options import Options
 from zbpipe.titan import demo
-from zbpipe.titan.launch import train_on_cpu
+from zbpipe.titan.versions import installed
 
 require_titan("0.2.2")
 pytestmark = pytest.mark.timeout(500)
@@ -351,15 +351,6 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path, h
         assert "names ['lm_head'], which the model does not have, and leaves out ['output']" in job.errors[0]
 
 
-def test_by_torchrun(titan: Titan, tmp_path: Path) -> None:
-    arguments = [*SHORT, *start_from(titan.seed()), *CLIPPED, *pipeline("zbv")]
-    outcome = train_on_cpu(arguments, num_ranks=2, folder=tmp_path / "job", timeout=200)
-    log = (tmp_path / "job" / "output.log").read_text()
-    print(log)
-    assert_trains_alike(outcome, titan.without_pipeline(*CLIPPED), norm_scale=256)
-    assert log.count("no accelerator found, so this trains on the CPU") == 1
-
-
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo, "SCHEDULES", ("ZBV",))
 
@@ -369,8 +360,11 @@ def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         def ended(self, run: demo.Run | None) -> None: ...
 
     (run,) = demo.run_demo(2, Silent(), tmp_path)
+    log = (tmp_path / "ZBV" / "output.log").read_text()
+    print(log)
     assert (run.status, run.error) == ("ok", None)
     assert len(run.losses) == 2
+    assert log.count("no accelerator found, so this trains on the CPU") == 1
 
 
 OTHER_PROGRAM = """
@@ -394,42 +388,26 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("schedule", ["ZBV", "ZBVV"])
-def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path, schedule: str) -> None:
-    """As AMD's Primus does. Its config is checked before the model is cut."""
+def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) -> None:
+    """As AMD's Primus does."""
     program = tmp_path / "program.py"
     program.write_text(OTHER_PROGRAM)
-    from zbpipe.titan.versions import installed
-
     arguments = [
         *installed().demo_arguments(tmp_path, "llama3_python_stdlib"),
-        *(*SHORT, *start_from(titan.seed()), *pipeline(schedule), "--zbpipe.trace", str(tmp_path / "trace.json")),
+        *(*SHORT, *start_from(titan.seed()), *pipeline("ZBV"), "--zbpipe.trace", str(tmp_path / "trace.json")),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(program), *arguments], capture_output=True, text=True, timeout=200, check=False
     )
-    if schedule == "ZBV":
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "zbpipe is plugged into TorchTitan already" in done.stdout
-        assert (tmp_path / "trace.json").exists()
-        steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        assert [step["zbpipe/schedule/ZBV"] for step in steps] == [1, 1, 1]
-    else:
-        assert "ValueError: unknown schedule 'ZBVV'; did you mean 'ZBV'?" in done.stderr
-
-
-def prepare() -> None:
-    from zbpipe.titan import cpu
-
-    cpu.stand_in()
-    from zbpipe.titan import _titan02
-
-    _titan02.plug_in(Options(for_torch=ForTorch(max_active_stages=1)), on_cpu=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "zbpipe is plugged into TorchTitan already" in done.stdout
+    assert (tmp_path / "trace.json").exists()
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["zbpipe/schedule/ZBV"] for step in steps] == [1, 1, 1]
 
 
 def ranks_with_loss(wave_table: str) -> tuple[dict[str, int], dict[str, bool]]:
-    prepare()
     import torchtitan.train
     from torchtitan.components import metrics
     from torchtitan.tools.utils import NoColor
@@ -451,26 +429,21 @@ def ranks_with_loss(wave_table: str) -> tuple[dict[str, int], dict[str, bool]]:
     return found, warned
 
 
-def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(tmp_path: Path) -> None:
-    name = table(tmp_path / "wave.csv", wave(6))
-    ((found, warned),) = run_ranks(1, ranks_with_loss, name)
+def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(in_a_process: InAProcess) -> None:
+    found, warned = in_a_process.ranks_with_loss
     assert [found[each] for each in ("ZBV", "zbvzerobubble", "DualPipeV")] == [0, 0, 0]
     assert [found[each] for each in ("1F1B", "Interleaved1F1B", "PipelineScheduleMulti")] == [6, 6, 6]
-    assert found[name] == 1
+    assert found[in_a_process.wave] == 1
     assert warned == {"ZBV": False, "1F1B": True}
 
 
-def pipeline_of_its_own() -> str:
-    """What is said of a model that TorchTitan does not cut."""
-    prepare()
+def refusals_of_a_model() -> list[str]:
+    """What is said when a trainer that did not ask before has a model cut."""
     from torch import nn
     from torchtitan.config import JobConfig
 
     from zbpipe.titan import _titan02
 
-    config = JobConfig()
-    config.parallelism.pipeline_parallel_degree = 2
-    config.parallelism.pipeline_parallel_schedule = "ZBV"
     model = nn.Module()
     model.layers = nn.ModuleDict({str(number): nn.Linear(1, 1) for number in range(6)})
     for name in ("tok_embeddings", "norm", "output"):
@@ -479,20 +452,30 @@ def pipeline_of_its_own() -> str:
     def cut(*args: Any) -> Any:
         return SimpleNamespace(), [], True, True
 
-    args = (model, SimpleNamespace(pp=2), config, "cpu", SimpleNamespace(n_layers=6))
-    with pytest.raises(ValueError, match="ZBV cannot run this model") as refused:
-        _titan02.pipeline_with(cut, Options())(*args)
-    return str(refused.value)
+    said = []
+    for name in ("ZBV", "ZBVV"):
+        config = JobConfig()
+        config.parallelism.pipeline_parallel_degree = 2
+        config.parallelism.pipeline_parallel_schedule = name
+        with pytest.raises(ValueError, match="ZBV") as refused:
+            _titan02.pipeline_with(cut, Options())(
+                model, SimpleNamespace(pp=2), config, "cpu", SimpleNamespace(n_layers=6)
+            )
+        said.append(str(refused.value))
+    return said
 
 
-def test_a_model_that_cuts_itself() -> None:
-    (said,) = run_ranks(1, pipeline_of_its_own)
-    assert "pipeline_llm, but test_titan02.pipeline_of_its_own.<locals>.cut: use one of torch's schedules" in said
+def test_a_model_that_is_not_cut(in_a_process: InAProcess) -> None:
+    cuts_itself, unknown = in_a_process.refusals_of_a_model
+    assert (
+        "ZBV cannot run this model, which does not use TorchTitan's own function to cut it, pipeline_llm" in cuts_itself
+    )
+    assert "but test_titan02.refusals_of_a_model.<locals>.cut: use one of torch's schedules" in cuts_itself
+    assert "unknown schedule 'ZBVV'; did you mean 'ZBV'?" in unknown
 
 
 def experts() -> float:
     """The largest relative error of an expert's weight gradient, of those that W computes."""
-    prepare()
     import torch
     from torchtitan.models.moe import moe
 
@@ -522,6 +505,32 @@ def experts() -> float:
     return max(map(float, errors))
 
 
-def test_grouped_experts_wait_for_w() -> None:
+def test_grouped_experts_wait_for_w(in_a_process: InAProcess) -> None:
     """As on GPUs; on the CPU TorchTitan multiplies expert by expert."""
-    assert run_ranks(1, experts)[0] < 1e-2
+    assert in_a_process.experts < 1e-2
+
+
+class InAProcess(NamedTuple):
+    """What was seen in a process that zbpipe is plugged into; importing TorchTitan takes seconds."""
+
+    wave: str
+    """A table whose last stage is on rank 1 of 2."""
+    ranks_with_loss: tuple[dict[str, int], dict[str, bool]]
+    refusals_of_a_model: list[str]
+    experts: float
+
+
+def look(wave_table: str) -> InAProcess:
+    from zbpipe.titan import cpu
+
+    cpu.stand_in()
+    from zbpipe.titan import _titan02
+
+    _titan02.plug_in(Options(), on_cpu=True)
+    return InAProcess(wave_table, ranks_with_loss(wave_table), refusals_of_a_model(), experts())
+
+
+@pytest.fixture(scope="module")
+def in_a_process(tmp_path_factory: pytest.TempPathFactory) -> InAProcess:
+    (seen_there,) = run_ranks(1, look, table(tmp_path_factory.mktemp("wave") / "wave.csv", wave(6)))
+    return seen_there
