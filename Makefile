@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix compatibility gallery format clean
+.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix compatibility environments gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -46,6 +46,8 @@ matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
+
+environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev  ## all that CI needs; with -j side by side
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py
