@@ -31,10 +31,6 @@ class PipelineMetrics:
         """See `zbpipe.runtime.recording.Watcher`."""
         self._record = record
 
-    def forget(self) -> None:
-        """What was seen last is not asked for."""
-        self._record = None
-
     def collect(self) -> dict[str, Any]:
         """The metrics of the last step that was looked at; all ranks of the pipeline have to ask for them."""
         schedule = self._schedule()

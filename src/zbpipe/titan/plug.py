@@ -142,11 +142,9 @@ def _add_metrics(
     watching = ref(pipeline)  # of the schedule, which has to go before the interpreter does
 
     def armed_where_logged(self: Any, step: int) -> bool:
-        is_logged: bool = should_log(self, step)
         if pipeline := watching():
             pipeline.armed = should_log(self, step + to_come)
-            if not is_logged:
-                pipeline.forget()
+        is_logged: bool = should_log(self, step)
         return is_logged
 
     def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
