@@ -8,11 +8,13 @@ the others stay as they are; without, it has to be what the page says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
@@ -66,6 +68,25 @@ def by_checkpointing(
     columns = list(dict.fromkeys(column for _, *column in map(list, outcomes) for column in [tuple(column)]))
     lines = [[schedule, *(outcomes[schedule, *column] for column in columns)] for schedule in schedules]
     return Table(heading, about, ["schedule", *map(", ".join, columns)], lines)
+
+
+def compare_when_all_ran(
+    request: pytest.FixtureRequest, parameter: str, everything: Set[Any], seen: Set[Any], section: Callable[[], Section]
+) -> None:
+    """At the end of a run: compare, unless only some of the cells were selected.
+
+    Args:
+        request: of the test that calls this.
+        parameter: the name of the parameter by which pytest knows the cells.
+        everything: all cells.
+        seen: those that did what they should.
+        section: makes this target's part of the page from them.
+    """
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    if not everything <= {params[parameter] for params in calls if parameter in params}:
+        pytest.skip("not all cells were selected")
+    assert everything - seen == set(), "these failed"
+    compare(section(), request.config.getoption("--write-compatibility"))
 
 
 def compare(section: Section, write: bool) -> None:
