@@ -12,6 +12,8 @@ import torch
 from models import SEQUENCE, WIDTH, Block, Checkpointing, batch, build_stage, gradients, loss_fn, reference
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +135,25 @@ def test_a_checkpoint_repeats_a_call_as_it_ran() -> None:
     assert_same_gradients(block, plain)
 
 
+def test_a_checkpoint_that_begins_before_the_region() -> None:
+    """It makes the inputs of the region anew. As torch infers shapes, one forward and backward come before all else."""
+    block = nn.Sequential(nn.LayerNorm(WIDTH), FeedForward())
+    plain = copy.deepcopy(block)
+    block[1].compile(backend="aot_eager", fullgraph=True)
+    store = prepare(block)
+    for _ in range(3):
+        x = rows_of_input()
+        loss = checkpoint(block, x, use_reentrant=False).square().sum()
+        with store.record() as pending:
+            loss.backward()
+        assert len(pending) == 3
+        for gradient in pending:
+            gradient.accumulate()
+        run(plain, x.detach().requires_grad_())
+    assert_same_gradients(block, plain)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
     block = FeedForward()
     plain = copy.deepcopy(block)
@@ -164,6 +185,24 @@ def test_a_module_that_torch_compile_wrapped() -> None:
         run(plain, x.detach().requires_grad_())
     assert_same_gradients(inner, plain)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_fsdp_around_a_module_that_torch_compile_wrapped(one_rank: None) -> None:
+    """As torchtitan 0.2 does it: FSDP gathers the weights before the region is called."""
+    inner = FeedForward()
+    plain = copy.deepcopy(inner)
+    compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
+    fully_shard(compiled, mesh=init_device_mesh("cpu", (1,)))
+    compiled.set_force_sum_reduction_for_comms(True)
+    compiled.set_requires_gradient_sync(False)
+    store = prepare(compiled)
+    for _ in range(2):
+        x = rows_of_input()
+        pending = run(compiled, x, store)
+        assert len(pending) == 3
+        while pending:
+            pending.pop().accumulate()
+        run(plain, x.detach().requires_grad_())
 
 
 def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:

@@ -62,7 +62,9 @@ class _Region:
         self._next: tuple[_Site, ...] = ()
         self._ran_eagerly: list[_torch.Memory] = []
         """The memory of the inputs of such calls: activation checkpointing will repeat them in the backward."""
-        self._unshards = _torch.is_fsdp(module)
+        self._has_run_compiled = False
+        self._unshards = _torch.is_fsdp(module) and not _torch.is_optimized(module)
+        """Whether FSDP gathers the weights within this call. With `torch.compile(module)` its hook ran before."""
         if self._unshards:
             # After FSDP's own hook, when the weights are those that the region uses; and not compiled with the region.
             module.register_forward_pre_hook(_torch.outside_of_graphs(lambda module, args: self._provide_slots()))
@@ -75,13 +77,13 @@ class _Region:
             return compiled(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         inputs, memory = tuple(map(spec, tensors)), _torch.memory_of(tensors)
-        if _torch.is_in_backward() and memory in self._ran_eagerly:
-            self._ran_eagerly.remove(memory)
+        if _torch.is_in_backward() and self._repeats_eager_call(memory):
             return eager(*args, **kwargs)
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
             self._ran_eagerly.append(memory)
             with self._learn(inputs):
                 return eager(*args, **kwargs)
+        self._has_run_compiled = True
         self._next = self._sites.get(inputs, ())
         if not self._unshards:
             self._provide_slots()
@@ -92,6 +94,18 @@ class _Region:
             self._next = ()
             for deferral in self._deferrals:
                 deferral.slots = None
+
+    def _repeats_eager_call(self, memory: _torch.Memory) -> bool:
+        """Whether this call in a backward repeats one that ran without the compiler."""
+        if memory in self._ran_eagerly:
+            self._ran_eagerly.remove(memory)
+            return True
+        if self._has_run_compiled or not self._ran_eagerly:
+            return False
+        # A checkpoint that begins before the region makes its inputs anew, in other memory. Before the first step,
+        # while torch infers shapes, there is nothing else to repeat.
+        self._ran_eagerly.pop()
+        return True
 
     @contextmanager
     def _learn(self, inputs: tuple[Any, ...]) -> Iterator[None]:
