@@ -166,7 +166,7 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
     """
     group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
     me, device = stages[0].group_rank, stages[0].device
-    large = max(message_bytes, _LARGE)
+    large = max(_largest(message_bytes, device, group), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}
     for one, other in pairs:
@@ -178,6 +178,13 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
         bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
         links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
     return links
+
+
+def _largest(size: int, device: torch.device, group: Any) -> int:
+    """Of all ranks, so that those who measure a link agree: their stages may send messages of different sizes."""
+    sizes = torch.tensor(size, device=device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
+    return int(sizes)
 
 
 def _one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:

@@ -50,7 +50,7 @@ class StepRecord:
     """For the F and I of one microbatch, where they were wanted: the bytes that they left taken, which is less than
     zero if they freed more."""
     message_bytes: int
-    """The largest output of a stage, for one microbatch."""
+    """The largest that this rank sends forward, for one microbatch: 0 if it has the last stage alone."""
 
 
 class Watcher(Protocol):
@@ -164,6 +164,7 @@ class _Recorder:
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._kept: dict[Op, int] = {}
         self._message_bytes = 0
+        self._last_stage = stage.num_stages - 1
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -188,7 +189,7 @@ class _Recorder:
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
-        if op.kind is OpKind.F and op not in self._marks:
+        if op.kind is OpKind.F and stage != self._last_stage:
             self._message_bytes = max(self._message_bytes, _num_bytes(result))
         self._marks[op] = first, self._clock.mark()
         return result
