@@ -1,85 +1,133 @@
-"""docs/compatibility.md, put together from what `test_matrix.py` saw."""
+"""docs/compatibility.md, put together from what tests saw: a section for each target, written by that target's tests.
+
+A target is a framework on a version of torch, such as "torchtitan 0.3 with torch 2.15". Its test file runs what it
+claims, makes a `Section`, and calls `compare`: with `--write-compatibility` its part of the page is written anew, and
+the others stay as they are; without, it has to be what the page says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
-SCHEDULES = ("ZBV", "ZBH1", "VHalf")
-CHECKPOINTING = ("none", "selective", "full")
-COMPILING = ("eager", "compiled")
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 
 class Row(NamedTuple):
-    """A line of a table."""
+    """A line of a table of features."""
 
     feature: str
     how: str
     outcome: str
 
 
-def page(matrix: Mapping[tuple[str, str, str], str], works: Iterable[Row], refused: Iterable[Row]) -> str:
-    """The whole page; `matrix` holds the outcomes by schedule, checkpointing and compiling."""
-    columns = [(checkpointing, compiling) for checkpointing in CHECKPOINTING for compiling in COMPILING]
-    return "\n".join(
-        [
-            _HEAD.format(torch=_release("torch"), torchtitan=_release("torchtitan")),
-            *_table(
-                ["schedule", *(f"{checkpointing}, {compiling}" for checkpointing, compiling in columns)],
-                ([schedule, *(matrix[schedule, *column] for column in columns)] for schedule in SCHEDULES),
-            ),
-            _WITH_MORE,
-            *_table(["feature", "tested how", "outcome"], works),
-            _NOT,
-            *_table(["feature", "tested how", "outcome"], refused),
-            _UNTRIED,
-        ]
+class Table(NamedTuple):
+    """A table with a heading of its own."""
+
+    heading: str
+    about: str
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+class Section(NamedTuple):
+    """What is known of one target."""
+
+    title: str
+    """By which the page knows it; it must not change from run to run."""
+    about: str
+    tables: Sequence[Table]
+    untried: str = ""
+
+
+def target(framework: str) -> str:
+    """The title for what is installed, as in "torchtitan 0.3 with torch 2.15"."""
+    return f"{framework} {_minor(framework)} with torch {_minor('torch')}"
+
+
+def seen_with(*packages: str) -> str:
+    """Exact versions, as in "torch 2.15.0 and torchtitan 0.3.0"."""
+    return " and ".join(f"{package} {_release(package)}" for package in packages)
+
+
+def features(heading: str, about: str, rows: Iterable[Row]) -> Table:
+    """A table of features, how each was tested, and the outcome."""
+    return Table(heading, about, ("feature", "tested how", "outcome"), list(rows))
+
+
+def by_checkpointing(
+    heading: str, about: str, outcomes: Mapping[tuple[str, str, str], str], schedules: Sequence[str]
+) -> Table:
+    """A line for each schedule; the outcomes are by schedule, checkpointing, and "eager" or "compiled"."""
+    columns = list(dict.fromkeys(column for _, *column in map(list, outcomes) for column in [tuple(column)]))
+    lines = [[schedule, *(outcomes[schedule, *column] for column in columns)] for schedule in schedules]
+    return Table(heading, about, ["schedule", *map(", ".join, columns)], lines)
+
+
+def compare(section: Section, write: bool) -> None:
+    """Hold the page against `section`, or write that part of it."""
+    page = PAGE.read_text()
+    text = _text(section)
+    if write:
+        PAGE.write_text(_HEAD + "".join(f"\n{each}" for each in (_sections(page) | {section.title: text}).values()))
+        return
+    assert _sections(page).get(section.title) == text, (
+        f"look at what changed in {section.title!r}; the same tests with --write-compatibility write it anew"
     )
 
 
-def _table(names: list[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    return [_line(names), "|---" * len(names) + "|", *map(_line, lines)]
+def _sections(page: str) -> dict[str, str]:
+    """By their titles."""
+    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
+
+
+def _text(section: Section) -> str:
+    blocks = [f"## {section.title}", _filled(section.about)]
+    for table in section.tables:
+        rules = "|---" * len(table.columns) + "|"
+        lines = [_line(table.columns), rules, *map(_line, table.lines)]
+        blocks += [f"### {table.heading}", _filled(table.about), "\n".join(lines)]
+    return "\n\n".join(filter(None, (*blocks, _filled(section.untried)))) + "\n"
+
+
+def _filled(text: str) -> str:
+    """Paragraph by paragraph in lines of the width of this page."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    return "\n\n".join(
+        fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False) for paragraph in paragraphs
+    )
 
 
 def _line(fields: Iterable[str]) -> str:
     return f"| {' | '.join(fields)} |"
 
 
+def _minor(package: str) -> str:
+    return ".".join(version(package).split(".")[:2])
+
+
 def _release(package: str) -> str:
     return version(package).partition("+")[0]
 
 
+_WIDTH = 120
 _HEAD = """\
 # What works together
 
-`make compatibility` writes this page from what it sees, and `make matrix`, which CI runs, fails when it sees something
-else. Seen with torch {torch} and torchtitan {torchtitan} on the CPU, over gloo. Not tried on a GPU.
+Tests write each section of this page from what they see, and CI fails when they see something else. All on the CPU,
+over gloo. Not tried on a GPU.
+"""
 
+TITAN = """\
 "Works" means: TorchTitan's debug model, started by `zbpipe.titan.train` from a seed checkpoint, has in each of three
 optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) of the same job without a pipeline
 and without a compiler. Two pipeline ranks, four microbatches, float32, unless a row says otherwise. Nothing is compiled
 a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W, unless a
 row says so.
-
-## Schedule, activation checkpointing, torch.compile
-
-Llama 3. Compiled means TorchTitan's `--compile.enable`: every block, by Inductor, and the loss.
 """
-
-_WITH_MORE = """
-## And more
-
-Selective checkpointing, TorchTitan's default, in all rows. "Ranks" are processes.
-"""
-
-_NOT = """
-## What does not work
-
-Refused means: at construction, before any message is sent; in TorchTitan's jobs by every rank.
-"""
-
-_UNTRIED = """
-Not tried: context parallelism, expert parallelism, CUDA graphs, float8, and more than two pipeline ranks within
-TorchTitan.
-"""
+"""What all sections of TorchTitan say."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-pytest.register_assert_rewrite("titan_jobs")
+pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 from titan_jobs import Titan  # noqa: E402
 
 settings.register_profile("zbpipe", deadline=None, derandomize=True)

@@ -252,8 +252,9 @@ def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tm
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan")
-    from titan_jobs import assert_trains_alike
+    from titan_jobs import assert_trains_alike, require_titan
+
+    require_titan("0.3.0")
 
     titan = request.getfixturevalue("titan")
     table = tmp_path / "plan.csv"
@@ -273,8 +274,9 @@ def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.Fixt
 
 
 def test_torchtitan_trains_a_model_that_is_cut_as_planned(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan")
-    from titan_jobs import assert_trains_alike, pipeline
+    from titan_jobs import assert_trains_alike, pipeline, require_titan
+
+    require_titan("0.3.0")
 
     titan = request.getfixturevalue("titan")
     layers = (

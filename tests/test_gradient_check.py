@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from models import (
     loss_fn,
 )
 from ranks import endings, run_ranks
-from titan_jobs import STEPS, Titan, pipeline
+from titan_jobs import STEPS, Titan, pipeline, require_titan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -499,7 +498,6 @@ def test_a_model_is_not_checked_inside_of_a_job_of_several_ranks() -> None:
 SHARDED = ("--parallelism.data_parallel_shard_degree", "2", "--training.mixed_precision_param", "bfloat16")
 
 
-@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs TorchTitan")
 @pytest.mark.parametrize(
     ("settings", "num_ranks"),
     [((*SHARDED, "activation-checkpoint:full"), 4), (("--compile.enable",), 2), (("--zbpipe.defer-loss",), 2)],
@@ -507,6 +505,7 @@ SHARDED = ("--parallelism.data_parallel_shard_degree", "2", "--training.mixed_pr
 )
 def test_titan(titan: Titan, settings: tuple[str, ...], num_ranks: int) -> None:
     """The loss has a backward of its own, in which FSDP2 reduces the head's gradient."""
+    require_titan("0.3.0")
     check = ("--zbpipe.check-gradients", "2")
     job, plain = (titan.train(*pipeline("ZBV"), *more, *settings, num_ranks=num_ranks) for more in (check, ()))
     print(job.log)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from titan_jobs import require_titan
 
 from zbpipe import CostModel, Link, Placement, plan, simulate, validate
 from zbpipe.layers import Layer, LayerCosts, Split, even_sizes, split_of
@@ -101,7 +102,7 @@ def test_stages_cost_what_their_layers_cost(costs: LayerCosts, data: st.DataObje
 
 @given(num_layers=st.integers(1, 40), num_stages=st.integers(2, 20))
 def test_the_even_split_is_torchtitans(num_layers: int, num_stages: int) -> None:
-    pytest.importorskip("torchtitan")
+    require_titan("0.3.0")
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
     assume(num_stages <= num_layers + 2)

@@ -7,54 +7,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import compatibility
 import pytest
 import torch.distributed as dist
-from compatibility import CHECKPOINTING, COMPILING, SCHEDULES, Row
+from cells import COMPILING, SCHEDULES, Cell, Flavor, matrix, row, train_as_without_a_pipeline
+from compatibility import Row, Section
 from models import build_stage, loss_fn
-from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, pipeline
+from titan_jobs import DEEPSEEK, Job, Titan, pipeline, require_titan
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
 
-pytest.importorskip("torchtitan")
+require_titan("0.3.0")
 pytestmark = pytest.mark.timeout(500)
 
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A job that has to train as it does without a pipeline."""
-
-    feature: str = ""
-    """In words for the page; those of the matrix have a table of their own."""
-    schedule: str = "ZBV"
-    checkpointing: str = "selective"
-    compiled: bool = False
-    settings: tuple[str, ...] = ()
-    """Further ones, which the job without a pipeline has, too."""
-    ranks_per_stage: int = 1
-    model: str = LLAMA
-    tolerances: dict[str, float] = field(default_factory=dict)
-    recompilations: int = 0
-    """In all ranks together."""
-    stages_that_compute_in_i: int = 0
-
-
-MATRIX = {
-    f"{schedule} {checkpointing} {'compiled' if compiled else 'eager'}": Cell("", schedule, checkpointing, compiled)
-    for schedule in SCHEDULES
-    for checkpointing in CHECKPOINTING
-    for compiled in (False, True)
-}
+FLAVOR = Flavor({"selective": "SelectiveAC", "full": "FullAC"})
+MATRIX = matrix()
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 _REPLICATED = (
     *("--parallelism.data_parallel_replicate_degree", "2"),
@@ -69,6 +42,7 @@ _VALIDATION = (
 )
 COMBINATIONS = {
     **{name: Cell(name, name) for name in ("ZBH2", "ZB1P", "ZB2P", "VMin")},
+    **{f"{name} p=4": Cell(name, name, pipeline_ranks=4) for name in ("ZBV", "ZBH1", "VHalf")},
     "dp_shard": Cell("ZBV, FSDP2 (`fully_shard`)", settings=_SHARDED, ranks_per_stage=2),
     "dp_shard compiled": Cell("ZBV, FSDP2, torch.compile", settings=_SHARDED, ranks_per_stage=2, compiled=True),
     # Products round to 8 bits, and without a pipeline they go over the whole batch at once.
@@ -109,32 +83,8 @@ IN_SHORT = {"ZBV selective eager", "ZBV selective compiled", "VHalf full eager",
     "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.matrix) for name in CELLS]
 )
 def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
-    cell = CELLS[name]
-    expected = titan.without_pipeline(*cell.settings, num_ranks=cell.ranks_per_stage, model=cell.model)
-    job = titan.train(
-        *cell.settings,
-        *pipeline(cell.schedule),
-        *(["--compile.enable"] if cell.compiled else []),
-        f"activation-checkpoint:{cell.checkpointing}",
-        num_ranks=2 * cell.ranks_per_stage,
-        model=cell.model,
-    )
-    print(job.log)
-    assert_trains_alike(job, expected, **cell.tolerances)
-    assert_is_what_was_asked_for(job.log, cell)
-    # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
-    assert job.log.count("Recompiling function") == cell.recompilations
-    assert "recompile_limit" not in job.log
-    assert job.log.count("computes these weight gradients in I, not in W") == cell.stages_that_compute_in_i
+    train_as_without_a_pipeline(titan, CELLS[name], FLAVOR)
     seen[name] = "works"
-
-
-def assert_is_what_was_asked_for(log: str, cell: Cell) -> None:
-    assert f"Using zbpipe's pipeline schedule {cell.schedule} with 4 microbatches" in log
-    assert ("Compiling each TransformerBlock" in log) == cell.compiled
-    applied = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}[cell.checkpointing]
-    assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)
-    assert ("activation checkpointing to the model" in log) == (applied is not None)
 
 
 def torch_refuses_compiled(titan: Titan, **functorch: Any) -> str:
@@ -231,28 +181,36 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
     if not everything <= selected:
         pytest.skip("not all cells were selected")
     assert everything - seen.keys() == set(), "these failed"
-    if request.config.getoption("--write-compatibility"):
-        PAGE.write_text(page())
-    assert PAGE.read_text() == page(), "look at what changed; `make compatibility` writes the page anew"
+    compatibility.compare(section(), request.config.getoption("--write-compatibility"))
 
 
-def page() -> str:
-    """docs/compatibility.md as it should be."""
-    return compatibility.page(
-        {(cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()},
-        [Row(cell.feature, how(cell), seen[name]) for name, cell in COMBINATIONS.items()],
-        [Row(refusal.feature, refusal.how, seen[name]) for name, refusal in REFUSALS.items()],
+def section() -> Section:
+    """This target's part of docs/compatibility.md, as it should be."""
+    outcomes = {
+        (cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()
+    }
+    return Section(
+        compatibility.target("torchtitan"),
+        f"Seen with {compatibility.seen_with('torch', 'torchtitan')} by `make matrix`, which CI runs;"
+        f" `make compatibility` writes it.\n\n{compatibility.TITAN}",
+        [
+            compatibility.by_checkpointing(
+                "Schedule, activation checkpointing, torch.compile",
+                "Llama 3. Compiled means TorchTitan's `--compile.enable`: every block, by Inductor, and the loss.",
+                outcomes,
+                SCHEDULES,
+            ),
+            compatibility.features(
+                "And more",
+                'Selective checkpointing, TorchTitan\'s default, in all rows. "Ranks" are processes.',
+                [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
+            ),
+            compatibility.features(
+                "What does not work",
+                "Refused means: at construction, before any message is sent; in TorchTitan's jobs by every rank.",
+                [Row(refusal.feature, refusal.how, seen[name]) for name, refusal in REFUSALS.items()],
+            ),
+        ],
+        "Not tried: context parallelism, expert parallelism, CUDA graphs, float8, and more than four pipeline ranks"
+        " within TorchTitan.",
     )
-
-
-def how(cell: Cell) -> str:
-    """Its ranks and the other degrees of parallelism."""
-    degrees = [_SHORT[name] + degree for name, degree in pairwise(cell.settings) if name in _SHORT]
-    return f"{2 * cell.ranks_per_stage} ranks: {' x '.join(['pp=2', *degrees])}"
-
-
-_SHORT = {
-    "--parallelism.data_parallel_shard_degree": "dp_shard=",
-    "--parallelism.data_parallel_replicate_degree": "dp_replicate=",
-    "--parallelism.tensor_parallel_degree": "tp=",
-}

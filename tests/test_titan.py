@@ -17,17 +17,17 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 from ranks import run_ranks
-from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, start_from
+from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_titan, start_from
 
 import zbpipe
 from zbpipe import cli, costs_file
 from zbpipe.runtime.options import ForTorch, Options
-from zbpipe.titan import demo, launch
+from zbpipe.titan import demo, launch, versions
 from zbpipe.titan.check import check
 from zbpipe.titan.launch import Outcome, train_on_cpu
 from zbpipe.titan.options import parse
 
-pytest.importorskip("torchtitan")
+require_titan("0.3.0")
 TIMEOUT = 200
 
 
@@ -344,19 +344,20 @@ def test_accumulation_and_validation(titan: Titan) -> None:
 
 def prepare() -> None:
     from zbpipe.titan import cpu
-    from zbpipe.titan.train import plug_in
 
     cpu.stand_in()
-    plug_in(on_cpu=True)
+    from zbpipe.titan import _titan03
+
+    _titan03.plug_in(Options(), on_cpu=True)
 
 
 def ranks_with_loss() -> dict[str, int]:
     prepare()
-    from zbpipe.titan import _torchtitan
+    from zbpipe.titan import _titan03
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
-    return {name: _torchtitan.rank_with_loss(dims, name) for name in names}
+    return {name: _titan03.rank_with_loss(dims, name) for name in names}
 
 
 def test_loss_and_metrics_come_from_the_rank_with_the_last_stage() -> None:
@@ -460,7 +461,7 @@ def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.main, ["demo"])
     assert result.exit_code != 0
     assert "pip install 'zbpipe[titan]'" in result.output

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from titan_jobs import require_titan
 
 from zbpipe.ir import OpKind
 from zbpipe.lowered import parse, validate_lowered
@@ -31,7 +32,7 @@ from zbpipe.registry import generate, lookup
 from zbpipe.runtime import _torch
 from zbpipe.validate import validate
 
-pytest.importorskip("torchtitan")
+require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
 TIMEOUT = 200
@@ -53,10 +54,12 @@ CONFIGS = (
 
 
 def import_titan() -> None:
-    from zbpipe.titan import cpu, train
+    from zbpipe.titan import cpu
 
     cpu.stand_in()
-    train.plug_in(on_cpu=True)
+    from zbpipe.titan import _titan03, options
+
+    _titan03.plug_in(options.Options(), on_cpu=True)
     torch.set_num_threads(1)
     import titan_integration.llama3
     import titan_integration.memory  # noqa: F401
@@ -132,14 +135,14 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3, memory
-    from zbpipe.titan import cpu, options, train
+    from zbpipe.titan import _titan03, check, options
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    train.check(_config, options.Options())
+    check.check(_config, options.Options())
     needs = memory.needs(_config, hardware.gpus)
-    cpu.adapt(_config)
+    _titan03.adapt_to_cpu(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
     _config.model_spec.model.update_from_config(config=_config)
     with torch.device("meta"):
@@ -168,14 +171,14 @@ def build_rank(job: tuple[int, int]) -> Built:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import _torchtitan, options
+    from zbpipe.titan import _titan03, options
 
     num_gpus, rank = job
     dist.init_process_group("fake", rank=rank, world_size=num_gpus)
     dims = ParallelDims.from_config(_config.parallelism, num_gpus)
     dims.build_mesh()
     spec = _config.model_spec
-    schedule, parts, has_first, has_last = _torchtitan.pipeline_with(spec.pipelining_fn, options.Options())(
+    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, options.Options())(
         _model,
         parallel_dims=dims,
         training=_config.training,
@@ -262,7 +265,7 @@ def places(shard: tuple[int, int]) -> list[tuple[int, int, list[int], int]]:
     """Of a half of the ranks: rank, place in the pipeline, the TP group, the rank that reports the loss."""
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import _torchtitan
+    from zbpipe.titan import _titan03
 
     num_gpus, first = shard
     found = []
@@ -271,7 +274,7 @@ def places(shard: tuple[int, int]) -> list[tuple[int, int, list[int], int]]:
         dims = ParallelDims.from_config(_config.parallelism, num_gpus)
         dims.build_mesh()
         tp = dist.get_process_group_ranks(dims.get_mesh("tp").get_group())
-        reports = _torchtitan.rank_with_loss(dims, _config.parallelism.pipeline_parallel_schedule)
+        reports = _titan03.rank_with_loss(dims, _config.parallelism.pipeline_parallel_schedule)
         found.append((rank, dims.get_mesh("pp").get_local_rank(), tp, reports))
         dist.destroy_process_group()
     return found
@@ -303,12 +306,12 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     from titan_integration import llama3, memory
     from zbpipe.runtime.deferred import defer_weights
     from zbpipe.runtime.products import WeightGradients
-    from zbpipe.titan import cpu
+    from zbpipe.titan import _titan03
 
     tp, checkpointing = how
     dist.init_process_group("fake", rank=0, world_size=tp)
     config = llama3._pipelined(llama3.llama3_debug(), "ZBV", pp=1, tp=tp, checkpointing=checkpointing)
-    cpu.adapt(config)
+    _titan03.adapt_to_cpu(config)
     # The CPU's attention keeps other things than a GPU's, so the result of a GPU's is added below.
     ScaledDotProductAttention.forward = attend_to_nothing
     dims = ParallelDims.from_config(config.parallelism, tp)
@@ -584,10 +587,14 @@ def commands(program: str) -> list[str]:
 
 
 def model_of(arguments: list[str]) -> str:
-    """The model of a job by TorchTitan's own reading of the command line."""
+    """The model of a job by TorchTitan's own reading of the command line, checked as before a launch."""
     import torchtitan.train
 
-    config = torchtitan.train.ConfigManager().parse_args(arguments)
+    from zbpipe.titan import check, options
+
+    chosen, rest = options.parse(arguments)
+    config = torchtitan.train.ConfigManager().parse_args(rest)
+    check.check(config, chosen)
     return f"{config.model_spec.name} {config.model_spec.flavor}"
 
 

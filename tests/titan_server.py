@@ -7,6 +7,7 @@ end.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -26,14 +27,16 @@ def import_titan() -> None:
 
     cpu.stand_in()
     import torch._inductor.compile_fx  # noqa: F401
-    import torchtitan.train
 
-    import zbpipe.titan._torchtitan
-    import zbpipe.titan.demo_config
     import zbpipe.titan.train  # noqa: F401
+    from zbpipe.titan import versions
 
+    version = versions.installed()
+    version.load()
+    importlib.import_module(version.demo)
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
-    torchtitan.trainer.time = _WithoutSleep()
+    trainer = sys.modules.get("torchtitan.trainer") or sys.modules["torchtitan.train"]
+    trainer.time = _WithoutSleep()  # type: ignore[attr-defined]
 
 
 class _WithoutSleep:

@@ -80,7 +80,7 @@ def llama3_8b_no_downloads() -> Trainer.Config:
     """The same job on the source of Python's standard library, byte by byte: for a node without tokenizer and data."""
     config = llama3_8b()
     python_text.register()
-    config.tokenizer = python_text.ByteTokenizer.Config()
+    config.tokenizer = demo_config.ByteTokenizer.Config()
     config.hf_assets_path = "."
     config.dataloader = text_datasets.HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
     return config

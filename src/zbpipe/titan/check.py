@@ -56,6 +56,12 @@ def check(config: Any, options: Options) -> None:
 
 def _check_schedule(traits: Traits, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
+    batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    if batch % microbatch:
+        raise ValueError(
+            f"training.local_batch_size={batch} is no multiple of"
+            f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
+        )
     traits.place(config.parallelism.pipeline_parallel_degree)
     if traits.source == "zbpipe" and table:
         raise ValueError(

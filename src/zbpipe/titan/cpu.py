@@ -1,4 +1,4 @@
-"""TorchTitan on a machine without an accelerator: torchtitan 0.3.0 asks for one everywhere, this makes the CPU do.
+"""TorchTitan on a machine without an accelerator: it asks for one everywhere, and this makes the CPU do.
 
 Meant for trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because
 FlexAttention has no backward on the CPU (documents packed into one sequence see each other).
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from zbpipe.runtime._torch import set_available_device_type
 
@@ -47,30 +48,8 @@ def stand_in() -> None:
     torch.cpu.current_device = lambda: 0  # type: ignore[assignment, return-value]
 
 
-def adapt(config: Any) -> None:
-    """Change a TorchTitan `Trainer.Config` to what the CPU can run, in place."""
-    config.training.disable_cuda_graphs = True
-    if config.model_spec is not None:
-        _use_causal_attention(config.model_spec)
-        config.model_spec = replace(config.model_spec, parallelize_fn=_summing(config.model_spec.parallelize_fn))
-
-
-def _use_causal_attention(model_spec: Any) -> None:
-    from torch.nn.attention import SDPBackend
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
-
-    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    for masked in (FlexAttention.Config, VarlenAttention.Config):
-        for _, _, owner, attribute in list(model_spec.traverse(masked)):
-            if isinstance(owner, list):
-                owner[attribute] = ScaledDotProductAttention.Config()
-            else:
-                setattr(owner, attribute, ScaledDotProductAttention.Config())
-
-
-def _summing(parallelize_fn: Any) -> Any:
+def summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """gloo has no reduction that scales, so FSDP2 is asked to sum and to scale by itself."""
-    from torch.distributed.fsdp import FSDPModule
 
     def parallelize(*args: Any, **kwargs: Any) -> Any:
         model = parallelize_fn(*args, **kwargs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
 from zbpipe.registry import lookup
 from zbpipe.titan.launch import Outcome, train_on_cpu
+from zbpipe.titan.versions import installed
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
 RANKS = 2
@@ -55,10 +55,12 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None) -> list
         folder: where checkpoints and logs go; default: a temporary one.
 
     Raises:
-        DemoError: TorchTitan is not installed, or the seed checkpoint could not be made.
+        DemoError: TorchTitan is not installed or not known, or the seed checkpoint could not be made.
     """
-    if find_spec("torchtitan") is None:
-        raise DemoError("the demo trains with TorchTitan, which is not installed: pip install 'zbpipe[titan]'")
+    try:
+        installed()
+    except ImportError as error:
+        raise DemoError(f"the demo trains with TorchTitan: {error}") from None
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as temporary:
         base = folder or Path(temporary)
         seed = _make_seed_checkpoint(base / "seed", progress)
@@ -83,7 +85,7 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
             *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed)),
             *("--parallelism.pipeline_parallel_degree", str(RANKS)),
             *("--parallelism.pipeline_parallel_schedule", schedule),
-            f"activation-checkpoint:{ACTIVATION_CHECKPOINT}",
+            *installed().checkpoint(ACTIVATION_CHECKPOINT),
         ],
         num_ranks=RANKS,
         folder=folder,

@@ -1,23 +1,24 @@
 """The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-A module for TorchTitan's `--module`; everything but data, tokenizer and size of the batch is TorchTitan's own.
+A module for `--module` of torchtitan 0.3; everything but data, tokenizer and size of the batch is TorchTitan's own.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from zbpipe.titan import _torchtitan, python_text
+from zbpipe.titan import _titan03, python_text
+from zbpipe.titan.json_lines import JsonLines
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
@@ -31,23 +32,17 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
     def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
         self.logger: BaseLogger
         super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
-        has_loss = dist.get_rank() == _torchtitan.rank_with_loss(parallel_dims, pp_schedule)
+        has_loss = dist.get_rank() == _titan03.rank_with_loss(parallel_dims, pp_schedule)
         if config.json_lines and has_loss:
-            self.logger = _Tee(self.logger, Path(config.json_lines))
+            self.logger = JsonLines(self.logger, Path(config.json_lines))
 
 
-class _Tee(BaseLogger):  # type: ignore[misc]
-    def __init__(self, logger: BaseLogger, file: Path) -> None:
-        self.logger = logger
-        self.file = file
+class ByteTokenizer(python_text.ByteTokenizer):
+    """As TorchTitan 0.3 takes it: from a config."""
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.logger.log(metrics, step)
-        with self.file.open("a") as lines:
-            lines.write(json.dumps({"step": step, **metrics}) + "\n")
-
-    def close(self) -> None:
-        self.logger.close()
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
 
 
 def llama3_python_stdlib() -> Trainer.Config:
@@ -63,7 +58,7 @@ def deepseek_v3_python_stdlib() -> Trainer.Config:
 def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
     """In float32, so that losses of two schedules differ by rounding only."""
     python_text.register()
-    config.tokenizer = python_text.ByteTokenizer.Config()
+    config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
     config.metrics = JsonLinesMetrics.Config(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_MODULE = "zbpipe.titan.demo_config"
+from zbpipe.titan.versions import METRICS, installed
+
 _POLL_SECONDS = 0.2
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ def train_on_cpu(
     num_ranks: int,
     folder: Path,
     timeout: float,
-    config: str = "llama3_python_stdlib",
+    model: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
 ) -> Outcome:
-    """Train a model of `zbpipe.titan.demo_config` on so many processes without an accelerator.
+    """Train a model of the demo on so many processes without an accelerator.
 
     Args:
-        arguments: those of `torchtitan.train`, without `--module` and `--config`, which are the demo's.
+        arguments: those of `torchtitan.train`, beside the ones that name the model.
         num_ranks: processes; they share the cores evenly.
         folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
         timeout: seconds after which the job is ended.
-        config: a function of `zbpipe.titan.demo_config`.
+        model: its name in `zbpipe.titan.demo_config`, or for torchtitan 0.2 in `zbpipe.titan.demo_spec`.
         on_step: called with the metrics of each step as soon as they are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def train_on_cpu(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
         *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
-        *demo_arguments(folder, config),
+        *installed().demo_arguments(folder, model),
         *arguments,
     ]
     with (folder / "output.log").open("w") as log:
@@ -90,14 +90,6 @@ def train_on_cpu(
     if timed_out:
         return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
     return Outcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
-
-
-def demo_arguments(folder: Path, config: str) -> list[str]:
-    """Those of `torchtitan.train` that name a model of `zbpipe.titan.demo_config` and put all output into `folder`."""
-    return [
-        *("--module", _MODULE, "--config", config, "--dump_folder", str(folder)),
-        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
-    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,8 +15,8 @@ from zbpipe.runtime.trace import timelines
 class PipelineMetrics:
     """How busy the pipeline was in the steps that TorchTitan logs; all others run untouched."""
 
-    def __init__(self, schedule: _torch.PipelineSchedule) -> None:
-        self.armed = False
+    def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
+        self.armed = armed
         """Whether TorchTitan will log the step that comes now."""
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ _BYTES = 256
 
 
 def register() -> None:
-    """Make `--dataloader.dataset python_stdlib` known to TorchTitan."""
+    """Make the data set "python_stdlib" known to TorchTitan."""
     DATASETS[NAME] = DatasetConfig(
         path=sysconfig.get_path("stdlib"), loader=_load, sample_processor=lambda sample: str(sample["text"])
     )
@@ -45,11 +44,7 @@ def _read(files: list[str]) -> Iterator[dict[str, str]]:
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]
     """UTF-8 bytes as tokens, then one token each for the beginning and the end of a document."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):  # type: ignore[misc]
-        pass
-
-    def __init__(self, config: Config | None = None, **unused: Any) -> None:
+    def __init__(self, *unused: Any, **also_unused: Any) -> None:
         super().__init__()
         self.bos_id = _BYTES
         self.eos_id = _BYTES + 1

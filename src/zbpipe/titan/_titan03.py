@@ -1,0 +1,158 @@
+"""The private names of TorchTitan 0.3 that zbpipe stands on, all in this one file. Written for torchtitan 0.3.0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torchtitan.train
+import torchtitan.trainer
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.attention import SDPBackend
+from torchtitan.components import metrics
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import ConfigManager, ParallelismConfig
+from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+from torchtitan.models.common.moe import GroupedExperts
+
+from zbpipe.registry import Traits
+from zbpipe.runtime import _torch
+from zbpipe.runtime.options import Options
+from zbpipe.runtime.products import GROUPED_MM
+from zbpipe.titan import cpu, plug
+from zbpipe.titan.check import check
+
+
+def plug_in(options: Options, on_cpu: bool) -> None:
+    """Teach TorchTitan in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+
+    class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
+        def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
+            config, rest = super()._load_config(args)
+            if on_cpu:
+                adapt_to_cpu(config)
+            return config, rest
+
+        def parse_args(self, args: list[str] | None = None) -> Any:
+            config = super().parse_args(sys.argv[1:] if args is None else args)
+            check(config, options)
+            spec = config.model_spec
+            if spec is not None and spec.pipelining_fn is not None:
+                config.model_spec = replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
+            return config
+
+    _report_loss_where_it_is()
+    # The grouped experts of TorchTitan's MoE models put their weight gradients off.
+    GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
+    torchtitan.train.ConfigManager = PluggedConfigManager
+
+
+def train() -> None:
+    """Run TorchTitan's `train.py` with what is left on the command line."""
+    torchtitan.train.main()
+
+
+def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> plug.PipeliningFunction:
+    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
+
+    It raises a `PipelineError` on all ranks of the job if their schedules differ.
+    """
+
+    def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
+        traits = plug.known(parallelism.pipeline_parallel_schedule)
+        with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
+            built = pipelining_fn(model, parallelism=parallelism, **kwargs)
+        name = parallelism.pipeline_parallel_schedule
+        plug.complete(built[0], name, options, kwargs["device"], MetricsProcessor, rank_with_loss, asks_ahead=True)
+        return built
+
+    return pipeline
+
+
+def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
+    """What cuts the model, places its stages and builds the schedule as the registry says.
+
+    With torch's names TorchTitan does so itself, unless it would not pass on an option.
+    """
+
+    def metadata(
+        parallel_dims: ParallelDims, parallelism: ParallelismConfig, model_config: Any
+    ) -> tuple[int, int, int, int]:
+        num_layers = len(model_config.layers)
+        first = parallelism.pipeline_parallel_first_stage_less_layers
+        last = parallelism.pipeline_parallel_last_stage_less_layers
+        return plug.num_stages(traits, parallelism, num_layers), num_layers, first, last
+
+    def stages_on(pp_rank: int, pp_degree: int, pp_schedule: str, num_stages: int) -> tuple[int, ...]:
+        return plug.stages_on(traits, pp_rank, pp_degree, num_stages)
+
+    def build(
+        *,
+        parallelism: ParallelismConfig,
+        local_batch_size: int,
+        stages: list[PipelineStage],
+        loss_fn: Callable[..., tuple[Tensor, Any]],
+        backward_requires_autograd: bool = True,
+    ) -> _torch.PipelineSchedule:
+        n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        return plug.build(
+            traits,
+            stages,
+            n_microbatches,
+            lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
+            options,
+            backward_requires_autograd=backward_requires_autograd,
+        )
+
+    if traits.source == "torch":
+        return {"_build_pipeline_schedule": build} if options.for_torch.given() else {}
+    return {
+        "_get_pipeline_metadata": metadata,
+        "_get_pp_rank_to_stage_indices_mapping": stages_on,
+        "_build_pipeline_schedule": build,
+    }
+
+
+def _report_loss_where_it_is() -> None:
+    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever a schedule places it."""
+    get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
+
+    def get_metrics_rank(*, parallel_dims: ParallelDims, pp_schedule: str) -> int:
+        traits = plug.known(pp_schedule)
+        if traits is None or not parallel_dims.pp_enabled:
+            return int(get_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))
+        return plug.first_rank_of_last_stage(traits, parallel_dims)
+
+    def ensure_pp_loss_visible(*, parallel_dims: ParallelDims, pp_schedule: str, color: Any) -> None:
+        if get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule) > 0:
+            ensure_visible(parallel_dims=parallel_dims, pp_schedule=pp_schedule, color=color)
+
+    metrics._get_metrics_rank = get_metrics_rank
+    torchtitan.trainer.ensure_pp_loss_visible = ensure_pp_loss_visible
+
+
+def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
+    """The rank that reports loss and metrics."""
+    return int(metrics._get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))
+
+
+def adapt_to_cpu(config: Any) -> None:
+    """Change a TorchTitan `Trainer.Config` to what the CPU can run, in place."""
+    config.training.disable_cuda_graphs = True
+    if config.model_spec is not None:
+        _use_causal_attention(config.model_spec)
+        config.model_spec = replace(config.model_spec, parallelize_fn=cpu.summing(config.model_spec.parallelize_fn))
+
+
+def _use_causal_attention(model_spec: Any) -> None:
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    for masked in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, owner, attribute in list(model_spec.traverse(masked)):
+            if isinstance(owner, list):
+                owner[attribute] = ScaledDotProductAttention.Config()
+            else:
+                setattr(owner, attribute, ScaledDotProductAttention.Config())

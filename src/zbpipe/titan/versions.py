@@ -1,0 +1,140 @@
+"""Which TorchTitan is installed, and the module that knows its private names. Imports neither torch nor torchtitan."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from zbpipe.runtime.options import Options
+
+METRICS = "metrics.jsonl"
+"""Where the models of the demo leave their metrics, one JSON object a step, below the job's folder."""
+
+
+class Plug(Protocol):
+    """What the module for a version of TorchTitan has."""
+
+    def plug_in(self, options: Options, on_cpu: bool) -> None:
+        """Teach TorchTitan in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+
+    def train(self) -> None:
+        """Run TorchTitan's `train.py` with what is left on the command line."""
+
+    def rank_with_loss(self, parallel_dims: Any, pp_schedule: str) -> int:
+        """The rank that reports loss and metrics."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A release of TorchTitan that zbpipe knows."""
+
+    name: str
+    releases: tuple[tuple[int, ...], tuple[int, ...]]
+    """From the first on, before the second."""
+    torch: tuple[int, int]
+    """The oldest that it runs on."""
+    plug: str
+    demo: str
+    """The module with the models of the demo."""
+    demo_arguments: Callable[[Path, str], list[str]]
+    """Its command line for a model of the demo and a folder for all output."""
+
+    checkpointing: tuple[str, ...]
+    """Its command line for activation checkpointing, with the kind as {}."""
+
+    def checkpoint(self, kind: str) -> list[str]:
+        """Its command line for activation checkpointing: "none", "selective" or "full"."""
+        return [argument.format(kind) for argument in self.checkpointing]
+
+    def load(self) -> Plug:
+        """Import its plug, and so TorchTitan, which fixes its device when it is imported."""
+        return cast(Plug, importlib.import_module(self.plug))
+
+
+def installed() -> Version:
+    """The TorchTitan that an import would find.
+
+    Raises:
+        ImportError: there is none, zbpipe does not know it, or the installed torch is too old for it.
+    """
+    found, torch = _torchtitan_release(), version("torch")
+    fitting = [f"pip install torchtitan=={each.name}" for each in KNOWN if each.torch <= _numbers(torch)][-1:]
+    titan = next((each for each in KNOWN if each.releases[0] <= _numbers(found) < each.releases[1]), None)
+    if titan is None:
+        known = " and ".join(each.name for each in KNOWN)
+        way_out = ", or ".join([*fitting, "look for a newer zbpipe"])
+        raise ImportError(f"this is torchtitan {found}, and zbpipe knows {known}: {way_out}")
+    if _numbers(torch) < titan.torch:
+        needed = ".".join(map(str, titan.torch))
+        way_out = ", or ".join([*fitting, f"install torch {needed} or newer"])
+        raise ImportError(f"torchtitan {found} needs torch {needed} or newer, and this is torch {torch}: {way_out}")
+    return titan
+
+
+def _torchtitan_release() -> str:
+    """A source tree on Python's path goes before what pip knows: it may have been put there in its place."""
+    spec = find_spec("torchtitan")
+    if spec is None:
+        raise ImportError("torchtitan is not installed: pip install 'zbpipe[titan]'")
+    for folder in spec.submodule_search_locations or ():
+        release = Path(folder).parent / "assets" / "version.txt"
+        if release.is_file():
+            return release.read_text().strip()
+    try:
+        return version("torchtitan")
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """(2, 13, 0) for "2.13.0+cpu"; () for what is no release."""
+    digits = re.match(r"\d+(\.\d+)*", release)
+    return tuple(map(int, digits[0].split("."))) if digits else ()
+
+
+def _demo_arguments_02(folder: Path, model: str) -> list[str]:
+    return [
+        *("--experimental.custom_import", _DEMO_02, "--model.name", model, "--model.flavor", "debugmodel"),
+        *("--model.hf_assets_path", str(Path(__file__).parent), "--training.dataset", "python_stdlib"),
+        *("--training.seq_len", "256", "--training.mixed_precision_param", "float32", "--debug.seed", "0"),
+        *("--training.steps", "10", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
+        *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
+    ]
+
+
+def _demo_arguments_03(folder: Path, model: str) -> list[str]:
+    return [
+        *("--module", _DEMO_03, "--config", model, "--dump_folder", str(folder)),
+        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
+    ]
+
+
+_DEMO_02, _DEMO_03 = "zbpipe.titan.demo_spec", "zbpipe.titan.demo_config"
+# The newest comes last.
+KNOWN = (
+    Version(
+        "0.2.2",
+        releases=((0, 2, 2), (0, 3)),
+        torch=(2, 11),
+        plug="zbpipe.titan._titan02",
+        demo=_DEMO_02,
+        demo_arguments=_demo_arguments_02,
+        checkpointing=("--activation_checkpoint.mode", "{}"),
+    ),
+    Version(
+        "0.3.0",
+        releases=((0, 3), (0, 4)),
+        torch=(2, 14),
+        plug="zbpipe.titan._titan03",
+        demo=_DEMO_03,
+        demo_arguments=_demo_arguments_03,
+        checkpointing=("activation-checkpoint:{}",),
+    ),
+)

@@ -1,0 +1,104 @@
+"""TorchTitan jobs with a pipeline that have to train as the same job without one, for any version of TorchTitan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from compatibility import Row
+from titan_jobs import LLAMA, Titan, assert_trains_alike, pipeline
+
+from zbpipe.titan.versions import installed
+
+SCHEDULES = ("ZBV", "ZBH1", "VHalf")
+CHECKPOINTING = ("none", "selective", "full")
+COMPILING = ("eager", "compiled")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A job that has to train as it does without a pipeline."""
+
+    feature: str = ""
+    """In words for the page; those of the matrix have a table of their own."""
+    schedule: str = "ZBV"
+    checkpointing: str = "selective"
+    compiled: bool = False
+    settings: tuple[str, ...] = ()
+    """Further ones, which the job without a pipeline has, too."""
+    ranks_per_stage: int = 1
+    pipeline_ranks: int = 2
+    model: str = LLAMA
+    tolerances: dict[str, float] = field(default_factory=dict)
+    recompilations: int = 0
+    """In all ranks together."""
+    stages_that_compute_in_i: int = 0
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """How the jobs of one version of TorchTitan differ from those of another."""
+
+    applied: Mapping[str, str]
+    """What the log calls the kinds of checkpointing."""
+    settings: tuple[str, ...] = ()
+    """Of all jobs."""
+    sums: bool = False
+    """Whether a pipeline's gradients are those of the sum of the loss over all tokens, and not of its mean."""
+
+
+def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
+    """Every schedule with every kind of checkpointing, with and without the compiler."""
+    return {
+        f"{schedule} {checkpointing} {COMPILING[compiled]}": Cell("", schedule, checkpointing, compiled)
+        for schedule in schedules
+        for checkpointing in CHECKPOINTING
+        for compiled in (False, True)
+    }
+
+
+def train_as_without_a_pipeline(titan: Titan, cell: Cell, flavor: Flavor) -> None:
+    """Run the job of `cell`, and compare it."""
+    settings = (*flavor.settings, *cell.settings)
+    expected = titan.without_pipeline(*settings, num_ranks=cell.ranks_per_stage, model=cell.model)
+    job = titan.train(
+        *settings,
+        *pipeline(cell.schedule, cell.pipeline_ranks),
+        *(["--compile.enable"] if cell.compiled else []),
+        *installed().checkpoint(cell.checkpointing),
+        num_ranks=cell.pipeline_ranks * cell.ranks_per_stage,
+        model=cell.model,
+    )
+    print(job.log)
+    norm_scale = job.steps[0]["n_tokens_seen"] if flavor.sums and job.steps else 1
+    assert_trains_alike(job, expected, **cell.tolerances, norm_scale=norm_scale)
+    _assert_is_what_was_asked_for(job.log, cell, flavor)
+    # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
+    assert job.log.count("Recompiling function") == cell.recompilations
+    assert "recompile_limit" not in job.log
+    assert job.log.count("computes these weight gradients in I, not in W") == cell.stages_that_compute_in_i
+
+
+def _assert_is_what_was_asked_for(log: str, cell: Cell, flavor: Flavor) -> None:
+    source = "zbpipe's pipeline" if f"Using zbpipe's pipeline schedule {cell.schedule}" in log else "pipeline"
+    assert f"Using {source} schedule {cell.schedule} with 4 microbatches" in log
+    assert ("Compiling each TransformerBlock" in log) == cell.compiled
+    applied = flavor.applied.get(cell.checkpointing)
+    assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)
+    assert ("activation checkpointing to the model" in log) == (applied is not None)
+
+
+def row(cell: Cell, outcome: str) -> Row:
+    """A line of the page for a cell outside of the matrix: its ranks, and the other degrees of parallelism."""
+    degrees = [_SHORT[name] + degree for name, degree in pairwise(cell.settings) if name in _SHORT]
+    num_ranks = cell.pipeline_ranks * cell.ranks_per_stage
+    how = f"{num_ranks} ranks: {' x '.join([f'pp={cell.pipeline_ranks}', *degrees])}"
+    return Row(cell.feature, how, outcome)
+
+
+_SHORT = {
+    "--parallelism.data_parallel_shard_degree": "dp_shard=",
+    "--parallelism.data_parallel_replicate_degree": "dp_replicate=",
+    "--parallelism.tensor_parallel_degree": "tp=",
+}
