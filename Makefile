@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest zoo matrix compatibility gallery format clean
+.PHONY: help demo test quick test-oldest test-titan02 zoo matrix compatibility gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -28,6 +28,9 @@ RUN_ON_TORCH := compile data_parallel faults gradient_check gradients lowered pr
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)
 
+test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, in an environment of its own
+	$(VENV)-titan02/bin/pytest tests/test_titan02.py $(WRITE)
+
 zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else takes minutes
 	$(BIN)/pytest -m zoo
 
@@ -45,7 +48,7 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-titan02 .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
 
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -54,13 +57,18 @@ clean:  ## remove the environment and all caches
 # The marks are made again when pyproject.toml changes, so that new dependencies arrive.
 $(VENV)/titan: pyproject.toml | $(BIN)/python
 	@echo "Installing torch and TorchTitan into $(VENV); this takes a few minutes."
-	$(BIN)/pip install --quiet --editable '.[titan]'
+	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan]'
 	@touch $@
 
 $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
-	$(BIN)/pip install --quiet --editable '.[titan,dev]'
+	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan,dev]'
 	@touch $@
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	@touch $@
+
+# The CPU's build of torch brings no triton, which torchtitan imports.
+$(VENV)-titan02/dev: pyproject.toml | $(VENV)-titan02/bin/python
+	$(VENV)-titan02/bin/pip install --quiet torch==2.13.0 triton --editable '.[titan02,dev]'
 	@touch $@
