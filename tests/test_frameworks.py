@@ -386,3 +386,15 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
     schedules.get_schedule_class("ZBH1")
     zbpipe.uninstall()
     assert automodel.stage_ids_this_rank is stage_ids_this_rank
+
+
+def test_without_stages_or_microbatches_it_says_so(one_rank: None) -> None:
+    import toy_framework
+
+    zbpipe.install()
+    _, stages = toy_framework.build("ZBV")
+    shown = schedules.get_schedule_class("ZBV")
+    with pytest.raises(ValueError, match="ZBV got no stages"):
+        shown()
+    with pytest.raises(ValueError, match="needs a whole number of microbatches from 1 on, got n_microbatches=None"):
+        shown(stages)

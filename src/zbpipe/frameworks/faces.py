@@ -39,7 +39,7 @@ class Face(ABCMeta):
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
         stages = checks.in_order(given.pop(names[0], ()), cls.traits.name)
-        n_microbatches, loss_fn = given.pop("n_microbatches"), given.pop("loss_fn", None)
+        n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
         job.require_size(cls.traits, cls.options, stages[0].group_size, n_microbatches, None, str)
         built = job.build(cls.traits, stages, n_microbatches, loss_fn, cls.options, **given)
         job.attach(built, cls.options)
