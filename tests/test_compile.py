@@ -171,11 +171,8 @@ def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
     assert torch.equal(weight.grad, before)  # type: ignore[arg-type]
 
 
-def test_a_module_that_torch_compile_wrapped() -> None:
-    inner = FeedForward()
-    plain = copy.deepcopy(inner)
-    compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
-    store = prepare(compiled)
+def run_twice_with_all_put_off(compiled: nn.Module, plain: nn.Module, store: WeightGradients) -> None:
+    """Both on the same inputs; of a `FeedForward` all three products wait."""
     for _ in range(2):
         x = rows_of_input()
         pending = run(compiled, x, store)
@@ -183,6 +180,14 @@ def test_a_module_that_torch_compile_wrapped() -> None:
         while pending:
             pending.pop().accumulate()
         run(plain, x.detach().requires_grad_())
+
+
+def test_a_module_that_torch_compile_wrapped() -> None:
+    inner = FeedForward()
+    plain = copy.deepcopy(inner)
+    compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
+    store = prepare(compiled)
+    run_twice_with_all_put_off(compiled, plain, store)
     assert_same_gradients(inner, plain)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -196,13 +201,7 @@ def test_fsdp_around_a_module_that_torch_compile_wrapped(one_rank: None) -> None
     compiled.set_force_sum_reduction_for_comms(True)
     compiled.set_requires_gradient_sync(False)
     store = prepare(compiled)
-    for _ in range(2):
-        x = rows_of_input()
-        pending = run(compiled, x, store)
-        assert len(pending) == 3
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
+    run_twice_with_all_put_off(compiled, plain, store)
 
 
 def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:

@@ -7,7 +7,6 @@ itself by the time that it asks for a schedule is changed, and changed back for 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -34,8 +33,6 @@ _TAKES = {
 
 _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of what was replaced."""
-
-logger = logging.getLogger(__name__)
 
 
 def adapt(traits: Traits) -> None:
