@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpipe.runtime import products
+import zbpipe
+from zbpipe.runtime import _torch, products
 from zbpipe.runtime.products import LINEAR, PendingGradient, sums_in_float32
 
 ROWS, IN, OUT, MICROBATCHES = 24, 16, 8, 4
@@ -125,6 +129,27 @@ def test_gradients_in_the_dtype_of_the_products(dtype: torch.dtype, kernels_for_
     calls = accumulate(weight, factors)
     assert calls.functions().count(aten.addmm_.default) == MICROBATCHES - 1
     assert not {aten.mm.dtype, aten.addmm.dtype_out} & set(calls.functions())
+
+
+def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None) -> None:
+    """Its older versions keep the float32 sum beside `.grad`, and want the first gradient in bfloat16."""
+    stage = PipelineStage(nn.Sequential(nn.Linear(IN, OUT, bias=False)), 0, 2, torch.device("cpu"))
+    last = PipelineStage(nn.Sequential(nn.Linear(OUT, OUT)), 1, 2, torch.device("cpu"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (stage.submod, last.submod):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+    schedule = zbpipe.build_pipeline_schedule("ZBV", [stage, last], MICROBATCHES, nn.functional.mse_loss)
+    x = torch.randn(ROWS * MICROBATCHES, IN, dtype=torch.bfloat16)
+    target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
+    schedule.step(x, target=target)
+    assert sums_in_float32(x.device, torch.bfloat16)
+    with Calls() as calls:
+        schedule.step(x, target=target)
+    # Two products a microbatch, and in both stages the first one has nothing to be added to. (F runs addmm, too.)
+    functions = calls.functions()
+    assert functions.count(aten.addmm.dtype_out) == 2 * (MICROBATCHES - 1)
+    assert functions.count(aten.mm.dtype) == (0 if _torch._SUMS_BESIDE_GRAD else 2)
 
 
 def test_sparse_gradients_stay_sparse_or_are_made_dense(kernels_for_the_cpu: None) -> None:

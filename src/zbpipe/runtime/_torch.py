@@ -646,6 +646,12 @@ def settle_gradients(module: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
+    """The sums of `settle_gradients`, by the ids of the weights; W adds to them without going through `.grad`."""
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
+    return {id(weight): total for weight, total in sums if total is not None}
+
+
 _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 

@@ -93,6 +93,8 @@ class PendingGradient:
     options: Mapping[str, Any] = field(default_factory=dict)
     versions: tuple[int, int] = (0, 0)
     """How often x and dY had been changed in place when the layer left them behind."""
+    beside: Tensor | None = None
+    """Where the gradient is summed while the weight has no `.grad`."""
 
     def changed(self) -> tuple[str, ...]:
         """What was changed in place since: "x", "dY", both or none."""
@@ -108,7 +110,7 @@ class PendingGradient:
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
             return
-        grad = weight.grad
+        grad = self.beside if weight.grad is None else weight.grad
         is_linear = product is LINEAR and (grad is None or not grad.is_sparse)
         if is_linear and _add_in_one(weight, grad, x, dy):
             return

@@ -263,6 +263,9 @@ class _SplitBackward(_torch.Stage):
         if not self.has_backward:
             return
         pending = self._pending.pop(bwd_chunk_id)
+        if sums := _torch.sums_beside_grad(self.submod):
+            for gradient in pending:
+                gradient.beside = sums.get(id(gradient.weight))
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
             pending.pop().accumulate()
