@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.torch import get_overridable_functions
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.autograd.function import BackwardCFunction
@@ -42,6 +43,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.ir import Op, Schedule
@@ -762,6 +764,48 @@ def _leaf_before(node: Node | None) -> Tensor | None:
     while node is not None and node.name() in _REPEATABLE:
         node = node.next_functions[0][0]
     return cast(Tensor | None, getattr(node, "variable", None))
+
+
+def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of the leaf behind `tensor`, in the order in which `tensor` has them; None for other views."""
+    order = list(range(tensor.dim()))
+    steps: list[Node] = []
+    node = tensor.grad_fn
+    while node is not None and node.name() in _REPEATABLE:
+        steps.append(node)
+        node = node.next_functions[0][0]
+    for step in reversed(steps):
+        kind, saved = step.name(), cast(Any, step)
+        if kind == "TBackward0":
+            order.reverse()
+        elif kind == "TransposeBackward0":
+            # Negative ones are saved as unsigned numbers.
+            first, second = (_signed(saved._saved_dim0), _signed(saved._saved_dim1))
+            order[first], order[second] = order[second], order[first]
+        elif kind == "PermuteBackward0":
+            order = [order[_signed(dim)] for dim in saved._saved_dims]
+        elif kind != "ToCopyBackward0":
+            return None
+    return tuple(order)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def let_compiler_dispatch(function: Callable[..., Any]) -> None:
+    """Have the compiler ask `__torch_function__` of what `function` is called with, as torch itself does.
+
+    It does so for the public functions, and `torch._grouped_mm` is none.
+    """
+    get_overridable_functions().add(function)
+
+
+def surely_same_shape(one: Tensor, other: Tensor) -> bool:
+    """Also while it is compiled, where a number of rows may come out of the data: that is not surely the same."""
+    return one.dim() == other.dim() and all(
+        guard_or_false(size == wanted) for size, wanted in zip(one.shape, other.shape, strict=True)
+    )
 
 
 _PRODUCTS = {
