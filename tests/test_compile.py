@@ -35,6 +35,7 @@ from zbpipe.runtime.compiled import defer_in_compiled_regions
 from zbpipe.runtime.deferred import defer_weights
 from zbpipe.runtime.products import GROUPED_MM, PendingGradient, WeightGradients, WeightProduct, WeightProducts
 from zbpipe.runtime.slots import WeightWithExit
+from zbpipe.runtime.stages import require_memory_that_lasts
 
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -474,6 +475,56 @@ def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCapture
     tokens, targets = batch(2)
     schedule.step(tokens, target=targets)
     assert gradients(dict(enumerate(modules))).keys() >= {"0.weight", "1.0.up.weight"}
+
+
+IN_CUDA_GRAPHS: dict[str, dict[str, Any]] = {
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "max-autotune": {"mode": "max-autotune"},
+    "option": {"options": {"triton.cudagraphs": True}},
+    "backend": {"backend": "cudagraphs"},
+}
+IN_OWN_MEMORY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "max-autotune-no-cudagraphs": {"mode": "max-autotune-no-cudagraphs"},
+    "option": {"options": {"triton.cudagraphs": False}},
+    "aot_eager": {"backend": "aot_eager"},
+}
+
+
+def stages_with_one_compiled(in_place: bool, **how: Any) -> list[nn.Module]:
+    block: Any = FeedForward()
+    if in_place:
+        block.compile(**how)
+    return [nn.Sequential(nn.LayerNorm(WIDTH), block if in_place else torch.compile(block, **how)), FeedForward()]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("how", IN_CUDA_GRAPHS)
+def test_memory_of_cuda_graphs_is_refused(one_rank: None, in_place: bool, how: str) -> None:
+    modules = stages_with_one_compiled(in_place, **IN_CUDA_GRAPHS[how])
+    with pytest.raises(
+        ValueError, match=r"stage 0: 1 \((FeedForward|OptimizedModule)\) is compiled to run in CUDA graphs"
+    ):
+        pipeline(modules, 2)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("how", IN_OWN_MEMORY)
+def test_other_modes_are_not(one_rank: None, in_place: bool, how: str) -> None:
+    pipeline(stages_with_one_compiled(in_place, **IN_OWN_MEMORY[how]), 2)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_inductors_configuration_counts_until_the_first_step(one_rank: None, in_place: bool) -> None:
+    schedule = pipeline(stages_with_one_compiled(in_place), 2)
+    excused = pipeline(stages_with_one_compiled(in_place, options={"triton.cudagraphs": False}), 2)
+    x = torch.randn(2, SEQUENCE, WIDTH)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(ValueError, match="is compiled to run in CUDA graphs"):
+            pipeline(stages_with_one_compiled(in_place), 2)
+        with pytest.raises(zbpipe.PipelineError, match="is compiled to run in CUDA graphs"):
+            schedule.step(x, target=x)
+        require_memory_that_lasts(excused._stages)
 
 
 def test_torchs_own_split_on_compiled_stages_is_refused(one_rank: None) -> None:

@@ -23,6 +23,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.torch import get_overridable_functions
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor import config as inductor_config
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed._composable.replicate import DDP
@@ -434,6 +435,32 @@ def is_compiled(module: nn.Module) -> bool:
 def is_optimized(module: nn.Module) -> bool:
     """Whether it is what `torch.compile(module)` gives, which shows the attributes of the module inside as its own."""
     return isinstance(module, OptimizedModule)
+
+
+def runs_in_cuda_graphs(module: nn.Module) -> bool:
+    """Whether what `torch.compile` made of this very module will be captured, and replayed in the same memory.
+
+    By its mode or its options, by the configuration of Inductor as it is now, or by its backend.
+    """
+    if not is_compiled(module):
+        return False
+    backend = _backend_of(module)
+    options = getattr(backend, "config", None)  # Inductor's, as far as the user gave some
+    if options is None:
+        return getattr(backend, "compiler_name", "") == "cudagraphs"
+    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def _backend_of(module: nn.Module) -> Any:
+    """What compiles the graphs of a compiled module."""
+    context = getattr(module, "dynamo_ctx", None)
+    if not is_optimized(module):
+        compiled, _ = diverted_calls(module) or (module._compiled_call_impl, None)
+        context = inspect.getclosurevars(cast(Call, compiled)).nonlocals.get("self")
+    backend = getattr(context, "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return backend
 
 
 def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
