@@ -57,10 +57,21 @@ class Use:
 
     def arguments(self, more: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments after x and the weight, with the tensors that have left the region."""
-        tensors = iter([each.to(like.dtype) for each, like in zip(more, self.more, strict=True)])
-        values = [next(tensors) if each is TENSOR else each for each in self.constants]
-        by_position = len(values) - len(self.names)
-        return tuple(values[:by_position]), dict(zip(self.names, values[by_position:], strict=True))
+        tensors = [each.to(like.dtype) for each, like in zip(more, self.more, strict=True)]
+        return filled_in(self.constants, self.names, tensors)
+
+
+def filled_in(
+    constants: Sequence[Any], names: Sequence[str], tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of which `tensors` are those that `constants` does not know, and the last ones have `names`."""
+    values: list[Any] = []
+    n = 0
+    for each in constants:
+        values.append(tensors[n] if each is TENSOR else each)
+        n += each is TENSOR
+    by_position = len(values) - len(names)
+    return tuple(values[:by_position]), dict(zip(names, values[by_position:], strict=True))
 
 
 def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
@@ -121,6 +132,7 @@ class Exit:
     def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
         # No more of the use than what is compared while the region is compiled: the compiler guards all that it sees.
         self.function = use.function
+        self.input_gradient = use.product.input_gradient
         self.permutation = use.permutation
         self.constants = use.constants
         self.names = use.names
@@ -152,12 +164,10 @@ class Exit:
 def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, exit: Exit | None) -> Tensor:
     """`F.linear` while it is being compiled."""
     input = autocast(input)
-    x = rows(input)
-    slots = exit.take() if exit is not None and exit.takes(x) else None
+    slots = exit.take() if exit is not None and exit.takes(rows(input)) else None
     if slots is None:
         return F.linear(input, weight, bias)
-    y = _Leave.apply(F.linear(x, weight.detach(), bias), x, slots.x, slots.y)
-    return y.reshape(*input.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+    return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -168,21 +178,48 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
-class _Leave(torch.autograd.Function):
-    """y as it is. Its backward leaves x, dY and further tensors as the "gradients" of the slots: no side effect."""
+class _LinearInSlots(torch.autograd.Function):
+    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, x_slot: Tensor, y_slot: Tensor, *more_with_slots: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *more_with_slots[::2])
-        return y.view_as(y)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        dy = rows(dy)
+        db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, db, rows(x.detach()), dy
+
+
+class _ProductInSlots(torch.autograd.Function):
+    """y = f(x, W, ...), whose further arguments that are tensors leave, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exit: Exit, x: Tensor, weight: Tensor, x_slot: Tensor, y_slot: Tensor, *more_with_slots: Tensor
+    ) -> Tensor:
+        more = more_with_slots[::2]
+        ctx.save_for_backward(x, weight, *more)
+        ctx.exit = exit
+        args, options = filled_in(exit.constants, exit.names, more)
+        return exit.function(x, weight, *args, **options)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *more = ctx.saved_tensors
+        x, weight, *more = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[1]:
+            args, options = filled_in(ctx.exit.constants, ctx.exit.names, more)
+            dx = ctx.exit.input_gradient(dy, weight, *args, **options)
         carried: list[Tensor | None] = []
         for each in more:
             carried += [None, each.to(dtype_in_slot(each.dtype))]
-        return dy, None, x.detach(), dy, *carried
+        return None, dx, None, x.detach(), dy, *carried
 
 
 class WeightWithExit:
@@ -226,9 +263,8 @@ class WeightWithExit:
         if constants == exit.constants and tuple(options) == exit.names and exit.takes(x, more):
             slots = exit.take()
             if slots is not None:
-                y = exit.function(x, self.plain.detach(), *rest, **options)
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
-                return _Leave.apply(y, x, slots.x, slots.y, *with_slots)
+                return _ProductInSlots.apply(exit, x, self.plain, slots.x, slots.y, *with_slots)
         return exit.function(x, self.plain, *rest, **options)
 
     def _cast(self, plain: Tensor) -> WeightWithExit:
