@@ -539,6 +539,10 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, for whatever device."""
+
+
 def is_transformed() -> bool:
     """Whether `torch.func`, forward-mode AD or the tracer of TorchScript looks at what runs now."""
     return (
@@ -552,10 +556,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """Which memory it lies in; None where that is not for us to see, as for results of collectives under way."""
-    local = _local(tensor)
-    return local.untyped_storage()._cdata if type(local) is Tensor else None
+def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
+    """Which memory it lies in, and how many tensors it makes there: a view keeps the tensor that it is a view of.
+
+    None where the memory is not for us to see, as for results of collectives under way.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    storage = tensor.untyped_storage()._cdata if type(tensor) is Tensor else None
+    return storage, 1 if tensor._base is None else 2
 
 
 Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
@@ -567,14 +576,8 @@ def memory_of(tensors: Iterable[Tensor]) -> Memory:
     return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
-def num_tensors(tensor: Tensor) -> int:
-    """How many it makes in its memory: a view keeps the tensor that it is a view of."""
-    local = _local(tensor)
-    return 1 if local._base is None else 2
-
-
 def num_holders(storage: int) -> int:
-    """How many tensors lie in the memory that `storage_of` named."""
+    """How many tensors lie in the memory that `place_in_memory` named."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -584,7 +587,7 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""`storage_of` leaves a Python object behind, which counts."""
+"""`place_in_memory` leaves a Python object behind, which counts."""
 
 
 def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
@@ -677,6 +680,8 @@ def settle_gradients(module: nn.Module) -> None:
 
 def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
     """The sums of `settle_gradients`, by the ids of the weights; W adds to them without going through `.grad`."""
+    if not _SUMS_BESIDE_GRAD:
+        return {}
     sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
     return {id(weight): total for weight, total in sums if total is not None}
 

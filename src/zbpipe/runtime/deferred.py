@@ -100,8 +100,9 @@ class Deferral:
         target = self._target(input, weight)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
-        input = autocast(input)
-        y: Tensor = _DeferredLinear.apply(input, weight, bias, _Goal(self, target))
+        if _torch.any_autocast():
+            input = autocast(input)
+        y: Tensor = _DeferredLinear.apply(input, weight, bias, self, target)
         if self.seen is not None and (own := self._named(weight)):
             self.seen.append(use_of_linear(*own, input, y))
         return y
@@ -113,7 +114,7 @@ class Deferral:
         if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
             return function(*args, **kwargs)
         product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs, _Goal(self, target)))
+        y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
         # Under autocast they differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
             self.seen.append(use_of_product(*own, function, product, (x, y), rest, kwargs))
@@ -139,14 +140,12 @@ class Deferral:
         """Where W adds the gradient of `weight`; None if it cannot be put off."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
-        plain = type(x) in PLAIN and type(weight) in PLAIN
-        if plain and (x.layout is not torch.strided or x.is_nested or _torch.is_transformed()):
-            return None
-        if plain and weight.is_leaf:
-            return weight
-        if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-            return None
-        return _torch.edge_to_leaf(weight)
+        if type(x) in PLAIN and type(weight) in PLAIN:
+            if x.layout is not torch.strided or x.is_nested or _torch.is_transformed():
+                return None
+            return weight if weight.is_leaf else _torch.edge_to_leaf(weight)
+        are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
+        return _torch.edge_to_leaf(weight) if are_sharded else None
 
     def _named(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """Name of the plain parameter that `weight` is, or is a cast or a transpose of, and the order of its dims."""
@@ -243,15 +242,10 @@ class _CatchProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+Target = Tensor | GradientEdge
+"""Where a weight gradient goes."""
 PLAIN = (Tensor, nn.Parameter)
 """The types of tensors whose gradient is nothing but a product of x and dY."""
-
-
-class _Goal(NamedTuple):
-    """One product of a layer, and where its weight gradient goes."""
-
-    deferral: Deferral
-    target: Tensor | GradientEdge
 
 
 class Due(Enum):
@@ -271,62 +265,58 @@ class _DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, goal: _Goal) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing hands out a copy of a saved tensor; only this knows where the gradient belongs.
-        ctx.goal = goal
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Checkpointing hands out a copy of a saved tensor; only the target knows where the gradient belongs.
+        ctx.deferral, ctx.target = deferral, target
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight))
-        x, dy = map(rows, _alone(x, dy))
-        deferral, target = ctx.goal
-        pending = PendingGradient(deferral.layer, LINEAR, target, x, dy)
-        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
-            dw = LINEAR.weight_gradient(dy, x).to(ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None
+        of_x, _, of_bias, *_ = ctx.needs_input_grad
+        dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight)) if of_x else None
+        x, dy = _alone(x, dy)
+        x, dy = rows(x), rows(dy)
+        pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
+        is_due = due(ctx.deferral, pending, ctx.next_functions[1][0])
+        dw = LINEAR.weight_gradient(dy, x) if is_due is Due.NOW else None
+        db = dy.sum(0, dtype=ctx.bias_dtype) if of_bias else None
+        return dx, dw, db, None, None
 
 
 class _Call(NamedTuple):
-    """A product with all but x and the weight, and where its weight gradient goes."""
+    """A product with all but x and the weight."""
 
     function: Callable[..., Tensor]
     product: WeightProduct
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    goal: _Goal
 
 
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and leaves dW to the recording, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.call = call
+        ctx.call, ctx.deferral, ctx.target = call, deferral, target
         return call.function(x, weight, *call.arguments, **call.options)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
         x, dy = _alone(x, dy)
-        deferral, target = call.goal
-        pending = PendingGradient(deferral.layer, call.product, target, x, dy, call.arguments, call.options)
-        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
+        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.arguments, call.options)
+        if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
-        return dx, dw, None
+        return dx, dw, None, None, None
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:

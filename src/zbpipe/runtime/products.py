@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class PendingGradient:
     """The gradient of the product's result. Both are detached."""
     arguments: tuple[Any, ...] = ()
     """Of the product, after x and the weight."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
     versions: tuple[int, int] = (0, 0)
     """How often x and dY had been changed in place when the layer left them behind."""
     beside: Tensor | None = None
@@ -106,7 +106,7 @@ class PendingGradient:
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
         product, weight, x, dy = self.product, self.weight, self.x, self.dy
-        arguments, options = self.arguments, self.options
+        arguments, options = self.arguments, self.options or {}
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
             return

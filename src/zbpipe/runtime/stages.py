@@ -142,9 +142,9 @@ def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
                 raise ValueError(
                     f"stage {stage.stage_index}: {name or 'the stage itself'} ({type(module).__name__}) is compiled to"
                     " run in CUDA graphs, whose memory the next microbatch writes over, but what W needs has to last"
-                    " until W: compile it without them (mode='reduce-overhead' and mode='max-autotune' turn them on,"
-                    " mode='max-autotune-no-cudagraphs' does not; so do the option triton.cudagraphs, Inductor's"
-                    " configuration and TORCHINDUCTOR_CUDAGRAPHS=1), or use a schedule without I and W"
+                    " until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
+                    " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
+                    " does not), or use a schedule without I and W"
                 )
 
 
