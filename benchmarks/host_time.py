@@ -29,7 +29,7 @@ WIDTH, ROWS = 16, 4
 LAYERS = (2, 12, 32)
 KINDS = ("F", "I", "W")
 Times = dict[str, float]
-"""Seconds of an action, by its kind: the mean over a step. The loss belongs to F."""
+"""Seconds of an action of the first stage, by its kind."""
 
 
 class Pipeline:
@@ -53,47 +53,40 @@ class Pipeline:
             "ZBV", self.stages, microbatches, nn.functional.mse_loss, split_backward=how
         )
         self.x = torch.randn(ROWS * microbatches, WIDTH)
-        self.num_actions = 2 * microbatches
-        self._sums: defaultdict[str, float] = defaultdict(float)
+        self.taken: defaultdict[str, list[float]] = defaultdict(list)
+        """Seconds of every action of the first stage, by its kind."""
 
     def step(self) -> None:
         """As torch's executor runs it."""
         self.schedule.step(self.x, target=self.x)
 
-    def timed_step(self) -> Times:
-        """With the whole step under "step", also divided by the number of actions."""
-        self._sums.clear()
+    def timed_step(self) -> None:
+        """The same, looked at."""
         done = _torch.wrap_compute(self.schedule, self._around)
-        start = time.thread_time()
         self.step()
-        seconds = time.thread_time() - start
         done()
-        kinds = {kind: self._sums[kind] / self.num_actions for kind in KINDS}
-        return {"step": seconds / (len(KINDS) * self.num_actions), **kinds}
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         start = time.thread_time()
         result = compute()
-        self._sums[kind] += time.thread_time() - start
+        if stage == 0:  # the last one has the loss
+            self.taken[kind].append(time.thread_time() - start)
         return result
 
 
 def measure(layers: int, microbatches: int, rounds: int) -> tuple[Times, Times]:
-    """zbpipe's and torch's."""
+    """zbpipe's and torch's: the first of ten quantiles, because other work on the machine only makes it longer."""
     pipelines = [Pipeline(layers, microbatches, is_zbpipes) for is_zbpipes in (True, False)]
     for pipeline in pipelines:
         for _ in range(3):
             pipeline.step()
-    rows = [[pipeline.timed_step() for pipeline in pipelines] for _ in range(rounds)]
+    for _ in range(rounds):
+        for pipeline in pipelines:
+            pipeline.timed_step()
     ours, torchs = [
-        {kind: undisturbed([each[kind] for each in steps]) for kind in steps[0]} for steps in zip(*rows, strict=True)
+        {kind: statistics.quantiles(pipeline.taken[kind], n=10)[0] for kind in KINDS} for pipeline in pipelines
     ]
     return ours, torchs
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """What it takes when nothing else runs on the machine: the first of ten quantiles."""
-    return statistics.quantiles(seconds, n=10)[0]
 
 
 def line(values: Sequence[float]) -> tuple[float, float]:
@@ -105,8 +98,6 @@ def line(values: Sequence[float]) -> tuple[float, float]:
 def table(microbatches: int, rounds: int) -> None:
     """In Markdown, microseconds."""
     taken = [measure(layers, microbatches, rounds) for layers in LAYERS]
-    for layers, (ours, torchs) in zip(LAYERS, taken, strict=True):
-        print(f"{layers} layers: {1e6 * (ours['step'] - torchs['step']):.1f} us an action longer than torch's\n")
     print("| action | torch's: alone | per linear | zbpipe's: alone | per linear | zbpipe adds: alone | per linear |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     total = [0.0] * 6
