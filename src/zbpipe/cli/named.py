@@ -14,7 +14,7 @@ from zbpipe.cli.base import Times, one_line
 if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.ir import Placement, Schedule
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
 
     CostsOf = Callable[[Placement], CostModel]
     """The costs of a placement's stages. A ValueError if there are none for it."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zbpipe.layers import LayerCosts
     from zbpipe.planner.layers import LayerPlan
     from zbpipe.planner.plan import Limit, Plan
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
     from zbpipe.views.report import Standing
 
 _STANDARD_OUTPUT = Path("-")

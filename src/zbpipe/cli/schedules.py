@@ -24,7 +24,7 @@ from zbpipe.cli.base import (
 from zbpipe.cli.named import all_simulated, simulated, uniform
 
 if TYPE_CHECKING:
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
 
 
 @click.command("list", cls=Command)

@@ -13,7 +13,8 @@ from zbpipe.ir import Placement, Schedule, require_size
 from zbpipe.planner.compiled import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Progress, Search, absolute
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 
 Costs = CostModel | tuple[float, float, float] | Callable[[Placement], CostModel]
 Limit = float | Sequence[float] | Callable[[Placement, CostModel], Sequence[float]]

@@ -12,7 +12,8 @@ from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.compiled import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
 from zbpipe.planner.problem import Problem
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 
 Progress = Callable[[float, float], None]
 """Called with the share of the budget that is used up, and the shortest time found so far in seconds."""

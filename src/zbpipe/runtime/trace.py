@@ -13,7 +13,8 @@ from zbpipe.ir import Schedule
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.profiler import Links, RankTable, combined, measure_links, rank_of, seconds_by_kind
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 from zbpipe.views.perfetto import perfetto
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zbpipe.costs import CostModel
 from zbpipe.costs_file import JobCosts
-from zbpipe.simulate import Timeline
+from zbpipe.timeline import Timeline
 from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
 
 _ROUNDING = 1e-9

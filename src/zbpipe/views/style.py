@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpipe.ir import OpKind, Placement
-from zbpipe.simulate import Timeline
+from zbpipe.timeline import Timeline
 
 KIND_WORDS = {
     OpKind.F: "forward",
