@@ -55,7 +55,7 @@ def simulate(
     _require_sense(schedule, costs, num_steps)
     transport = Transport.parse(transport)
     if receives is not None:
-        receives = Receives(receives)
+        receives = Receives.parse(receives)
     if transport is Transport.IDEAL:
         clocks = [0.0] * schedule.num_ranks
         spans: list[list[Span]] = [[] for _ in clocks]
@@ -73,8 +73,10 @@ def simulate(
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where receives have to stand for the shortest step with this transport."""
-    best, shortest = Receives.TIMED, inf
+    """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere."""
+    if transport is Transport.IDEAL:
+        return _PREFERRED[0]
+    best, shortest = _PREFERRED[0], inf
     for receives in _PREFERRED:
         try:
             length = _with_queues(schedule, costs, transport, receives).makespan

@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement
 from zbpipe.lowered import COMPUTE, Action, Queues, Rows, waits
 
 
-class Transport(StrEnum):
+class _Named(StrEnum):
+    """Words that people write."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The one called `text`, with spaces, dashes or underscores between the words.
+
+        Raises:
+            ValueError: there is none such.
+        """
+        try:
+            return cls(text.lower().replace("-", " ").replace("_", " "))
+        except ValueError:
+            known = ", ".join(repr(each.value) for each in cls)
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {known}") from None
+
+
+class Transport(_Named):
     """What messages of a rank wait for, besides the computations that make them."""
 
     IDEAL = "ideal"
@@ -26,21 +43,8 @@ class Transport(StrEnum):
     """One queue, in which the computations stand, too: a message that waits holds up its rank. The worst case where
     streams share the hardware's queues, as they may on AMD's GPUs."""
 
-    @classmethod
-    def parse(cls, text: str) -> Transport:
-        """The transport called `text`, with spaces, dashes or underscores between the words.
 
-        Raises:
-            ValueError: there is none such.
-        """
-        try:
-            return cls(text.lower().replace("-", " ").replace("_", " "))
-        except ValueError:
-            known = ", ".join(repr(each.value) for each in cls)
-            raise ValueError(f"unknown transport {text!r}: use one of {known}") from None
-
-
-class Receives(StrEnum):
+class Receives(_Named):
     """When a rank posts its receives."""
 
     EARLY = "early"
