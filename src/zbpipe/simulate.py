@@ -76,8 +76,11 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
     """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere."""
     if transport is Transport.IDEAL:
         return _PREFERRED[0]
+    ideal = simulate(schedule, costs).makespan
     best, shortest = _PREFERRED[0], inf
     for receives in _PREFERRED:
+        if ideal >= shortest * _WORTH_IT:
+            break
         try:
             length = _with_queues(schedule, costs, transport, receives).makespan
         except ValueError:  # a circle
