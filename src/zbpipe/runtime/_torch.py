@@ -341,6 +341,11 @@ def profiler_is_on() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
+def receives_late(schedule: _PipelineSchedule) -> bool:
+    """Whether torch itself was asked to do so."""
+    return bool(getattr(schedule, "_defer_pp_recv", False))
+
+
 def num_microbatches(schedule: _PipelineSchedule) -> int:
     """Of one step."""
     return schedule._n_microbatches

@@ -24,6 +24,8 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "microbatches": schedule.num_microbatches,
         "stages_per_rank": most_stages(schedule.placement),
         "steps": timeline.num_steps,
+        "transport": str(timeline.transport),
+        "receives": None if timeline.receives is None else str(timeline.receives),
         "makespan": timeline.makespan,
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
