@@ -53,6 +53,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     """
 
     schedule_name: ClassVar[str]
+    receives: Receives
+    """Where ranks post their receives, of the schedule that runs."""
 
     def __init__(
         self,
@@ -89,16 +91,14 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         """Whether backwards inside of the loss leave their weight gradients to W."""
         self.transport = transport or _torch.usual_transport(stages[0])
         """What messages wait for."""
-        self.receives: Receives | None = asked_receives
-        """Where ranks post their receives; None before the first schedule was adopted, if nobody asked."""
-        self._asked_receives = self.receives
+        self._asked_receives = asked_receives
         self._costs = costs
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
         self._failures = failures.Steps()
         # Without a loss_fn torch would take `step` for `eval`.
         self._has_backward = True
-        self._lowered: dict[Schedule, _torch.Lists] = {}
+        self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
         self._looked_at_models = False
@@ -123,22 +123,25 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             self._costs = costs
             self._lowered.clear()
         if schedule not in self._lowered:
-            self._lower(schedule)
-            self._lowered[schedule] = _torch.lists_of(self)
+            receives = self._lower(schedule)
+            self._lowered[schedule] = _torch.lists_of(self), receives
             self._is_agreed = False
-        _torch.use_lists(self, self._lowered[schedule])
+        lists, self.receives = self._lowered[schedule]
+        _torch.use_lists(self, lists)
         self.schedule = schedule
 
-    def _lower(self, schedule: Schedule) -> None:
+    def _lower(self, schedule: Schedule) -> Receives:
+        """Have torch lower it, and place its receives; returns where."""
         checks.require_runnable(schedule, self._placement, self._n_microbatches)
         _torch.lower(self, schedule)
         costs = self._costs or passes.unknown_costs(self._placement)
-        self.receives = self._asked_receives or best_receives(schedule, costs, self.transport)
-        rows = passes.place_receives(_torch.rows_of(self), self.receives, simulate(schedule, costs))
+        receives = self._asked_receives or best_receives(schedule, costs, self.transport)
+        rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
             rows = passes.free_sends_early(rows, self._placement)
         checks.require_sound_messages(rows, schedule.name)
         _torch.use_rows(self, rows)
+        return receives
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         # To infer shapes torch runs every stage once, on whatever is in memory. A loss or a layer that calls `backward`
