@@ -7,10 +7,12 @@ number.
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -305,6 +307,20 @@ def to_other_ranks(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
+def timeout_of(stage: _PipelineStageBase) -> float | None:
+    """Seconds after which a message of `stage` fails, as it is set now; None where the backend does not tell."""
+    try:
+        backend = (stage.group or dist.group.WORLD)._get_backend(stage.device)  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` goes into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def default_store() -> Any:
     """The key-value store in which the ranks of the job met; None before they did."""
     return _get_default_store() if dist.is_initialized() else None
@@ -315,14 +331,23 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
 
     With the message it waited for, if it was waiting for one. No other trace of this leaves torch's executor.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
+
+
+def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
+    """The same for a step that another thread, by its ident, runs just now; None if that thread is gone."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
+
+
+def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
     found = frames[executor].f_locals
     if "time_step" not in found:
         return "before step 0"
-    waits = frames[-1].f_code is _wait_batch_p2p.__code__
+    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
     action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
-    if waits and frames[executor + 1] is frames[-1]:
+    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
         return f"after step {total - 1}, waiting for its last sends"
     message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
     return f"step {found['time_step']} of {total}, {action}{message}"

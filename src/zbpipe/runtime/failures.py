@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.progress import Progress
 
 _FIRST = "zbpipe/first_failure"
 _PATIENCE = 5.0
@@ -49,6 +50,7 @@ class Steps:
     """The steps of one schedule, as far as those that failed, or were refused, concern the next one."""
 
     def __init__(self) -> None:
+        self._progress = Progress()
         self._broken_by: str | None = None
         """How a step failed with messages under way."""
         self._refusal: Failure | None = None
@@ -87,11 +89,13 @@ class Steps:
                 (KeyboardInterrupt, SystemExit) passes as it is.
         """
         try:
-            yield
+            with self._progress.followed(schedule):
+                yield
         except PipelineError:
             raise
         except _TOLD as error:
-            where = f", schedule {name}, {_torch.place_of(error, schedule)}"
+            places = name, _torch.place_of(error, schedule), self._progress.on_device()
+            where = f", schedule {', '.join(filter(None, places))}"
             failure = _failure(error, where, _torch.explained(error, schedule))
             self._broken_by = _in_words(failure, _first_of_all(failure))
             if not isinstance(error, Exception):
