@@ -316,6 +316,11 @@ def timeout_of(stage: _PipelineStageBase) -> float | None:
         return None
 
 
+def has_communicators() -> bool:
+    """Whether this process is in a group of NCCL's kind (RCCL goes by its name): one that a peer's end can hang."""
+    return dist.is_initialized() and "ccl" in dist.get_backend_config()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on `device` goes into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -12,6 +12,9 @@ receivers take to get there: a hundredth of a second where nobody is slow.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
@@ -124,6 +127,27 @@ def told_to_other_ranks() -> Iterator[None]:
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise PipelineError(_in_words(failure, first)) from error
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Around a whole program: an exception that ends it over NCCL ends the process here, once it is printed.
+
+    The ordinary way out destroys the communicators, by the script or by the interpreter. NCCL then waits for messages
+    under way, of which the peers may never come, or aborts them on the peers, which die of that before they can tell
+    what failed first. torchrun sees the exit code 1 and ends the other ranks. Over gloo nothing is changed.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not _torch.has_communicators():
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        with suppress(Exception):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
 
 
 def _failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
