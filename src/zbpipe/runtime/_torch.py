@@ -30,6 +30,7 @@ from torch.distributed._composable.replicate import DDP
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -294,6 +295,36 @@ def run_backward(
     tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
     gradients, _ = stage.backward_maybe_with_nosync("full", tensors)
     return cast(Sequence[Tensor | None], gradients)
+
+
+def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
+    """Of one microbatch, as torch computes it."""
+    return cast(Tensor, schedule._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
+
+
+def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
+    """Inputs that look like those that `stage` will receive; None where torch (before 2.13) does not know them so."""
+    metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
+    if metas is None or not isinstance(stage, PipelineStage):
+        return None
+    inputs = tuple(stage._to_tensor(meta) for meta in metas)
+    with torch.no_grad():
+        for each in inputs:
+            each.zero_()
+    return inputs
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Within, all parts of `module` in FSDP2 have their whole weights, as between torch's UNSHARD and RESHARD."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
 
 
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
