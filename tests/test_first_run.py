@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from titan_jobs import require_titan
 
 from titan_integration import first_run
@@ -25,7 +26,7 @@ LINE = (
 STUB = """#!/bin/sh
 # Stands for run_train.sh: two ranks, of which the second has the loss.
 if [ "$DRY_RUN" = 1 ]; then
-    echo PLATFORM=cpu
+    echo PLATFORM=${PLATFORM:-cpu}
     echo "python -m torch.distributed.run --nproc-per-node 2 -m zbpipe.titan.train --config x"
     exit
 fi
@@ -73,10 +74,32 @@ def test_a_report_is_there_after_every_line(tmp_path: Path) -> None:
     assert report.failed == 1
 
 
-def test_it_goes_on_after_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = tmp_path / "run_train.sh"
-    stub.write_text(STUB)
-    stub.chmod(0o755)
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    file = tmp_path / "run_train.sh"
+    file.write_text(STUB)
+    file.chmod(0o755)
+    return file
+
+
+def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLATFORM", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [10.0, 30.0])
+    arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "VMin,Auto"])
+    arguments.steps = 3
+    run = FirstRun(arguments, stub)
+    run.run()
+    text = (tmp_path / "out" / "report.md").read_text()
+    print(text)
+    for job in ("1F1B", *(f"{name}, {way} receives" for name in ("VMin", "Auto") for way in WAYS)):
+        for edges in ("one queue", "a queue per edge"):
+            assert f"| {job}, {edges} |" in text
+    assert "| **FAIL** | GPUs | " in text
+    assert "| **FAIL** | VMin at its best | +0.0% of 1F1B's tokens/s |" in text
+
+
+def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACE", str(tmp_path / "out" / "trace.json"))
     monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [9.0, 20.0 if job.trace else 28.0])
     arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "ZBV,VHalf", "--timeout", "3"])

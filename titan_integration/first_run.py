@@ -167,8 +167,10 @@ class FirstRun:
         self._arguments = arguments
         self._script = script
         self._titan_02 = installed().name.startswith("0.2")
-        self._reference: Outcome | None = None
-        """Of 1F1B."""
+        self._reference: tuple[Job, Outcome] | None = None
+        """The first job that ended well, usually 1F1B."""
+        self._best: dict[str, float] = {}
+        """By schedule, tokens per second and GPU in its fastest way."""
         self._settings: dict[str, str] = {}
         self._variables: dict[str, str] = {}
 
@@ -177,11 +179,22 @@ class FirstRun:
         try:
             if self._environment():
                 seed = self._seed()
-                self._compare([self._job(job, seed) for job in self._jobs()])
+                for job in self._jobs():
+                    with self._going_on(str(job)):
+                        self._job(job, seed)
+                self._compare()
         except KeyboardInterrupt:
             self.report.tell(False, "interrupted", "what follows was not tried")
         print(f"\n{self.report.failed} failed; the report is {self.report.file}: please send it to zbpipe's authors")
         return self.report.failed
+
+    @contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """What goes wrong here is no reason to leave the rest out."""
+        try:
+            yield
+        except Exception as error:
+            self.report.tell(False, what, f"{type(error).__name__}: {error}")
 
     # What there is.
 
@@ -202,7 +215,8 @@ class FirstRun:
         packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "torchtitan", "zbpipe", "triton"))
         report.tell(sys.version_info >= (3, 11), "versions", f"Python {machine.python_version()}, {packages}")
         if self._platform != "cpu":
-            self._gpus()
+            with self._going_on("GPUs"):
+                self._gpus()
         report.texts["Environment that run_train.sh sets"] = dry.stdout
         return True
 
@@ -220,8 +234,9 @@ class FirstRun:
             "rocm-smi --showproductname --showtopo",
         ):
             if shutil.which(command.split()[0]):
-                said = subprocess.run(command.split(), capture_output=True, text=True, timeout=60, check=False)
-                self.report.texts[command] = said.stdout or said.stderr
+                with self._going_on(command):
+                    said = subprocess.run(command.split(), capture_output=True, text=True, timeout=60, check=False)
+                    self.report.texts[command] = said.stdout or said.stderr
 
     # The jobs.
 
@@ -246,7 +261,7 @@ class FirstRun:
         self._tell_job("seed checkpoint", complaint, "made")
         return None if complaint else folder / "checkpoint" / "step-0"
 
-    def _job(self, job: Job, seed: Path | None) -> tuple[Job, Outcome]:
+    def _job(self, job: Job, seed: Path | None) -> None:
         name = re.sub(r"\W+", "-", str(job))
         steps = self._arguments.steps * (2 if job.schedule == "Auto" and self._platform != "cpu" else 1)
         arguments = [
@@ -265,12 +280,12 @@ class FirstRun:
         receives = outcome.said(r"Receives are posted (\S+), for")
         self._tell_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s and GPU")
         if not outcome.complaint:
+            self._best[job.schedule] = max(self._best.get(job.schedule, 0.0), outcome.tps)
             self._agrees(job, outcome)
             self._speed(job, outcome, receives)
             self._memory(job, outcome)
         if job.trace and not outcome.complaint:
             self._trace(job.trace)
-        return job, outcome
 
     def _dump(self, folder: Path) -> tuple[str, str]:
         return ("--job.dump_folder" if self._titan_02 else "--dump_folder", str(folder))
@@ -302,12 +317,12 @@ class FirstRun:
         files = sorted(logs.rglob("std*.log"))
         ranks: dict[int, list[Step]] = {}
         for file in files:
-            ranks.setdefault(int(file.parent.name), []).extend(steps_in(file.read_text()))
-        words = "\n".join(file.read_text() for file in (*files, logs / "output.log"))
+            ranks.setdefault(int(file.parent.name), []).extend(steps_in(_text(file)))
+        words = "\n".join(map(_text, (*files, logs / "output.log")))
         if complaint:
             errors = [line for line in words.splitlines() if re.search(r"(Error|refused): ", line)]
             self.report.texts[f"{name}: the end of its log"] = "\n".join(
-                [*errors[:1], "...", *(logs / "output.log").read_text().splitlines()[-LAST_LINES:]]
+                [*errors[:1], "...", *_text(logs / "output.log").splitlines()[-LAST_LINES:]]
             )
         return Outcome(ranks, words, complaint)
 
@@ -318,13 +333,14 @@ class FirstRun:
 
     def _agrees(self, job: Job, outcome: Outcome) -> None:
         if self._reference is None:
-            self._reference = outcome if job.schedule == "1F1B" else None
+            self._reference = job, outcome
             return
-        found = differences(outcome.steps, self._reference.steps)
+        other, expected = self._reference
+        found = differences(outcome.steps, expected.steps)
         agrees = all(found[name] <= tolerance for name, tolerance in TOLERANCES.items())
-        compared = min(COMPARED, len(outcome.steps), len(self._reference.steps))
+        compared = min(COMPARED, len(outcome.steps), len(expected.steps))
         words = " and ".join(f"{value:.1e} ({name})" for name, value in found.items())
-        self.report.tell(agrees, f"{job} against 1F1B", f"off by at most {words}, {compared} steps")
+        self.report.tell(agrees, f"{job} against {other}", f"off by at most {words}, {compared} steps")
 
     def _speed(self, job: Job, outcome: Outcome, receives: str) -> None:
         head = ("schedule", "tokens/s and GPU", "s a step (simulated)", "bubble", "receives", "transport")
@@ -375,17 +391,13 @@ class FirstRun:
         else:
             self.report.tell(len(events) > 0, "trace", f"{len(events)} events in {file.name}, for ui.perfetto.dev")
 
-    def _compare(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    def _compare(self) -> None:
         """On GPUs each of zbpipe's schedules has to be faster than 1F1B in its best way; on a CPU cores are shared."""
-        best: dict[str, float] = {}
-        for job, outcome in outcomes:
-            if not outcome.complaint:
-                best[job.schedule] = max(best.get(job.schedule, 0.0), outcome.tps)
-        for schedule, tps in best.items():
-            if schedule != "1F1B" and best.get("1F1B"):
-                gain = tps / best["1F1B"] - 1
-                passed = None if self._platform == "cpu" else gain > 0
-                self.report.tell(passed, f"{schedule} at its best", f"{gain:+.1%} of 1F1B's tokens/s")
+        usual = self._best.pop("1F1B", 0.0)
+        for schedule, tps in self._best.items() if usual else ():
+            gain = tps / usual - 1
+            passed = None if self._platform == "cpu" else gain > 0
+            self.report.tell(passed, f"{schedule} at its best", f"{gain:+.1%} of 1F1B's tokens/s")
 
 
 _ON_GPUS = "llama3_8b_no_downloads"
@@ -405,6 +417,10 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace")
 
 
 def _version(package: str) -> str:
