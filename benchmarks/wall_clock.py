@@ -34,6 +34,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement
 from zbpipe.registry import lookup
+from zbpipe.transport import Receives
 
 Times = tuple[float, float, float]
 """Of F, I and W: a rank's for one microbatch, shared equally by its stages."""
@@ -68,6 +69,8 @@ class Job:
     times: tuple[Times, ...] = TIMES
     timeout: float = 1800
     """Seconds for all of it."""
+    backend: str = "gloo"
+    """Or one of benchmarks/fifo.py, where messages wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -203,13 +206,13 @@ def message_seconds(messages: int = 100) -> float:
 class Runner:
     """One schedule on this rank, ready to run steps."""
 
-    def __init__(self, source: str, costs: CostModel, job: Job) -> None:
+    def __init__(self, source: str, receives: str | None, costs: CostModel, job: Job) -> None:
         rank, last = dist.get_rank(), costs.num_stages - 1
         indices = zbpipe.stage_indices(source, rank=rank, num_ranks=job.ranks)
         layers = {index: SleepingLayer() for index in indices}
         stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
         self.torchs = lookup(source).source == "torch"
-        options = {} if self.torchs else {"costs": costs}
+        options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
         self.schedule = zbpipe.build_pipeline_schedule(source, stages, job.microbatches, _loss, **options)
         self.costs = costs
         self.ops = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs).ops[rank]
@@ -272,6 +275,7 @@ def uniform_costs(placement: Placement, times: Times, unit: float, latency: floa
 
 def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
     """The schedule's name, or the CSV file of the plan, which rank 0 makes for all."""
+    name = name.partition("/")[0]
     if name not in PLANS:
         return name
     limit = PLANS[name](job.ranks)
@@ -280,6 +284,11 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
         file.write_text(zbpipe.plan(job.ranks, job.microbatches, costs, limit).schedule.to_csv())
     dist.barrier()
     return str(file)
+
+
+def receives_of(name: str) -> str | None:
+    """What stands behind a slash: where the schedule's receives are posted."""
+    return name.partition("/")[2] or None
 
 
 def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
@@ -305,7 +314,7 @@ def run_rank(job: Job, directory: Path) -> Iterator[Result]:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
         sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
         placed = {name: costs(lookup(source).place(job.ranks)) for name, source in sources.items()}
-        runners = {name: Runner(source, placed[name], job) for name, source in sources.items()}
+        runners = {name: Runner(source, receives_of(name), placed[name], job) for name, source in sources.items()}
         measured: dict[str, list[float]] = {name: [] for name in job.schedules}
         for _ in range(job.rounds):
             for name in shuffled.sample(job.schedules, len(job.schedules)):
@@ -321,8 +330,10 @@ def rank_main(rank: int, job: Job, directory: str) -> None:
     """The body of one process. What the ranks found is the same; rank 0 writes it into a file."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if job.backend != "gloo":
+        import fifo  # noqa: F401  # registers it
     dist.init_process_group(
-        "gloo",
+        job.backend,
         # A file as the meeting point needs no port.
         init_method=f"file://{directory}/meeting_point",
         rank=rank,
@@ -364,7 +375,8 @@ def table(results: Sequence[Result]) -> str:
     ]
     for result in results:
         rival = next(r for r in results if r.schedule == YARDSTICK and _cell(r) == _cell(result))
-        whose = "zbpipe" if result.schedule in PLANS else lookup(result.schedule).source
+        name = result.schedule.partition("/")[0]
+        whose = "zbpipe" if name in PLANS else lookup(name).source
         ratio = f"{result.ratio:.3f}"
         lines.append(
             f"| {result.ranks}, {result.microbatches} | {', '.join(f'{each:g}' for each in result.times)}"
@@ -392,7 +404,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--unit", type=float, default=0.1, help="seconds of a time of 1 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="measured of each schedule (default: %(default)s)")
     parser.add_argument(
-        "--schedules", nargs="+", default=[*NAMED, *PLANS], metavar="NAME", help="1F1B is always run (default: all)"
+        "--schedules",
+        nargs="+",
+        default=[*NAMED, *PLANS],
+        metavar="NAME",
+        help="1F1B is always run (default: all). ZBV/early posts receives early, likewise late, timed and nearest",
+    )
+    parser.add_argument(
+        "--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue (default: %(default)s)"
     )
     parser.add_argument(
         "--times", nargs="+", type=_times, default=list(TIMES), metavar="F,I,W", help="default: 1,1,1 1,1.2,0.8 1,2,1"
@@ -411,15 +430,21 @@ def _times(text: str) -> Times:
     return f, i, w
 
 
+def _known(text: str) -> str:
+    name, slash, receives = text.partition("/")
+    return lookup(name).name + slash + (Receives.parse(receives) if slash else "")
+
+
 def main() -> int:
     arguments = parse_arguments()
-    names = [name if name in PLANS else lookup(name).name for name in arguments.schedules]
+    names = [name if name in PLANS else _known(name) for name in arguments.schedules]
     names = [YARDSTICK, *(name for name in names if name != YARDSTICK)]
     results: list[Result] = []
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
         times = tuple(arguments.times)
-        job = Job(ranks, microbatches, arguments.unit, arguments.steps, tuple(names), times, arguments.timeout)
+        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout, arguments.backend
+        job = Job(ranks, microbatches, *how)
         found = run_ranks(job)
         overhead = statistics.median(result.overhead for result in found)
         print(

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe import CostModel, Schedule, generate, plan, registry, simulate, testing
 from zbpipe.cli import main
 from zbpipe.lowered import (
     Action,
@@ -269,10 +269,19 @@ def test_late_receives_change_the_place_of_no_message_among_the_others(schedule:
     assert [list(filter(is_message, row)) for row in before] == [list(filter(is_message, row)) for row in late]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "ZBH2", "VMin", "DualPipeV", "InterleavedZeroBubble"])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 8), (8, 32)])
+@pytest.mark.parametrize("name", sorted(traits.name for traits in registry.schedules().values()))
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (3, 7), (4, 8), (8, 32)])
 def test_all_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
-    schedule = generate(name, ranks, microbatches)
+    receive_in_all_ways(generate(name, ranks, microbatches))
+
+
+def test_all_ways_to_receive_in_a_plan() -> None:
+    for placement, limit in (("single", None), ("v", 2.5), ("wave", None)):
+        found = plan(4, 6, (1, 1.2, 0.8), limit, placements=[placement], budget=1e5)
+        receive_in_all_ways(found.schedule)
+
+
+def receive_in_all_ways(schedule: Schedule) -> None:
     rows, timeline = lowered_rows(schedule), simulate(schedule, CostModel.uniform(schedule.placement))
     for receives in Receives:
         placed = free_sends_early(place_receives(rows, receives, timeline), schedule.placement)

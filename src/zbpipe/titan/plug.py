@@ -94,7 +94,7 @@ def build(
         )
     built = job.build(traits, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
     if isinstance(built, RegisteredSchedule):
-        logger.info("Receives are posted %s, for the transport %r", built.receives, str(built.transport))
+        logger.info("Messages: %s receives, for the transport %r", built.receives, str(built.transport))
     return built
 
 
