@@ -45,7 +45,7 @@ for step in 1 2 3; do
     echo "$begin  loss:  ${loss:-8.0}  $end 30.00GiB(9.1%)  tps: 1,${step}00  tflops: 1" >> $log/1/stdout.log
     echo "pipeline: 1F1B  step: 1.5s (simulated 1.25s)  bubble: 12.5%  peak activations: 2" >> $log/1/stdout.log
 done
-echo "zbpipe - Receives are posted early, for the transport 'one queue'" >> $log/1/stdout.log
+echo "zbpipe - Messages: early receives, for the transport 'one queue'" >> $log/1/stdout.log
 case "$*" in *zbpipe.trace*) echo '{"traceEvents": [1, 2]}' > "$TRACE" ;; esac
 """
 

@@ -277,7 +277,7 @@ class FirstRun:
         outcome = self._start(name, arguments, {PER_EDGE: job.per_edge} if job.per_edge else {})
         if not outcome.complaint and len(outcome.steps) < steps:
             outcome = replace(outcome, complaint=f"tells of {len(outcome.steps)} of {steps} steps")
-        receives = outcome.said(r"Receives are posted (\S+), for")
+        receives = outcome.said(r"Messages: (\S+) receives, for")
         self._tell_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s and GPU")
         if not outcome.complaint:
             self._best[job.schedule] = max(self._best.get(job.schedule, 0.0), outcome.tps)
