@@ -29,6 +29,32 @@ def run(meeting_point: Path) -> list[tuple[int, str]]:
     return [(rank.returncode, said) for rank, said in zip(ranks, words, strict=True)]
 
 
+FAILING = """
+import atexit, sys
+import torch.distributed as dist
+backend, peer_is_gone = sys.argv[1:]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.get_backend_config = lambda group=None: backend
+# Stands for what NCCL does when its communicators go: it waits.
+atexit.register(lambda: print("orderly end") if peer_is_gone == "no" else __import__("time").sleep(600))
+print("begins")
+raise ArithmeticError("too much")
+"""
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    over_gloo = "nccl" not in backend
+    command = [*(sys.executable, "-m", "zbpipe.run", "--", str(script)), backend, "no" if over_gloo else "yes"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout.split("\n") == ["begins", *(["orderly end"] if over_gloo else []), ""]
+    assert ended.stderr.count("ArithmeticError: too much") == 1
+    assert "Traceback" in ended.stderr
+
+
 @pytest.mark.zoo
 def test_every_process_ends_well(tmp_path: Path) -> None:
     """C++ ends a process by "terminate called without an active exception" if threads outlive the interpreter."""

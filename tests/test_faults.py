@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from ranks import endings, join_group, run_ranks
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import _torch, failures
+from zbpipe.runtime import _torch, failures, progress
 from zbpipe.runtime.products import PendingGradient
 
 MICROBATCHES = 6
@@ -130,6 +131,38 @@ def too_slow() -> None:
     fail_in_the_second_step(lambda: time.sleep(2 * SHORT_TIMEOUT))
 
 
+class Events:
+    """A device that runs so many of the computations that it is given, and no more."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs, self.recorded, self.made = runs, 0, 0
+
+    def new(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, of: Events) -> None:
+        self.of, self.number = of, 0
+
+    def record(self) -> None:
+        self.of.recorded += 1
+        self.number = self.of.recorded
+
+    def query(self) -> bool:
+        return self.number <= self.of.runs
+
+
+def on_slow_device() -> None:
+    """In F of stage 4 rank 1 fails, when its device has run four computations."""
+    job = Job()
+    if 4 in job.modules:
+        job.modules[4].register_forward_pre_hook(OnCall(6, explode))  # torch infers shapes by a first call
+    with mock.patch.object(progress, "_launched_on", return_value=progress.Launched(Events(4).new)):
+        job.step()
+
+
 def another_schedule() -> None:
     Job("VHalf" if dist.get_rank() == 1 else "ZBV").step()
 
@@ -153,7 +186,7 @@ def one_swaps() -> None:
 
 
 FAULTS = (
-    *(in_forward, in_backward, in_weight_gradient, in_loss, too_slow),
+    *(in_forward, in_backward, in_weight_gradient, in_loss, too_slow, on_slow_device),
     *(another_schedule, other_receives, all_swap, one_swaps),
 )
 
@@ -161,6 +194,8 @@ FAULTS = (
 def all_faults(folder: Path) -> dict[str, str]:
     """One after the other, each in a process group of its own, which it leaves broken; what this rank raised."""
     errors = {}
+    told: list[str] = []
+    logging.getLogger(progress.__name__).addFilter(lambda record: told.append(record.getMessage()) or True)
     for fault in FAULTS:
         renew_group(folder / fault.__name__, SHORT_TIMEOUT if fault is too_slow else 60.0)
         try:
@@ -168,7 +203,7 @@ def all_faults(folder: Path) -> dict[str, str]:
         except zbpipe.PipelineError as error:
             errors[fault.__name__] = str(error)
     renew_group(folder / "end", 60.0)
-    return errors
+    return errors | {"log": "; ".join(told)}
 
 
 def renew_group(meeting_point: Path, timeout: float) -> None:
@@ -199,6 +234,17 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
     timed_out = r"(another rank failed first: )?rank \d, schedule ZBV, step \d+ of \d+, .* from rank 1: .*Timed out"
     assert_told("too_slow", timed_out, timed_out, timed_out)
 
+    # The rank that sleeps stands in an op, the others wait for its messages; each says so once, before its time is up.
+    still = r"nothing has moved for \d seconds, and the process group gives up after 2: rank {} is at step \d+ of \d+, "
+    for rank, op in enumerate((r"\S+, waiting for \S+ from rank 1", "4F2", r"\S+, waiting for \S+ from rank 1")):
+        assert re.fullmatch(still.format(rank) + op, per_rank[rank]["log"]), per_rank[rank]["log"]
+    where = (
+        r"rank 1, schedule ZBV, step \d+ of \d+, 4F4, on the device (\S+) ran last, (\S+) has not ended, nor have \d+"
+    )
+    found = re.match(where, per_rank[1]["on_slow_device"])
+    assert found, per_rank[1]["on_slow_device"]
+    assert found.groups() == tuple(map(str, list(zbpipe.generate("ZBV", 3, MICROBATCHES))[1][3:5]))
+
     def differ(most: str, one: str) -> str:
         one, most = (rf"{name} with 6 microbatches \(table \w{{8}}\)" for name in (one, most))
         return f"the ranks have different schedules: ranks 0, 2: {most}; rank 1: {one}$"
@@ -210,6 +256,26 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
     ):
         assert_told(name, *3 * [differ(most, one)])
     assert "all_swap" not in per_rank[0]
+
+
+def test_what_a_device_ran() -> None:
+    device = Events(0)
+    launched = progress.Launched(device.new)
+    assert launched.in_words() == ""
+    for microbatch in range(3):
+        assert launched.around("F", 2, microbatch, lambda: "result") == "result"
+    assert launched.in_words() == "on the device what ran last is not known, 2F0 has not ended, nor have 2 after it"
+    device.runs = 2
+    assert launched.in_words() == "on the device 2F1 ran last, 2F2 has not ended"
+    device.runs = 3
+    assert launched.in_words() == "the device has run all that was launched, 2F2 last"
+    for microbatch in range(3, 2 * progress.MOST):
+        launched.around("F", 2, microbatch, lambda: None)
+    assert device.made == progress.MOST
+    assert launched.in_words().startswith(f"on the device what ran last is not known, 2F{progress.MOST} has not ended")
+    device.runs = 2 * progress.MOST - 1
+    assert launched.ran() == device.runs
+    assert launched.in_words() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
 
 
 class SilentStore:

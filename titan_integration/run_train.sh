@@ -69,6 +69,7 @@ found=$("$PYTHON" - "$PLATFORM" "${MODULE:-}" "$TRAIN_FILE" "${DRY_RUN:-0}" <<'P
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 platform, module, train_file, dry_run = sys.argv[1:]
 
@@ -119,10 +120,12 @@ if platform == "auto" or (platform != "cpu" and dry_run != "1"):
             f" install the build for {platform}, look why its driver is not seen, or use PLATFORM={found}"
         )
     platform = found
-print(platform, "any" if platform == "cpu" else gpus, titan)
+config = Path(str(find_spec("torch").origin)).with_name("distributed") / "config.py"
+has_edges = config.is_file() and "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P" in config.read_text()
+print(platform, "any" if platform == "cpu" else gpus, titan, int(has_edges))
 PYTHON_CODE
 ) || exit 2
-read -r PLATFORM gpus titan <<<"$found"
+read -r PLATFORM gpus titan has_edges <<<"$found"
 
 if [[ $titan == 0.2 ]]; then
     file=$CONFIG
@@ -182,6 +185,9 @@ rocm)
     ;;
 cuda)
     default PYTORCH_ALLOC_CONF expandable_segments:True
+    # A queue for each neighbour and direction: in one for all, a message that waits holds up those behind it. Not on
+    # ROCm, where every queue more has to share the few hardware queues with the computations.
+    if [[ $has_edges == 1 ]]; then default TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P 1; fi
     ;;
 cpu)
     # Also where there are GPUs.

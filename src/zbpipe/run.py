@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from zbpipe.frameworks.installation import asked_for, install
-from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
 from zbpipe.runtime.options import add_arguments, from_arguments
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         install(found.schedule, everywhere=found.schedule is not None, **options.given())
     except ValueError as error:
         parser.error(str(error))
-    with told_to_other_ranks():
+    with ended_at_once(), told_to_other_ranks():
         _run(target, is_module)
     if found.schedule is not None and not asked_for():
         _say(

@@ -7,10 +7,12 @@ number.
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -30,6 +32,7 @@ from torch.distributed._composable.replicate import DDP
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -239,6 +242,36 @@ def run_backward(
     return cast(Sequence[Tensor | None], gradients)
 
 
+def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
+    """Of one microbatch, as torch computes it."""
+    return cast(Tensor, schedule._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
+
+
+def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
+    """Inputs that look like those that `stage` will receive; None where torch (before 2.13) does not know them so."""
+    metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
+    if metas is None or not isinstance(stage, PipelineStage):
+        return None
+    inputs = tuple(stage._to_tensor(meta) for meta in metas)
+    with torch.no_grad():
+        for each in inputs:
+            each.zero_()
+    return inputs
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Within, all parts of `module` in FSDP2 have their whole weights, as between torch's UNSHARD and RESHARD."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+
+
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
     """Whether any rank runs the actions I and W."""
     actions = (action for row in runtime.pipeline_order.values() for action in row)
@@ -248,6 +281,25 @@ def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
 def to_other_ranks(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """The sends and receives whose peer is not this very process."""
     return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def timeout_of(stage: _PipelineStageBase) -> float | None:
+    """Seconds after which a message of `stage` fails, as it is set now; None where the backend does not tell."""
+    try:
+        backend = (stage.group or dist.group.WORLD)._get_backend(stage.device)  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def has_communicators() -> bool:
+    """Whether this process is in a group of NCCL's kind (RCCL goes by its name): one that a peer's end can hang."""
+    return dist.is_initialized() and "ccl" in dist.get_backend_config()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` goes into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def default_store() -> Any:
@@ -260,14 +312,23 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
 
     With the message it waited for, if it was waiting for one. No other trace of this leaves torch's executor.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
+
+
+def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
+    """The same for a step that another thread, by its ident, runs just now; None if that thread is gone."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
+
+
+def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
     found = frames[executor].f_locals
     if "time_step" not in found:
         return "before step 0"
-    waits = frames[-1].f_code is _wait_batch_p2p.__code__
+    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
     action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
-    if waits and frames[executor + 1] is frames[-1]:
+    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
         return f"after step {total - 1}, waiting for its last sends"
     message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
     return f"step {found['time_step']} of {total}, {action}{message}"

@@ -6,7 +6,7 @@ as their "gradients" (`zbpipe.runtime.slots`). For autograd they are outputs of 
 backward of that node is where x and dY arrive.
 
 The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
-without the compiler: torch's metadata inference before the first step, or where shapes are given, the first microbatch.
+without the compiler: torch's metadata inference before the first step, or `zbpipe.runtime.warm_up`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ def defer_in_compiled_regions(module: nn.Module) -> None:
         # A compiled module within another is part of the outer one's region.
         if id(each) not in inner and not isinstance(_torch.compiled_call(each), _Region):
             _torch.divert_compiled_call(each, _Region(each))
+
+
+def all_compiled(module: nn.Module) -> bool:
+    """Whether every region of `module` has run with the compiler, and will again."""
+    regions = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
+    return all(region.has_run_compiled for region in regions if isinstance(region, _Region))
 
 
 class _Site(NamedTuple):
@@ -77,7 +83,7 @@ class _Region:
         self._next: tuple[_Site, ...] = ()
         self._ran_eagerly: list[_torch.Memory] = []
         """The memory of the inputs of such calls: activation checkpointing will repeat them in the backward."""
-        self._has_run_compiled = False
+        self.has_run_compiled = False
         self._unshards = _torch.is_fsdp(module) and not _torch.is_optimized(module)
         """Whether FSDP gathers the weights within this call. With `torch.compile(module)` its hook ran before."""
         if self._unshards:
@@ -98,7 +104,7 @@ class _Region:
             self._ran_eagerly.append(memory)
             with self._learn(inputs):
                 return eager(*args, **kwargs)
-        self._has_run_compiled = True
+        self.has_run_compiled = True
         self._next = self._sites.get(inputs, ())
         if not self._unshards:
             self._provide_slots()
@@ -114,7 +120,7 @@ class _Region:
         if memory in self._ran_eagerly:
             self._ran_eagerly.remove(memory)
             return True
-        if self._has_run_compiled or not self._ran_eagerly:
+        if self.has_run_compiled or not self._ran_eagerly:
             return False
         # A checkpoint that begins before the region makes its inputs anew, in other memory. Before the first step,
         # while torch infers shapes, there is nothing else to repeat.

@@ -12,6 +12,9 @@ receivers take to get there: a hundredth of a second where nobody is slow.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
@@ -20,6 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.progress import Progress
 
 _FIRST = "zbpipe/first_failure"
 _PATIENCE = 5.0
@@ -49,6 +53,7 @@ class Steps:
     """The steps of one schedule, as far as those that failed, or were refused, concern the next one."""
 
     def __init__(self) -> None:
+        self._progress = Progress()
         self._broken_by: str | None = None
         """How a step failed with messages under way."""
         self._refusal: Failure | None = None
@@ -87,11 +92,13 @@ class Steps:
                 (KeyboardInterrupt, SystemExit) passes as it is.
         """
         try:
-            yield
+            with self._progress.followed(schedule):
+                yield
         except PipelineError:
             raise
         except _TOLD as error:
-            where = f", schedule {name}, {_torch.place_of(error, schedule)}"
+            places = name, _torch.place_of(error, schedule), self._progress.on_device()
+            where = f", schedule {', '.join(filter(None, places))}"
             failure = _failure(error, where, _torch.explained(error, schedule))
             self._broken_by = _in_words(failure, _first_of_all(failure))
             if not isinstance(error, Exception):
@@ -120,6 +127,27 @@ def told_to_other_ranks() -> Iterator[None]:
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise PipelineError(_in_words(failure, first)) from error
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Around a whole program: an exception that ends it over NCCL ends the process here, once it is printed.
+
+    The ordinary way out destroys the communicators, by the script or by the interpreter. NCCL then waits for messages
+    under way, of which the peers may never come, or aborts them on the peers, which die of that before they can tell
+    what failed first. torchrun sees the exit code 1 and ends the other ranks. Over gloo nothing is changed.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not _torch.has_communicators():
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        with suppress(Exception):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
 
 
 def _failure(error: BaseException, where: str, explained: str | None = None) -> Failure:

@@ -145,8 +145,7 @@ class GradientCheck:
 
     Args:
         schedule: any of zbpipe's. All ranks of the pipeline have to have a check.
-        steps: how many steps of `schedule.step` to check, from 1 on. A compiled model runs its first microbatch without
-            the compiler where shapes were given to the stages; the others of the first step show it compiled.
+        steps: how many steps of `schedule.step` to check, from 1 on.
         tolerance: of relative errors; by default by the coarsest dtype in a stage's products, see `TOLERANCES`.
         done: called with the report, between two steps.
 

@@ -26,13 +26,17 @@ class State:
     """What the forward of a module depends on besides its inputs, as it is at one moment.
 
     Parameters and buffers by value; attributes of the modules, such as counters, as far as they are assigned; torch's
-    random numbers, on the CPU and on `device`. With `like`, values that are equal in both are kept once.
+    random numbers, on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without
+    `weights`, parameters are left out: nothing will write to them, and a copy takes their memory once more.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, like: State | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, like: State | None = None, *, weights: bool = True
+    ) -> None:
         known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
         self._values: list[tuple[Tensor, Tensor, Tensor]] = [
-            (tensor, local, _copy_unless_equal(local, known.get(id(tensor)))) for tensor, local in _tensors_of(module)
+            (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
+            for tensor, local in _tensors_of(module, weights)
         ]
         self._attributes = [(own, dict(own)) for part in module.modules() for own in (vars(part), part._buffers)]
         self._device = device
@@ -57,9 +61,9 @@ class State:
             put(state)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Parameters and buffers, each with what this rank has of it; without those of other subclasses of tensors."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in (*(module.parameters() if weights else ()), *module.buffers()):
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()

@@ -16,6 +16,7 @@ from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
 from zbpipe.runtime.products import WeightGradients
 from zbpipe.runtime.stages import SplitBackward
+from zbpipe.runtime.warm_up import warm_up
 from zbpipe.simulate import best_receives, simulate
 from zbpipe.transport import Receives, Transport
 
@@ -102,6 +103,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
         self._looked_at_models = False
+        self._is_warm = False
+        """Whether the compiler has seen the stages."""
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(self._stages, split_backward, gradients)
@@ -148,6 +151,9 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         # itself leaves gradients then.
         with _torch.gradients_put_aside(self._stages):
             super()._initialize_stages(*args, **kwargs)
+        if self._has_backward and not self._is_warm:
+            self._is_warm = True
+            warm_up(self, *args, **kwargs)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """One training step, with torch's arguments; the batch is split into equal microbatches.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 from zbpipe.registry import Traits, lookup
@@ -11,6 +13,13 @@ from zbpipe.validate import require_valid
 
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
+
+_DEFAULT_SECONDS = 300
+"""TorchTitan's own limit for the first step."""
+_MANY_STAGES = 4
+"""So many leave each of them 75 seconds for forward and backward."""
+
+logger = logging.getLogger(__name__)
 
 
 def check(config: Any, options: Options) -> None:
@@ -39,6 +48,7 @@ def check(config: Any, options: Options) -> None:
         _check_schedule(traits, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
         require_size(traits, options, ranks, _microbatches(config), steps, _spell)
+        _warn_of_first_step(traits, config)
 
 
 def _spell(option: str) -> str:
@@ -61,6 +71,24 @@ def _check_schedule(traits: Traits, config: Any) -> None:
         )
     if traits.placement == "table":
         require_valid(traits.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+
+
+def _warn_of_first_step(traits: Traits, config: Any) -> None:
+    """TorchTitan's limit for the first step also counts while a rank waits for stages that compile."""
+    seconds, placement = config.comm.init_timeout_seconds, traits.place(config.parallelism.pipeline_parallel_degree)
+    # Those of zbpipe's schedules compile on all ranks at the same time; see `zbpipe.runtime.warm_up`.
+    in_turn = placement.num_stages // (placement.num_ranks if traits.source == "zbpipe" else 1)
+    if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
+        _warn_once(
+            f"{traits.name} compiles {in_turn} stages one after the other in the first step, which"
+            f" comm.init_timeout_seconds={seconds} ends if they take longer: set --comm.init_timeout_seconds 1800"
+        )
+
+
+@cache
+def _warn_once(words: str) -> None:
+    """TorchTitan 0.2 is checked twice."""
+    logger.warning(words)
 
 
 def _microbatches(config: Any) -> int:

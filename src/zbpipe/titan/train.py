@@ -15,12 +15,11 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import zbpipe.titan
-from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
 from zbpipe.titan import versions
 from zbpipe.titan.options import parse
 
 
-@record
 def main() -> None:
     """Train as `torchtitan.train` does, with zbpipe's schedules.
 
@@ -28,6 +27,12 @@ def main() -> None:
         ImportError: this TorchTitan is none that zbpipe knows.
         PipelineError: a step failed, or another rank did; other exceptions of the job pass as they are.
     """
+    with ended_at_once():
+        _train()
+
+
+@record  # torchrun's file with the error is written before the process ends
+def _train() -> None:
     options, sys.argv[1:] = parse(sys.argv[1:])
     zbpipe.titan.plug_in(options)
     with told_to_other_ranks():

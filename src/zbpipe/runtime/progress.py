@@ -1,0 +1,180 @@
+"""How far a step has come: where the host is, and where the device, which is behind it.
+
+On an accelerator torch's executor launches computations far ahead of what runs, so when a message never comes the host
+may stand many ops after the one that waits, and NCCL ends the process by itself. So an event follows each computation.
+When a step fails, or nothing moves for most of the process group's timeout, they tell what ran.
+
+NCCL's own hooks before such an end (torch >= 2.15) are not used: they would have to take Python's lock in NCCL's
+watchdog, and a thread that holds it while it waits for a full launch queue would keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread, get_ident
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from zbpipe.runtime import _torch
+
+MOST = 256
+"""Computations that are remembered. A host that is further ahead has no place for what waits; then that is told."""
+_SHARE = 0.7
+"""Of the process group's timeout: when nothing has moved for so long, the log says where this rank stands."""
+_LOOKS = 20
+"""In one timeout."""
+_LONGEST_PAUSE = 5.0
+"""Seconds between two looks."""
+
+logger = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """As torch's: `record` puts it into the stream of the computations, `query` tells whether that got there."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Launched:
+    """The last computations that the host launched, and an event after each.
+
+    Args:
+        new_event: called for the first `MOST` computations only; after that the events are used again.
+    """
+
+    def __init__(self, new_event: Callable[[], Event]) -> None:
+        self._new_event = new_event
+        self._events: list[Event] = []
+        self._ops: list[tuple[int, str, int]] = []
+        """Of the events: as torch writes them, stage, kind and microbatch."""
+        self.count = 0
+
+    def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        """Launch one computation (see `_torch.wrap_compute`)."""
+        result = compute()
+        place = self.count % MOST
+        if place == len(self._events):
+            self._events.append(self._new_event())
+            self._ops.append((stage, kind, microbatch))
+        self._ops[place] = (stage, kind, microbatch)
+        self._events[place].record()
+        self.count += 1
+        return result
+
+    def ran(self) -> int:
+        """How many of all that were launched have ended; of those that are no longer remembered, all."""
+        oldest = max(0, self.count - MOST)
+        for number in range(oldest, self.count):
+            if not self._events[number % MOST].query():
+                return number
+        return self.count
+
+    def in_words(self) -> str:
+        """What ran last, and what has not ended; empty if nothing was launched."""
+        ran, oldest = self.ran(), max(0, self.count - MOST)
+        if not self.count:
+            return ""
+        if ran == self.count:
+            return f"the device has run all that was launched, {self._name(ran - 1)} last"
+        left = self.count - ran
+        last = f"{self._name(ran - 1)} ran last" if ran > oldest else "what ran last is not known"
+        more = f", nor have {left - 1} after it" if left > 1 else ""
+        return f"on the device {last}, {self._name(ran)} has not ended{more}"
+
+    def _name(self, number: int) -> str:
+        return "{}{}{}".format(*self._ops[number % MOST])
+
+
+class Progress:
+    """Of the steps of one schedule, on this rank."""
+
+    def __init__(self) -> None:
+        self._launched: Launched | None = None
+        """None on the CPU, where the host is where the work is."""
+        self._thread: int | None = None
+        """The one that runs a step now."""
+        self._steps = 0
+        self._seen: tuple[Any, int | None] = None, None
+        """At the last look: where the host was, and how many computations the device had run."""
+        self._since = 0.0
+        """When that was seen first."""
+        self._is_told = False
+        """Whether the log has it."""
+
+    @contextmanager
+    def followed(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
+        """Around what `schedule` runs in a step."""
+        device = _torch.stages_of(schedule)[0].device
+        # A captured step runs later, again and again, and events in it would be part of the graph.
+        if _torch.is_capturing(device):
+            yield
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._launched = _launched_on(device)
+            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
+        undo = _torch.wrap_compute(schedule, self._launched.around) if self._launched else None
+        self._thread = get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+            if undo:
+                undo()
+
+    def on_device(self) -> str:
+        """What the device ran, in words; empty on the CPU, and where the device does not answer any more."""
+        with suppress(RuntimeError):
+            return self._launched.in_words() if self._launched else ""
+        return ""
+
+    def look(self, schedule: _torch.ScheduleRuntime, now: float) -> float:
+        """Tell the log, once, if nothing has moved for most of the timeout. In how many seconds to look again.
+
+        Args:
+            schedule: whose steps these are.
+            now: in seconds, by a clock that never goes back.
+        """
+        timeout = _torch.timeout_of(_torch.stages_of(schedule)[0])
+        if timeout is None:
+            return _LONGEST_PAUSE
+        place = None if self._thread is None else _torch.place_now(self._thread, schedule)
+        host = None if place is None else (self._steps, place)
+        # The device is asked only where the host stands still: it may be in the middle of capturing a graph, which a
+        # question would spoil.
+        seen = host, self._ran() if host is not None and host == self._seen[0] else None
+        if host is None or seen != self._seen:
+            self._seen, self._since, self._is_told = seen, now, False
+        elif now - self._since > _SHARE * timeout and not self._is_told:
+            self._is_told = True
+            logger.error(
+                "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
+                *(now - self._since, timeout, dist.get_rank()),
+                ", ".join(filter(None, (place, self.on_device()))),
+            )
+        return min(timeout / _LOOKS, _LONGEST_PAUSE)
+
+    def _ran(self) -> int | None:
+        with suppress(RuntimeError):
+            return self._launched.ran() if self._launched else None
+        return None
+
+
+def _launched_on(device: torch.device) -> Launched | None:
+    return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
+
+
+def _watch(progress: ref[Progress], schedule: ref[_torch.ScheduleRuntime]) -> None:
+    """For as long as there is something to watch, which this does not keep alive."""
+    while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
+        pause = watched.look(of, time.monotonic())
+        del watched, of
+        time.sleep(pause)

@@ -1,0 +1,86 @@
+"""Compiled stages meet the compiler before the first message, on all ranks at the same time.
+
+Otherwise stage k+1 compiles when the first output of stage k arrives, and the times of all stages add up, forward and
+backward, while the first message waits: a deep pipeline runs into the process group's timeout. So each rank first runs
+one forward and one backward of each of its compiled stages, on zeros in the shapes that torch has found.
+
+Nothing of it stays, but what the compiler made: no gradient, no statistics in a buffer, no random number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.compiled import all_compiled
+from zbpipe.runtime.reference import State
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(
+    schedule: _torch.ScheduleRuntime,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    target: Any = None,
+    loss_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Run every stage of this rank that has compiled modules, forward and backward.
+
+    It sends nothing along the pipeline. What a stage itself communicates (FSDP, TP, experts) all of its ranks do alike.
+    Left out are stages whose inputs torch does not know, and the last one where torch (before 2.13) has no target yet.
+
+    Args:
+        schedule: with initialised stages.
+        args: of the first microbatch, where this rank has stage 0.
+        kwargs: of the first microbatch.
+        target: of the first microbatch, where this rank has the last stage.
+        loss_kwargs: as torch hands them to the loss.
+    """
+    for stage in _torch.stages_of(schedule):
+        if not any(map(_torch.is_compiled, stage.submod.modules())):
+            continue
+        inputs = _copied(args) if stage.is_first else _torch.zeros_for(stage)
+        if inputs is None or (stage.is_last and target is None):
+            continue
+        state = State(stage.submod, stage.device, weights=False)
+        try:
+            # A region whose shapes are new runs without the compiler once.
+            for _ in range(2):
+                with _torch.unsharded(stage.submod), _torch.without_gradients(stage.submod):
+                    _run(schedule, stage, inputs, _copied(kwargs or {}), target, loss_kwargs)
+                if all_compiled(stage.submod):
+                    break
+        finally:
+            with torch.no_grad():
+                state.put_back()
+        logger.info("Stage %d is compiled", stage.stage_index)
+
+
+def _copied(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+
+
+def _run(
+    schedule: _torch.ScheduleRuntime,
+    stage: _torch.Stage,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_kwargs: Mapping[str, Any] | None,
+) -> None:
+    with torch.enable_grad():
+        outputs = _torch.run_forward(stage, 0, inputs, kwargs)
+        gradients = None
+        if stage.is_last:
+            outputs = _torch.loss_of(schedule, outputs, target, loss_kwargs)
+        else:
+            gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in tree_leaves(outputs))
+        tensors = [each for each in tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
+        _torch.run_backward(stage, outputs, gradients, tensors)
