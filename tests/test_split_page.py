@@ -66,6 +66,12 @@ def compiled_with_torchs_split() -> None:
     build(module, split_backward="autograd")
 
 
+def in_cuda_graphs() -> None:
+    module = two_linear()
+    module[0].compile(mode="reduce-overhead")
+    build(module)
+
+
 def nothing_to_defer() -> None:
     build(nn.LayerNorm(WIDTH), split_backward="strict")
 
@@ -104,6 +110,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
         leaves_unreduced,
     ),
     "torch's split on a compiled stage": ("construction", compiled_with_torchs_split),
+    "a module that is compiled to run in CUDA graphs (Inductor's configuration: first step)": (
+        "construction",
+        in_cuda_graphs,
+    ),
     '`split_backward="strict"` and nothing to leave to W': ("construction", nothing_to_defer),
     "a parameter in two stages of a rank, torch's own schedule, `scale_grads=True`": (
         "construction",

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.torch import get_overridable_functions
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor import config as inductor_config
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed._composable.replicate import DDP
@@ -45,6 +47,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.ir import Op, Schedule
@@ -447,6 +450,32 @@ def is_optimized(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
+def runs_in_cuda_graphs(module: nn.Module) -> bool:
+    """Whether what `torch.compile` made of this very module will be captured, and replayed in the same memory.
+
+    By its mode or its options, by the configuration of Inductor as it is now, or by its backend.
+    """
+    if not is_compiled(module):
+        return False
+    backend = _backend_of(module)
+    options = getattr(backend, "config", None)  # Inductor's, as far as the user gave some
+    if options is None:
+        return getattr(backend, "compiler_name", "") == "cudagraphs"
+    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def _backend_of(module: nn.Module) -> Any:
+    """What compiles the graphs of a compiled module."""
+    context = getattr(module, "dynamo_ctx", None)
+    if not is_optimized(module):
+        compiled, _ = diverted_calls(module) or (module._compiled_call_impl, None)
+        context = inspect.getclosurevars(cast(Call, compiled)).nonlocals.get("self")
+    backend = getattr(context, "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return backend
+
+
 def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
     """Have a compiled module's calls run as `region(compiled, eager, *args, **kwargs)`."""
     if isinstance(module, OptimizedModule):
@@ -523,6 +552,10 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, for whatever device."""
+
+
 def is_transformed() -> bool:
     """Whether `torch.func`, forward-mode AD or the tracer of TorchScript looks at what runs now."""
     return (
@@ -536,10 +569,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """Which memory it lies in; None where that is not for us to see, as for results of collectives under way."""
-    local = _local(tensor)
-    return local.untyped_storage()._cdata if type(local) is Tensor else None
+def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
+    """Which memory it lies in, and how many tensors it makes there: a view keeps the tensor that it is a view of.
+
+    None where the memory is not for us to see, as for results of collectives under way.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    storage = tensor.untyped_storage()._cdata if type(tensor) is Tensor else None
+    return storage, 1 if tensor._base is None else 2
 
 
 Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
@@ -551,14 +589,8 @@ def memory_of(tensors: Iterable[Tensor]) -> Memory:
     return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
-def num_tensors(tensor: Tensor) -> int:
-    """How many it makes in its memory: a view keeps the tensor that it is a view of."""
-    local = _local(tensor)
-    return 1 if local._base is None else 2
-
-
 def num_holders(storage: int) -> int:
-    """How many tensors lie in the memory that `storage_of` named."""
+    """How many tensors lie in the memory that `place_in_memory` named."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -568,7 +600,7 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""`storage_of` leaves a Python object behind, which counts."""
+"""`place_in_memory` leaves a Python object behind, which counts."""
 
 
 def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
@@ -657,6 +689,14 @@ def settle_gradients(module: nn.Module) -> None:
         for parameter in _fsdp_parameters(module):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+
+def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
+    """The sums of `settle_gradients`, by the ids of the weights; W adds to them without going through `.grad`."""
+    if not _SUMS_BESIDE_GRAD:
+        return {}
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
+    return {id(weight): total for weight, total in sums if total is not None}
 
 
 _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
@@ -769,6 +809,48 @@ def _leaf_before(node: Node | None) -> Tensor | None:
     while node is not None and node.name() in _REPEATABLE:
         node = node.next_functions[0][0]
     return cast(Tensor | None, getattr(node, "variable", None))
+
+
+def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of the leaf behind `tensor`, in the order in which `tensor` has them; None for other views."""
+    order = list(range(tensor.dim()))
+    steps: list[Node] = []
+    node = tensor.grad_fn
+    while node is not None and node.name() in _REPEATABLE:
+        steps.append(node)
+        node = node.next_functions[0][0]
+    for step in reversed(steps):
+        kind, saved = step.name(), cast(Any, step)
+        if kind == "TBackward0":
+            order.reverse()
+        elif kind == "TransposeBackward0":
+            # Negative ones are saved as unsigned numbers.
+            first, second = (_signed(saved._saved_dim0), _signed(saved._saved_dim1))
+            order[first], order[second] = order[second], order[first]
+        elif kind == "PermuteBackward0":
+            order = [order[_signed(dim)] for dim in saved._saved_dims]
+        elif kind != "ToCopyBackward0":
+            return None
+    return tuple(order)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def let_compiler_dispatch(function: Callable[..., Any]) -> None:
+    """Have the compiler ask `__torch_function__` of what `function` is called with, as torch itself does.
+
+    It does so for the public functions, and `torch._grouped_mm` is none.
+    """
+    get_overridable_functions().add(function)
+
+
+def surely_same_shape(one: Tensor, other: Tensor) -> bool:
+    """Also while it is compiled, where a number of rows may come out of the data: that is not surely the same."""
+    return one.dim() == other.dim() and all(
+        guard_or_false(size == wanted) for size, wanted in zip(one.shape, other.shape, strict=True)
+    )
 
 
 _PRODUCTS = {

@@ -1,9 +1,9 @@
-"""The backward split inside of compiled regions: slots carry x and dY of every linear layer out of the graph.
+"""The backward split inside of compiled regions: slots carry x and dY of every product out of the graph.
 
 A compiled backward is a pure function, so a layer in it cannot put (x, dY) aside. But a function may return them: each
-linear layer takes two more inputs, slots, tensors without memory in the shapes of x and of y, and its backward returns
-x and dY as their "gradients". For autograd they are outputs of one node before the region, and the backward of that
-node is where x and dY arrive.
+product takes more inputs, slots, tensors without memory in the shapes of x and of y, and its backward returns x and dY
+as their "gradients" (`zbpipe.runtime.slots`). For autograd they are outputs of one node before the region, and the
+backward of that node is where x and dY arrive.
 
 The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
 without the compiler: torch's metadata inference before the first step, or `zbpipe.runtime.warm_up`.
@@ -11,17 +11,18 @@ without the compiler: torch's metadata inference before the first step, or `zbpi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import PLAIN, Deferral, Due, Slots, Spec, deferrals, due, spec
-from zbpipe.runtime.products import LINEAR, PendingGradient
+from zbpipe.runtime.deferred import PLAIN, Deferral, Due, deferrals, due
+from zbpipe.runtime.products import PendingGradient
+from zbpipe.runtime.slots import Exit, Slots, Spec, Use, WeightWithExit, dtype_in_slot, spec
 
 _MOST_SHAPES = 16
 """A region that meets still more shapes of inputs compiles those without slots."""
@@ -44,18 +45,32 @@ def all_compiled(module: nn.Module) -> bool:
 
 
 class _Site(NamedTuple):
-    """A layer in a region that has slots."""
+    """A product in a region that has slots."""
 
     deferral: Deferral
-    weight_name: str
-    x: Tensor
-    y: Tensor
-    """Both without memory: only what they look like counts."""
+    use: Use
+    slots: tuple[Tensor, ...]
+    """All of `Slots`, one after the other, without memory: only what they look like counts."""
 
     @property
     def weight(self) -> Tensor:
         """The parameter that is there now: FSDP changes it."""
-        return self.deferral.layer._parameters[self.weight_name]  # type: ignore[return-value]
+        return self.deferral.layer._parameters[self.use.weight_name]  # type: ignore[return-value]
+
+    def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
+        """For the next call."""
+        deferral, use = self.deferral, self.use
+        exit = Exit(use, Slots(slots[0], slots[1], tuple(slots[2:])), deferral.permits[use.weight_name])
+        if deferral.is_caught:
+            unchanged = tuple(range(weight.dim()))
+            vars(deferral.layer)[use.weight_name] = WeightWithExit(weight, unchanged, exit)
+        else:
+            deferral.exit = exit
+
+    def close(self) -> None:
+        """Its layer may run elsewhere before the next call."""
+        self.deferral.exit = None
+        vars(self.deferral.layer).pop(self.use.weight_name, None)
 
 
 class _Region:
@@ -96,10 +111,9 @@ class _Region:
         try:
             return compiled(*args, **kwargs)
         finally:
-            # Its layers may run elsewhere before the next call.
+            for site in self._next:
+                site.close()
             self._next = ()
-            for deferral in self._deferrals:
-                deferral.slots = None
 
     def _repeats_eager_call(self, memory: _torch.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
@@ -119,13 +133,7 @@ class _Region:
             deferral.seen = []
         try:
             yield
-            # A layer that is called twice would need two pairs of slots, and nothing tells the calls apart.
-            self._sites[inputs] = tuple(
-                _Site(deferral, name, _without_memory(x), _without_memory(y))
-                for deferral in self._deferrals
-                if len(deferral.seen or ()) == 1
-                for name, x, y in deferral.seen or ()
-            )
+            self._sites[inputs] = tuple([site for deferral in self._deferrals for site in _sites_of(deferral)])
         finally:
             for deferral in self._deferrals:
                 deferral.seen = None
@@ -135,8 +143,19 @@ class _Region:
         if found:
             sites, weights = zip(*found, strict=True)
             slots = iter(_Slots.apply(sites, *weights))
-            for site in sites:
-                site.deferral.slots = Slots(next(slots), next(slots))
+            for site, weight in found:
+                site.open(weight, [next(slots) for _ in site.slots])
+
+
+def _sites_of(deferral: Deferral) -> Iterator[_Site]:
+    """A weight that is multiplied twice would need two pairs of slots, and nothing tells the calls apart."""
+    uses = deferral.seen or ()
+    for use in uses:
+        if [each.weight_name for each in uses].count(use.weight_name) == 1:
+            if deferral.is_caught:
+                _torch.let_compiler_dispatch(use.function)
+            more = [each._replace(dtype=dtype_in_slot(each.dtype)) for each in use.more]
+            yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y, *more))))
 
 
 def _can_leave(site: _Site) -> bool:
@@ -156,21 +175,24 @@ class _Slots(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sites = sites
         ctx.weights = weights
-        return tuple([each.detach() for site in sites for each in (site.x, site.y)])
+        return tuple([each.detach() for site in sites for each in site.slots])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *carried: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.sites)
+        end = len(carried)
         # From the back, as autograd goes: W takes them from the end of the list.
         for n in reversed(range(len(ctx.sites))):
-            x, dy = carried[2 * n : 2 * n + 2]
+            (deferral, use, slots), weight = ctx.sites[n], ctx.weights[n]
+            x, dy, *more = carried[end - len(slots) : end]
+            end -= len(slots)
             if x is None or dy is None:  # the layer's result was not used
                 continue
-            deferral, weight = ctx.sites[n].deferral, ctx.weights[n]
-            pending = PendingGradient(deferral.layer, LINEAR, weight, x.detach(), dy.detach())
+            args, options = use.arguments(cast(Sequence[Tensor], more))
+            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), args, options)
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
-                gradients[n] = LINEAR.weight_gradient(dy, x).to(weight.dtype)
+                gradients[n] = use.product.weight_gradient(dy, x, *args, **options).to(weight.dtype)
         return None, *gradients
 
 

@@ -14,6 +14,7 @@ slots, which `zbpipe.runtime.compiled` provides.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from enum import Enum, auto
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.products import LINEAR, PendingGradient, WeightGradients, WeightProduct, WeightProducts, rows
+from zbpipe.runtime.slots import Exit, Use, autocast, linear_in_slots, use_of_linear, use_of_product
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -68,21 +70,6 @@ _ATTRIBUTE = "_weight_deferral"
 _LINEAR_ALONE: WeightProducts = {F.linear: LINEAR}
 
 
-class Spec(NamedTuple):
-    """What a tensor looks like."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Slots(NamedTuple):
-    """Two inputs of a compiled region that take no memory, and whose gradients carry out x and dY of one product."""
-
-    x: Tensor
-    y: Tensor
-
-
 class Deferral:
     """How one layer puts its weight gradients off."""
 
@@ -94,31 +81,30 @@ class Deferral:
         self.is_accounted_for = False
         """Whether a gradient was ever put off, or computed outside of I, as by a loss with a backward of its own."""
         self.is_caught = False
-        """Whether its products are caught in a forward of its own, which the compiler does not allow."""
+        """Whether its products are caught in a forward of its own."""
         self.stays_in_i = False
         """Whether x or dY were seen to change before W could use them."""
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
-        self.slots: Slots | None = None
-        """For the next call inside of a compiled region."""
-        self.may_use_slots = _torch.slot_permit()
-        """Asked while the region is compiled."""
-        self.seen: list[tuple[str, Spec, Spec]] | None = None
-        """If not None, each plain use adds the weight's name and what the rows of x and of y look like."""
+        self.exit: Exit | None = None
+        """For the next call inside of a compiled region, where the layer has no forward of its own."""
+        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(_torch.slot_permit)
+        """By the weight's name: asked while the region is compiled, whether a product may leave."""
+        self.seen: list[Use] | None = None
+        """If not None, each product with a plain parameter is added."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a weight of the layer's own."""
         if torch.compiler.is_compiling():
-            return _linear_in_slots(input, weight, bias, self._take_slots())
+            return linear_in_slots(input, weight, bias, self.exit)
         target = self._target(input, weight)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
-        input = _autocast(input)
-        y: Tensor = _DeferredLinear.apply(input, weight, bias, _Use(self, target))
-        if self.seen is not None and isinstance(target, Tensor) and not self.is_caught:
-            self.seen += [
-                (name, spec(rows(input)), spec(rows(y))) for name, own in self.layer.named_parameters() if own is target
-            ]
+        if _torch.any_autocast():
+            input = autocast(input)
+        y: Tensor = _DeferredLinear.apply(input, weight, bias, self, target)
+        if self.seen is not None and (own := self._named(weight)):
+            self.seen.append(use_of_linear(*own, input, y))
         return y
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -127,8 +113,12 @@ class Deferral:
         target = self._target(x, weight)
         if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
             return function(*args, **kwargs)
-        call = _Call(function, self.products[function], tuple(rest), kwargs, _Use(self, target))
-        return _DeferredProduct.apply(x, weight, call)
+        product = self.products[function]
+        y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
+        # Under autocast they differ.
+        if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
+            self.seen.append(use_of_product(*own, function, product, (x, y), rest, kwargs))
+        return y
 
     def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether this call is to go to `multiply`."""
@@ -150,31 +140,24 @@ class Deferral:
         """Where W adds the gradient of `weight`; None if it cannot be put off."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
-        plain = type(x) in PLAIN and type(weight) in PLAIN
-        if plain and (x.layout is not torch.strided or x.is_nested or _torch.is_transformed()):
-            return None
-        if plain and weight.is_leaf:
-            return weight
-        if not plain and not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-            return None
-        return _torch.edge_to_leaf(weight)
+        if type(x) in PLAIN and type(weight) in PLAIN:
+            if x.layout is not torch.strided or x.is_nested or _torch.is_transformed():
+                return None
+            return weight if weight.is_leaf else _torch.edge_to_leaf(weight)
+        are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
+        return _torch.edge_to_leaf(weight) if are_sharded else None
 
-    def _take_slots(self) -> Slots | None:
-        """While a region is compiled: the slots, of which one pair carries one product."""
-        if self.slots is None:
-            return None
-        permit = self.may_use_slots()
-        if permit == "no":
-            return None
-        slots = self.slots
-        if permit == "take":
-            self.slots = None
-        return slots
+    def _named(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        """Name of the plain parameter that `weight` is, or is a cast or a transpose of, and the order of its dims."""
+        leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
+        permutation = _torch.permutation_of_leaf(weight)
+        names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
+        return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)] = twin
-        vars(twin).update(deepcopy(vars(self) | {"slots": None, "seen": None}, memo))
+        vars(twin).update(deepcopy(vars(self) | {"exit": None, "seen": None}, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,7 +190,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward of the layer's own: keep it, and catch the products inside."""
     deferral = deferral_of(layer)
     if torch.compiler.is_compiling():
-        # Checkpointing does not allow to watch functions inside of a compiled region.
+        # Checkpointing does not allow to watch functions inside of a compiled region: see `WeightWithExit`.
         return deferral.original(*args, **kwargs)
     with _CatchProducts(deferral):
         return deferral.original(*args, **kwargs)
@@ -249,6 +232,8 @@ class _CatchProducts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a region within the layer
+            return func(*args, **kwargs)
         if func is F.linear and F.linear in self.deferral.products:
             if self.deferral.owns(args[1] if len(args) > 1 else kwargs.get("weight")):
                 return self.deferral.linear(*args, **kwargs)
@@ -257,28 +242,10 @@ class _CatchProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def spec(tensor: Tensor) -> Spec:
-    """What `tensor` looks like."""
-    return Spec(tensor.shape, tensor.dtype, tensor.device)
-
-
+Target = Tensor | GradientEdge
+"""Where a weight gradient goes."""
 PLAIN = (Tensor, nn.Parameter)
 """The types of tensors whose gradient is nothing but a product of x and dY."""
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Under autocast the product runs in autocast's dtype, so that is the x to keep; it casts the weight itself."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
-class _Use(NamedTuple):
-    """One product of a layer, and where its weight gradient goes."""
-
-    deferral: Deferral
-    target: Tensor | GradientEdge
 
 
 class Due(Enum):
@@ -298,62 +265,58 @@ class _DeferredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, use: _Use) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing hands out a copy of a saved tensor; only this knows where the gradient belongs.
-        ctx.use = use
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Checkpointing hands out a copy of a saved tensor; only the target knows where the gradient belongs.
+        ctx.deferral, ctx.target = deferral, target
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight))
-        x, dy = map(rows, _alone(x, dy))
-        deferral, target = ctx.use
-        pending = PendingGradient(deferral.layer, LINEAR, target, x, dy)
-        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
-            dw = LINEAR.weight_gradient(dy, x).to(ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
-            db = dy.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None
+        of_x, _, of_bias, *_ = ctx.needs_input_grad
+        dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight)) if of_x else None
+        x, dy = _alone(x, dy)
+        x, dy = rows(x), rows(dy)
+        pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
+        is_due = due(ctx.deferral, pending, ctx.next_functions[1][0])
+        dw = LINEAR.weight_gradient(dy, x) if is_due is Due.NOW else None
+        db = dy.sum(0, dtype=ctx.bias_dtype) if of_bias else None
+        return dx, dw, db, None, None
 
 
 class _Call(NamedTuple):
-    """A product with all but x and the weight, and where its weight gradient goes."""
+    """A product with all but x and the weight."""
 
     function: Callable[..., Tensor]
     product: WeightProduct
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    use: _Use
 
 
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and leaves dW to the recording, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.call = call
+        ctx.call, ctx.deferral, ctx.target = call, deferral, target
         return call.function(x, weight, *call.arguments, **call.options)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
         x, dy = _alone(x, dy)
-        deferral, target = call.use
-        pending = PendingGradient(deferral.layer, call.product, target, x, dy, call.arguments, call.options)
-        if due(deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
+        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.arguments, call.options)
+        if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
-        return dx, dw, None
+        return dx, dw, None, None, None
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
@@ -385,29 +348,3 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     is_put_off = deferral.gradients.defer(pending)
     deferral.is_accounted_for |= not deferral.gradients.on_trial
     return Due.LATER if is_put_off else Due.NOW
-
-
-def _linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots | None) -> Tensor:
-    """`F.linear` while it is being compiled: the two slots take x and dY out of the region, if they fit."""
-    input = _autocast(input)
-    if slots is None or slots.x.shape != rows(input).shape or slots.x.dtype != input.dtype:
-        return F.linear(input, weight, bias)
-    return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
-
-
-class _LinearInSlots(torch.autograd.Function):
-    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        dy = rows(dy)
-        db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, None, db, rows(x.detach()), dy

@@ -8,7 +8,6 @@ therefore copied, at the end of I.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -24,20 +23,22 @@ def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> No
         pending: all that one I has left behind.
         known: tensors that others hold and that nobody changes.
     """
-    accounted: dict[int | None, int] = defaultdict(int)
+    accounted: dict[int | None, int] = {}
     """By memory, how many tensors that are known here lie in it."""
-    storages = []
-    for gradient in pending:
-        x, dy = _torch.storage_of(gradient.x), _torch.storage_of(gradient.dy)
-        accounted[x] += _torch.num_tensors(gradient.x)
-        accounted[dy] += _torch.num_tensors(gradient.dy)
-        storages.append((x, dy))
+    storages = [(_count(gradient.x, accounted), _count(gradient.dy, accounted)) for gradient in pending]
+    ours = list(accounted)
     for tensor in {id(each): each for each in known}.values():
-        accounted[_torch.storage_of(tensor)] += _torch.num_tensors(tensor)
-    ours = {storage for pair in storages for storage in pair}
+        _count(tensor, accounted)
     shared = {storage for storage in ours if storage is None or _torch.num_holders(storage) > accounted[storage]}
     if shared:
         _copy(pending, storages, shared)
+
+
+def _count(tensor: Tensor, accounted: dict[int | None, int]) -> int | None:
+    """Add to its memory's tensors those that it makes; returns which memory that is."""
+    storage, number = _torch.place_in_memory(tensor)
+    accounted[storage] = accounted.get(storage, 0) + number
+    return storage
 
 
 def _copy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,9 +90,11 @@ class PendingGradient:
     """The gradient of the product's result. Both are detached."""
     arguments: tuple[Any, ...] = ()
     """Of the product, after x and the weight."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
     versions: tuple[int, int] = (0, 0)
     """How often x and dY had been changed in place when the layer left them behind."""
+    beside: Tensor | None = None
+    """Where the gradient is summed while the weight has no `.grad`."""
 
     def changed(self) -> tuple[str, ...]:
         """What was changed in place since: "x", "dY", both or none."""
@@ -104,13 +106,13 @@ class PendingGradient:
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
         product, weight, x, dy = self.product, self.weight, self.x, self.dy
-        arguments, options = self.arguments, self.options
+        arguments, options = self.arguments, self.options or {}
         if not isinstance(weight, Tensor):
             torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
             return
-        grad = weight.grad
-        if product is LINEAR and grad is not None and grad.dtype == dy.dtype and not grad.is_sparse:
-            grad.addmm_(dy.t(), x.conj())
+        grad = self.beside if weight.grad is None else weight.grad
+        is_linear = product is LINEAR and (grad is None or not grad.is_sparse)
+        if is_linear and _add_in_one(weight, grad, x, dy):
             return
         gradient = product.weight_gradient(dy, x, *arguments, **options)
         if grad is None:
@@ -119,6 +121,64 @@ class PendingGradient:
             weight.grad = gradient + grad
         else:
             grad.add_(gradient)
+
+
+def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:
+    """Add dY^T x to `grad`, the `.grad` of `weight`, by one product that reads and writes it; False if none does.
+
+    Of products in half precision that go into a float32 gradient nothing is rounded on the way.
+    """
+    dtype = dy.dtype
+    if grad is None:
+        if dtype not in _HALF or _torch.grad_dtype(weight, dy) != torch.float32 or not sums_in_float32(x.device, dtype):
+            return False
+        weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
+    elif grad.dtype == dtype:
+        grad.addmm_(dy.t(), x.conj())
+    elif (
+        grad.dtype == torch.float32
+        and dtype in _HALF
+        and not grad.requires_grad  # autograd does not record what is written into `out`
+        and sums_in_float32(x.device, dtype)
+    ):
+        # As addmm_ does it, `out` is the very tensor that is added to. There is no addmm_ with a dtype of its own.
+        torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
+    else:
+        return False
+    return True
+
+
+_HALF = frozenset((torch.bfloat16, torch.float16))
+_sums_in_float32: dict[tuple[str, torch.dtype], bool] = {}
+
+
+def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of `dtype` tensors on this kind of device can be added to a float32 tensor as it is computed.
+
+    The CPU has no such kernel, and older ones of CUDA want all three in the same dtype. So this multiplies small
+    numbers, once for each kind of device and dtype. Within the capture of a CUDA graph, where nobody may look at them,
+    the answer is no; the first I comes before.
+    """
+    key = device.type, dtype
+    known = _sums_in_float32.get(key)
+    if known is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        known = _sums_in_float32[key] = _try_to_sum(device, dtype)
+    return known
+
+
+def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
+    one = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        product = torch.mm(one, one, out_dtype=torch.float32)
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):  # no such kernel; no such overload
+        return False
+    return device.type == "meta" or bool(((product == 16) & (total == 17)).all())
 
 
 class WeightGradients:

@@ -179,6 +179,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             if self._has_backward and not self._looked_at_models:
                 if _torch.has_split_backward(self):
                     split.require_no_early_reduction(self._stages)
+                    split.require_memory_that_lasts(self._stages)
                 ties.warn_if_parted(self._stages, self._placement)
                 self._looked_at_models = True
             super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)

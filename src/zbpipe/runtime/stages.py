@@ -50,6 +50,7 @@ def split_backward(
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
+    require_memory_that_lasts(stages)
     gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, stages, gradients)
@@ -125,6 +126,26 @@ def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
             f"{what} cannot split the compiled modules of stages {compiled} (with donated_buffer=False their weight"
             " gradients come out wrong): use one of zbpipe's schedules with split_backward='deferred'"
         )
+
+
+def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
+    """Refuse compiled modules that run in CUDA graphs: each microbatch would write over the x and dY of the one before.
+
+    Inductor's configuration counts when a module is called for the first time, so ask again when the first step begins.
+
+    Raises:
+        ValueError: a stage has such a module.
+    """
+    for stage in stages:
+        for name, module in stage.submod.named_modules():
+            if _torch.runs_in_cuda_graphs(module):
+                raise ValueError(
+                    f"stage {stage.stage_index}: {name or 'the stage itself'} ({type(module).__name__}) is compiled to"
+                    " run in CUDA graphs, whose memory the next microbatch writes over, but what W needs has to last"
+                    " until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
+                    " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
+                    " does not), or use a schedule without I and W"
+                )
 
 
 def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> None:
@@ -263,6 +284,9 @@ class _SplitBackward(_torch.Stage):
         if not self.has_backward:
             return
         pending = self._pending.pop(bwd_chunk_id)
+        if sums := _torch.sums_beside_grad(self.submod):
+            for gradient in pending:
+                gradient.beside = sums.get(id(gradient.weight))
         # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
         while pending:
             pending.pop().accumulate()

@@ -1,0 +1,331 @@
+"""The way out of a compiled region: x and dY of a product leave as the "gradients" of inputs that take no memory.
+
+A compiled backward is a pure function, so nothing in it can put (x, dY) aside. But a function may return them. The
+layers in a region find an `Exit` for each product, which `zbpipe.runtime.compiled` provides for one call: inputs in the
+shapes of x and of y, the slots. What runs here is traced by the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.products import LINEAR, WeightProduct, rows
+
+
+class Spec(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def spec(tensor: Tensor) -> Spec:
+    """What `tensor` looks like."""
+    return Spec(tensor.shape, tensor.dtype, tensor.device)
+
+
+TENSOR = "tensor"
+"""Stands among a product's further arguments for one that leaves the region, too."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One product with a weight, as a call without the compiler has shown it."""
+
+    weight_name: str
+    function: Callable[..., Any]
+    product: WeightProduct
+    """Whose weight gradient is in the shape of the parameter."""
+    permutation: tuple[int, ...]
+    """Of the parameter's dimensions, in the weight that is multiplied."""
+    x: Spec
+    y: Spec
+    constants: tuple[Any, ...] = ()
+    """The arguments after x and the weight, and `TENSOR` for the tensors among them."""
+    names: tuple[str, ...] = ()
+    """Of those that are given by keyword, which are the last ones."""
+    more: tuple[Spec, ...] = ()
+    """Those tensors."""
+
+    def arguments(self, more: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All arguments after x and the weight, with the tensors that have left the region."""
+        tensors = [each.to(like.dtype) for each, like in zip(more, self.more, strict=True)]
+        return filled_in(self.constants, self.names, tensors)
+
+
+def filled_in(
+    constants: Sequence[Any], names: Sequence[str], tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of which `tensors` are those that `constants` does not know, and the last ones have `names`."""
+    values: list[Any] = []
+    n = 0
+    for each in constants:
+        values.append(tensors[n] if each is TENSOR else each)
+        n += each is TENSOR
+    by_position = len(values) - len(names)
+    return tuple(values[:by_position]), dict(zip(names, values[by_position:], strict=True))
+
+
+def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
+    """`F.linear` of x: (..., in); a bias gets its gradient in I."""
+    return Use(weight_name, F.linear, _permuted(LINEAR, permutation), permutation, spec(rows(x)), spec(rows(y)))
+
+
+def use_of_product(
+    weight_name: str,
+    permutation: tuple[int, ...],
+    function: Callable[..., Any],
+    product: WeightProduct,
+    factors: tuple[Tensor, Tensor],
+    rest: Sequence[Any],
+    options: Mapping[str, Any],
+) -> Use:
+    """`function(x, weight, *rest, **options)`, where `factors` are x and the result."""
+    constants, tensors = _parted(rest, options)
+    product = _permuted(product, permutation)
+    more = tuple([spec(each) for each in tensors])
+    x, y = map(spec, factors)
+    return Use(weight_name, function, product, permutation, x, y, constants, tuple(options), more)
+
+
+def _permuted(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
+    if permutation == tuple(range(len(permutation))):
+        return product
+    back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
+    gradient = product.weight_gradient
+    return replace(
+        product, weight_gradient=lambda dy, x, *args, **options: gradient(dy, x, *args, **options).permute(back)
+    )
+
+
+def _parted(rest: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Constants, with `TENSOR` for tensors, and the tensors."""
+    values = (*rest, *options.values())
+    constants = tuple([TENSOR if isinstance(each, Tensor) else each for each in values])
+    return constants, tuple([each for each in values if isinstance(each, Tensor)])
+
+
+class Slots(NamedTuple):
+    """Inputs of a compiled region that take no memory, and whose gradients carry out what W needs of one product."""
+
+    x: Tensor
+    y: Tensor
+    more: tuple[Tensor, ...] = ()
+
+
+def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
+    """Whole numbers have no gradients; float64 holds all that count anything."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+
+
+class Exit:
+    """Where one product leaves its region, in one call."""
+
+    def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
+        # No more of the use than what is compared while the region is compiled: the compiler guards all that it sees.
+        self.function = use.function
+        self.input_gradient = use.product.input_gradient
+        self.permutation = use.permutation
+        self.constants = use.constants
+        self.names = use.names
+        self.slots: Slots | None = slots
+        self.may_use = may_use
+
+    def takes(self, x: Tensor, more: Sequence[Tensor] = ()) -> bool:
+        """Whether these tensors fit the slots."""
+        slots = self.slots
+        return (
+            slots is not None
+            and x.dtype == slots.x.dtype
+            and _torch.surely_same_shape(x, slots.x)
+            and len(more) == len(slots.more)
+            and all(_torch.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
+        )
+
+    def take(self) -> Slots | None:
+        """The slots, if this use may have them; they carry one product."""
+        permit = self.may_use()
+        if permit == "no":
+            return None
+        slots = self.slots
+        if permit == "take":
+            self.slots = None
+        return slots
+
+
+def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, exit: Exit | None) -> Tensor:
+    """`F.linear` while it is being compiled."""
+    input = autocast(input)
+    slots = exit.take() if exit is not None and exit.takes(rows(input)) else None
+    if slots is None:
+        return F.linear(input, weight, bias)
+    return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Under autocast the product runs in autocast's dtype, so that is the x to keep; it casts the weight itself."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+class _LinearInSlots(torch.autograd.Function):
+    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        dy = rows(dy)
+        db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, None, db, rows(x.detach()), dy
+
+
+class _ProductInSlots(torch.autograd.Function):
+    """y = f(x, W, ...), whose further arguments that are tensors leave, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exit: Exit, x: Tensor, weight: Tensor, x_slot: Tensor, y_slot: Tensor, *more_with_slots: Tensor
+    ) -> Tensor:
+        more = more_with_slots[::2]
+        ctx.save_for_backward(x, weight, *more)
+        ctx.exit = exit
+        args, options = filled_in(exit.constants, exit.names, more)
+        return exit.function(x, weight, *args, **options)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *more = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[1]:
+            args, options = filled_in(ctx.exit.constants, ctx.exit.names, more)
+            dx = ctx.exit.input_gradient(dy, weight, *args, **options)
+        carried: list[Tensor | None] = []
+        for each in more:
+            carried += [None, each.to(dtype_in_slot(each.dtype))]
+        return None, dx, None, x.detach(), dy, *carried
+
+
+class WeightWithExit:
+    """Stands in a layer's place for a weight while the layer's region runs, so that its product leaves by the slots.
+
+    A layer with a forward of its own multiplies wherever it likes. The compiler does not allow to watch it, but asks
+    every argument of torch's functions for `__torch_function__`. A cast or a transpose of this is one of the same kind,
+    and for all else it is the plain weight.
+    """
+
+    def __init__(self, plain: Tensor, permutation: tuple[int, ...], exit: Exit) -> None:
+        self.plain = plain
+        self.permutation = permutation
+        """Of the parameter's dimensions."""
+        self.exit = exit
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[1] if len(args) > 1 else None
+        if isinstance(weight, WeightWithExit) and func is weight.exit.function and isinstance(args[0], Tensor):
+            return weight._multiply(args[0], args[2:], kwargs)
+        if func is torch.transpose:
+            return args[0].transpose(*args[1:], **kwargs)
+        if func is torch.permute:
+            return args[0].permute(*args[1:], **kwargs)
+        if func is torch.t:
+            return args[0].t()
+        return func(*_plain(args), **dict(zip(kwargs, _plain(tuple(kwargs.values())), strict=True)))
+
+    def _multiply(self, x: Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        exit = self.exit
+        if self.permutation != exit.permutation:
+            return exit.function(x, self.plain, *rest, **options)
+        if exit.function is F.linear:
+            bias = rest[0] if rest else options.get("bias")
+            return linear_in_slots(x, self.plain, bias, exit)
+        constants, more = _parted(rest, options)
+        if constants == exit.constants and tuple(options) == exit.names and exit.takes(x, more):
+            slots = exit.take()
+            if slots is not None:
+                with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
+                return _ProductInSlots.apply(exit, x, self.plain, slots.x, slots.y, *with_slots)
+        return exit.function(x, self.plain, *rest, **options)
+
+    def _cast(self, plain: Tensor) -> WeightWithExit:
+        return WeightWithExit(plain, self.permutation, self.exit)
+
+    def to(self, *args: Any, **kwargs: Any) -> WeightWithExit:
+        return self._cast(self.plain.to(*args, **kwargs))
+
+    def type_as(self, other: Tensor) -> WeightWithExit:
+        return self._cast(self.plain.type_as(other))
+
+    def bfloat16(self) -> WeightWithExit:
+        return self._cast(self.plain.bfloat16())
+
+    def half(self) -> WeightWithExit:
+        return self._cast(self.plain.half())
+
+    def float(self) -> WeightWithExit:
+        return self._cast(self.plain.float())
+
+    def permute(self, *dims: Any) -> WeightWithExit:
+        order = dims[0] if len(dims) == 1 else dims
+        return WeightWithExit(self.plain.permute(order), tuple([self.permutation[dim] for dim in order]), self.exit)
+
+    def transpose(self, dim0: int, dim1: int) -> WeightWithExit:
+        order = list(range(self.plain.dim()))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(order)
+
+    def t(self) -> WeightWithExit:
+        return self.transpose(0, 1)
+
+    @property
+    def mT(self) -> WeightWithExit:  # noqa: N802
+        return self.transpose(-2, -1)
+
+    @property
+    def T(self) -> WeightWithExit:  # noqa: N802
+        return self.permute(list(range(self.plain.dim()))[::-1])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def _as_plain(name: str) -> Callable[..., Any]:
+    def operate(self: WeightWithExit, *args: Any) -> Any:
+        return getattr(self.plain, name)(*_plain(args))
+
+    return operate
+
+
+for _name in ("getitem", "len", "neg", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "matmul"):
+    setattr(WeightWithExit, f"__{_name}__", _as_plain(f"__{_name}__"))
+
+
+def _plain(values: Sequence[Any]) -> list[Any]:
+    return [
+        each.plain
+        if isinstance(each, WeightWithExit)
+        else type(each)(_plain(each))
+        if isinstance(each, (list, tuple))
+        else each
+        for each in values
+    ]

@@ -1,0 +1,192 @@
+"""How W adds a product to `.grad`: in one, in float32, wherever torch has a kernel for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zbpipe
+from zbpipe.runtime import _torch, products
+from zbpipe.runtime.products import LINEAR, PendingGradient, sums_in_float32
+
+ROWS, IN, OUT, MICROBATCHES = 24, 16, 8, 4
+HALF = [torch.bfloat16, torch.float16]
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_sums_in_float32", {})
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernels_for_the_cpu() -> Iterator[None]:
+    """As CUDA has them: sums in float32 of what half precision multiplies."""
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor, **factors: Any) -> Tensor:
+        assert total is out
+        return out.add_(a.to(dtype) @ b.to(dtype))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+    yield
+    library._destroy()
+
+
+class Calls(TorchDispatchMode):
+    """What torch is asked for, and the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def functions(self) -> list[Any]:
+        return [func for func, *_ in self.seen if func is not aten.t.default]
+
+
+def microbatches(dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """x and dY of each."""
+    return [
+        (torch.randn(ROWS, IN).to(device, dtype), torch.randn(ROWS, OUT).to(device, dtype)) for _ in range(MICROBATCHES)
+    ]
+
+
+def accumulate(weight: Tensor, factors: list[tuple[Tensor, Tensor]]) -> Calls:
+    layer = nn.Linear(IN, OUT)
+    with Calls() as calls:
+        for x, dy in factors:
+            PendingGradient(layer, LINEAR, weight, x, dy).accumulate()
+    return calls
+
+
+def relative_error(found: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> float:
+    exact = sum(dy.double().t() @ x.double() for x, dy in factors)
+    return float((found - exact).norm() / exact.norm())  # type: ignore[operator, union-attr]
+
+
+def weight_of(dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Whose gradient is float32: autocast's is float32 itself, FSDP2's unsharded one asks for it."""
+    weight = nn.Parameter(torch.zeros(OUT, IN, dtype=dtype, device=device))
+    if dtype != torch.float32:
+        if not hasattr(weight, "grad_dtype"):
+            pytest.skip("this torch keeps gradients in the dtype of the weight")
+        weight.grad_dtype = torch.float32
+    return weight
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+def test_one_product_reads_and_writes_a_float32_gradient(dtype: torch.dtype, of_weight: torch.dtype) -> None:
+    weight = weight_of(of_weight, "meta")
+    assert sums_in_float32(weight.device, dtype)
+    calls = accumulate(weight, microbatches(dtype, "meta"))
+    assert calls.functions() == [aten.mm.dtype] + [aten.addmm.dtype_out] * (MICROBATCHES - 1)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    for func, args, kwargs in calls.seen:
+        if func is aten.addmm.dtype_out:
+            assert args[0] is kwargs["out"] is weight.grad
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_nothing_is_rounded_where_there_is_such_a_kernel(dtype: torch.dtype, kernels_for_the_cpu: None) -> None:
+    weight, factors = weight_of(torch.float32), microbatches(dtype)
+    assert sums_in_float32(weight.device, dtype)
+    calls = accumulate(weight, factors)
+    assert calls.functions() == [aten.mm.dtype] + [aten.addmm.dtype_out] * (MICROBATCHES - 1)
+    assert relative_error(weight.grad, factors) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_without_one_the_product_is_rounded_once(dtype: torch.dtype) -> None:
+    weight, factors = weight_of(torch.float32), microbatches(dtype)
+    calls = accumulate(weight, factors)
+    assert not sums_in_float32(weight.device, dtype)
+    assert calls.functions().count(aten.mm.default) == MICROBATCHES
+    # bfloat16 has 8 bits, float16 has 11; the sum itself is float32.
+    assert relative_error(weight.grad, factors) < torch.finfo(dtype).eps
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_in_the_dtype_of_the_products(dtype: torch.dtype, kernels_for_the_cpu: None) -> None:
+    weight, factors = nn.Parameter(torch.zeros(OUT, IN, dtype=dtype)), microbatches(dtype)
+    calls = accumulate(weight, factors)
+    assert calls.functions().count(aten.addmm_.default) == MICROBATCHES - 1
+    assert not {aten.mm.dtype, aten.addmm.dtype_out} & set(calls.functions())
+
+
+def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None) -> None:
+    """Its older versions keep the float32 sum beside `.grad`, and want the first gradient in bfloat16."""
+    stage = PipelineStage(nn.Sequential(nn.Linear(IN, OUT, bias=False)), 0, 2, torch.device("cpu"))
+    last = PipelineStage(nn.Sequential(nn.Linear(OUT, OUT)), 1, 2, torch.device("cpu"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (stage.submod, last.submod):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+    schedule = zbpipe.build_pipeline_schedule("ZBV", [stage, last], MICROBATCHES, nn.functional.mse_loss)
+    x = torch.randn(ROWS * MICROBATCHES, IN, dtype=torch.bfloat16)
+    target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
+    schedule.step(x, target=target)
+    assert sums_in_float32(x.device, torch.bfloat16)
+    with Calls() as calls:
+        schedule.step(x, target=target)
+    # Two products a microbatch, and in both stages the first one has nothing to be added to. (F runs addmm, too.)
+    functions = calls.functions()
+    assert functions.count(aten.addmm.dtype_out) == 2 * (MICROBATCHES - 1)
+    assert functions.count(aten.mm.dtype) == (0 if _torch._SUMS_BESIDE_GRAD else 2)
+
+
+def test_sparse_gradients_stay_sparse_or_are_made_dense(kernels_for_the_cpu: None) -> None:
+    """Of an embedding that shares the weight."""
+    weight, factors = weight_of(torch.float32), microbatches(torch.bfloat16)
+    weight.grad = torch.zeros(OUT, IN).to_sparse()
+    accumulate(weight, factors)
+    assert relative_error(weight.grad, factors) < 2**-8
+
+
+def test_it_is_tried_once_for_each_kind_of_device_and_dtype() -> None:
+    cpu = torch.device("cpu")
+    with Calls() as calls:
+        sums_in_float32(cpu, torch.bfloat16)
+    assert aten.mm.dtype in calls.functions()
+    with Calls() as calls:
+        sums_in_float32(cpu, torch.bfloat16)
+        accumulate(weight_of(torch.float32), microbatches(torch.bfloat16))
+    assert aten.mm.dtype not in calls.functions()
+
+
+def test_a_kernel_that_is_wrong_is_not_used(kernels_for_the_cpu: None) -> None:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", lambda a, b, dtype: (a @ b).to(dtype) + 1, "CPU", allow_override=True)
+    assert not sums_in_float32(torch.device("cpu"), torch.bfloat16)
+    library._destroy()
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not sums_in_float32(torch.device("cuda"), torch.bfloat16)
+    assert not products._sums_in_float32  # asked again, once the capture is over
+
+
+def test_addmm_may_write_into_what_it_adds_to() -> None:
+    """torch says nothing about it but that addmm_ is that; the product has to see the old values."""
+    total, a, b = torch.randn(OUT, IN), torch.randn(OUT, ROWS), torch.randn(ROWS, IN)
+    expected = torch.addmm(total, a, b)
+    assert torch.addmm(total, a, b, out=total) is total
+    assert torch.equal(total, expected)
