@@ -340,6 +340,39 @@ def test_a_layer_of_the_users_own() -> None:
     assert [len(layers) for layers in waited] == [2, 2, 2]
 
 
+class Masked(nn.Linear):
+    """Looks at its weight in ways that only a tensor knows, and so does not say what it multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, nn.Parameter)
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_a_forward_that_does_not_say_what_it_multiplies_gets_the_very_weight() -> None:
+    """It cannot leave the region. The first call runs without the compiler."""
+    waited = run_two_blocks(lambda: Masked(WIDTH, WIDTH))
+    assert [len(layers) for layers in waited] == [2, 0, 0]
+
+
+OTHER_USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "compared": lambda w: w * ((w > 0) & (w != 1)) + w * (w > 0.5) + w * ~(w <= 0.1),
+    "divided": lambda w: w / 2 + 1 / (w + 9) + w % 0.5 + w.detach() // 0.5,
+    "powers": lambda w: 2**w + w**2 + abs(w) - (-w) - 3 + (1 - w),
+    "rows": lambda w: sum(row.flatten()[:1] for row in w) + w[:1],
+    "functions": lambda w: torch.where(w > 0, w, 0) + torch.linalg.norm(w) + w.norm() + torch.matmul(w, w.mT),
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+def test_other_uses_of_a_weight_that_leaves_the_region(use: str) -> None:
+    class Regularised(PerHead):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(x, self.weight) + self.bias + OTHER_USES[use](self.weight).square().mean()
+
+    waited = run_two_blocks(Regularised)
+    assert [len(layers) for layers in waited] == [2, 2, 2]
+
+
 class Chosen(nn.Module):
     """How many rows go through the product comes out of the data."""
 
@@ -457,8 +490,11 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
         for _ in range(2):
             schedule.step(tokens, target=targets)
     told = [record.getMessage() for record in caplog.records if record.name.startswith("zbpipe")]
-    # `twice` is called twice, so it cannot leave a compiled region.
-    assert told == ["stage 0 computes these weight gradients in I, not in W: 1.twice (Linear), 2.twice (Linear)"]
+    # In a compiled region: `twice` is called twice, and `down` has a forward of its own, but no `weight_products`.
+    assert told == [
+        "stage 0 computes these weight gradients in I, not in W: 1.down (DoubledLinear), 1.twice (Linear), 2.down"
+        " (DoubledLinear), 2.twice (Linear)"
+    ]
 
 
 @pytest.mark.parametrize("split", ["deferred", "strict"])

@@ -148,8 +148,14 @@ class _Region:
 
 
 def _sites_of(deferral: Deferral) -> Iterator[_Site]:
-    """A weight that is multiplied twice would need two pairs of slots, and nothing tells the calls apart."""
+    """A weight that is multiplied twice would need two pairs of slots, and nothing tells the calls apart.
+
+    A layer with a forward of its own may do anything with its weight, so another object stands in for that only where
+    the layer, by `weight_products`, says what it multiplies.
+    """
     uses = deferral.seen or ()
+    if deferral.is_caught and not deferral.is_declared:
+        return
     for use in uses:
         if [each.weight_name for each in uses].count(use.weight_name) == 1:
             if deferral.is_caught:

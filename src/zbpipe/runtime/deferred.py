@@ -82,6 +82,8 @@ class Deferral:
         """Whether a gradient was ever put off, or computed outside of I, as by a loss with a backward of its own."""
         self.is_caught = False
         """Whether its products are caught in a forward of its own."""
+        self.is_declared = hasattr(layer, "weight_products")
+        """Whether the layer itself says what it multiplies."""
         self.stays_in_i = False
         """Whether x or dY were seen to change before W could use them."""
         self.has_node_hooks = False

@@ -305,6 +305,8 @@ class WeightWithExit:
     def T(self) -> WeightWithExit:  # noqa: N802
         return self.permute(list(range(self.plain.dim()))[::-1])
 
+    __hash__ = object.__hash__
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
@@ -316,8 +318,13 @@ def _as_plain(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in ("getitem", "len", "neg", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "matmul"):
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in ("getitem", "len", "iter", "neg", "pos", "abs", "invert", "bool", "float", "int", *_COMPARISONS):
     setattr(WeightWithExit, f"__{_name}__", _as_plain(f"__{_name}__"))
+for _name in _ARITHMETIC:
+    setattr(WeightWithExit, f"__{_name}__", _as_plain(f"__{_name}__"))
+    setattr(WeightWithExit, f"__r{_name}__", _as_plain(f"__r{_name}__"))
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
