@@ -1,0 +1,273 @@
+"""Behind queues of messages like NCCL's: all schedules train right, and what the checks call blocked is what hangs.
+
+The queues are those of benchmarks/fifo.py, over gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from fifo import BACKENDS, spoil
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from models import batch, build_stage, gradients, loss_fn, reference
+from queued_messages import gets_stuck, run_messages, tables
+from ranks import run_ranks
+from test_gradients import TOLERANCE
+from test_lowered import lowered
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import zbpipe
+from zbpipe import CostModel, Placement, registry, testing
+from zbpipe.lowered import Rows, blocked_queues, parse, validate_lowered
+
+ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
+RECEIVES: dict[str, dict[str, object]] = {"early": {"defer_pp_recv": False}, "late": {"defer_pp_recv": True}}
+RANKS, MICROBATCHES = 4, 8
+NAMES = tuple(traits.name for traits in registry.schedules().values())
+OURS = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
+
+
+# The messages alone.
+
+
+def messages() -> dict[str, Any]:
+    """What two ranks see of single messages. Rank 0 sends, rank 1 receives; barriers are gloo's."""
+    rank, found = dist.get_rank(), {}
+    tensor = torch.zeros(2)
+    work: Any
+    if rank == 0:
+        work = dist.isend(tensor, 1)
+        dist.barrier()
+        found["sent before it is received"] = work.is_completed()
+        tensor.fill_(3)
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.barrier()
+        work = dist.irecv(tensor, 0)
+        while not work.is_completed():
+            time.sleep(0.01)
+        found["before the wait"] = tensor.clone()
+    work.wait()
+    work.wait()
+    found["after the wait"] = tensor
+
+    kept = torch.ones(2, requires_grad=True)
+    activation = kept * 2
+    for sent in (activation, activation.detach(), torch.arange(2), torch.ones(2)):
+        (dist.send if rank == 0 else dist.recv)(sent.clone() if rank else sent, 1 - rank)
+        found[f"sent {len(found)}"] = sent.detach()
+
+    ends = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), 1 - rank)]
+    ends.append(dist.P2POp(dist.irecv, torch.empty(2), 1 - rank))
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    found["batch"] = ends[1].tensor
+    objects = [[{"some": rank}] if rank == 0 else [None]][0]
+    (dist.send_object_list if rank == 0 else dist.recv_object_list)(objects, 1 - rank)
+    found["objects"] = objects
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, rank)
+    found["gathered"] = gathered
+    return found
+
+
+def test_single_messages() -> None:
+    sender, receiver = run_ranks(2, messages, backend=ONE_QUEUE)
+    nan = torch.full((2,), torch.nan)
+    assert not sender["sent before it is received"]
+    torch.testing.assert_close(receiver["before the wait"], nan, equal_nan=True)
+    # The bytes were taken when both had met, not at the post.
+    torch.testing.assert_close(receiver["after the wait"], torch.full((2,), 3.0))
+    torch.testing.assert_close(sender["after the wait"], nan, equal_nan=True)
+    # Autograd knows the first, another tensor lies in the memory of the second, integers control, and nobody needs the
+    # last one.
+    kept = [value for name, value in sender.items() if name.startswith("sent ") and isinstance(value, Tensor)]
+    for value, expected in zip(kept, ([2.0, 2.0], [2.0, 2.0], [0, 1], nan), strict=True):
+        torch.testing.assert_close(value, torch.as_tensor(expected), equal_nan=True)
+    assert [each["batch"].tolist() for each in (sender, receiver)] == [[1.0, 1.0], [0.0, 0.0]]
+    assert receiver["objects"] == [{"some": 0}]
+    assert receiver["gathered"] == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool])
+def test_whatever_is_received_can_be_spoiled(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, dtype=dtype)
+    spoil(tensor)
+    assert not (tensor == 0).any()
+
+
+# What blocks.
+
+TURNS = parse(
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+)
+"""Each rank sends before it receives: gloo runs that, and so do queues per edge."""
+
+
+def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
+    seen: list[bool] = []
+
+    @settings(max_examples=300)
+    @example(TURNS)
+    @given(tables())
+    def compare(rows: Rows) -> None:
+        assert validate_lowered(rows) == []
+        seen.append(gets_stuck(rows, ONE_QUEUE))
+        assert bool(blocked_queues(rows)) == seen[-1]
+
+    compare()
+    assert 20 < sum(seen) < len(seen) - 20
+
+
+@example(TURNS)
+@given(tables())
+def test_with_a_queue_for_each_edge_no_sound_table_gets_stuck(rows: Rows) -> None:
+    assert not gets_stuck(rows, PER_EDGE)
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
+    """The first examples of `strategy`, always the same ones."""
+    found: list[Any] = []
+
+    @settings(max_examples=count, database=None)
+    @given(strategy)
+    def collect(value: Any) -> None:
+        found.append(value)
+
+    collect()
+    return found[:count]
+
+
+def run_tables(cases: Sequence[tuple[Rows, str]]) -> list[str]:
+    return [run_messages(rows, backend, seconds=1.5) for rows, backend in cases]
+
+
+def cases_to_run() -> list[tuple[Rows, str]]:
+    """Short tables of 2 ranks, some blocked and some not, on queues of all three kinds."""
+    found = drawn(tables(ranks=2, max_microbatches=3), 100)
+    blocked = [rows for rows in found if blocked_queues(rows)]
+    free = [rows for rows in found if not blocked_queues(rows) and any("SEND" in str(each) for each in rows[0])]
+    chosen = [TURNS, *blocked[:3], *free[:4]]
+    return [*((rows, ONE_QUEUE) for rows in chosen), (TURNS, PER_PEER), (TURNS, PER_EDGE), (blocked[0], PER_EDGE)]
+
+
+def test_the_same_tables_hang_between_real_processes() -> None:
+    cases = cases_to_run()
+    for (rows, backend), *errors in zip(cases, *run_ranks(2, run_tables, cases), strict=True):
+        if gets_stuck(rows, backend):
+            assert any("not met within 1.5 s" in error for error in errors), (rows, errors)
+        else:
+            assert errors == ["", ""], rows
+
+
+# Training.
+
+
+class Cell(NamedTuple):
+    """How the model is trained."""
+
+    schedule: str
+    """A name, or the path of a table."""
+    backend: str
+    receives: str
+    ranks: int = RANKS
+    microbatches: int = MICROBATCHES
+
+    @property
+    def num_stages(self) -> int:
+        return registry.lookup(self.schedule).place(self.ranks).num_stages
+
+    @property
+    def is_ours(self) -> bool:
+        return registry.lookup(self.schedule).source == "zbpipe"
+
+
+class Run(NamedTuple):
+    """What a rank has in the end."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+def train(cell: Cell, group: dist.ProcessGroup) -> Run:
+    """Two steps, whose gradients add up, and a validation before them. Some of torch's schedules cannot do that."""
+    indices = zbpipe.stage_indices(cell.schedule, rank=dist.get_rank(group), num_ranks=cell.ranks)
+    modules = {index: build_stage(index, cell.num_stages) for index in indices}
+    cpu = torch.device("cpu")
+    stages = [PipelineStage(each, index, cell.num_stages, cpu, group=group) for index, each in modules.items()]
+    options = RECEIVES[cell.receives] if cell.is_ours else {}
+    runtime: Any = zbpipe.build_pipeline_schedule(
+        cell.schedule, stages, cell.microbatches, loss_fn, scale_grads=False, **options
+    )
+    losses: list[Tensor] = []
+    for seed, run in enumerate((runtime.step, runtime.eval, runtime.step)):
+        if run == runtime.eval and not cell.is_ours:
+            continue
+        tokens, targets = batch(cell.microbatches, seed)
+        inputs = [tokens] if 0 in modules else []
+        run(*inputs, target=targets if cell.num_stages - 1 in modules else None, losses=(found := []))
+        losses += found
+    return Run([loss.item() for loss in losses], gradients(modules))
+
+
+def train_all(cells: Sequence[Cell]) -> list[Run | None]:
+    groups = {
+        key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
+        for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
+    }
+    torch.set_num_threads(1)
+    return [train(cell, groups[cell.backend, cell.ranks]) if dist.get_rank() < cell.ranks else None for cell in cells]
+
+
+def assert_trained_right(cells: Sequence[Cell], timeout: float = 240) -> None:
+    per_rank = run_ranks(max(cell.ranks for cell in cells), train_all, cells, timeout=timeout)
+    for cell, *runs in zip(cells, *per_rank, strict=True):
+        losses, expected = expected_of(cell.num_stages, cell.microbatches, cell.is_ours)
+        assert [loss for run in runs if run for loss in run.losses] == pytest.approx(losses, rel=1e-5), cell
+        found = {name: gradient for run in runs if run for name, gradient in run.gradients.items()}
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(
+                found[name], gradient, **TOLERANCE, msg=lambda text, at=f"{cell}, {name}": f"{at}: {text}"
+            )
+
+
+@cache
+def expected_of(num_stages: int, microbatches: int, validates: bool) -> Run:
+    """Without pipeline."""
+    first, validation, second = (reference(num_stages, microbatches, seed) for seed in range(3))
+    summed = {name: microbatches * (gradient + second[1][name]) for name, gradient in first[1].items()}
+    return Run([*first[0], *(validation[0] if validates else ()), *second[0]], summed)
+
+
+def test_schedules() -> None:
+    """All of them on one queue, the hardest; on the other kinds those that send both ways between two ranks."""
+    V = ("1F1B", "ZBV", "VHalf", "DualPipeV")
+    assert_trained_right(
+        [
+            *(Cell(name, ONE_QUEUE, "early") for name in NAMES),
+            *(Cell(name, ONE_QUEUE, receives) for name in OURS for receives in RECEIVES if receives != "early"),
+            *(Cell(name, backend, "early") for name in V for backend in (PER_PEER, PER_EDGE)),
+        ]
+    )
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_schedules_on_all_queues(ranks: int) -> None:
+    ways = [(name, receives) for name in NAMES for receives in (RECEIVES if name in OURS else ("early",))]
+    assert_trained_right(
+        [Cell(name, backend, receives, ranks, 12) for backend in BACKENDS for name, receives in ways], 600
+    )
