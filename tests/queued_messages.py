@@ -88,9 +88,9 @@ def gets_stuck(rows: Rows, backend: str) -> bool:
         return True
 
     def any_progress() -> bool:
-        moved = any([advance(rank) for rank, left in enumerate(to_do) if left])
+        moves = [advance(rank) for rank, left in enumerate(to_do) if left]
         heads = {waiting[0] for waiting in queues.values() if waiting}
-        return any([meet(message) for message in sorted(heads)]) or moved
+        return any(moves + [meet(message) for message in sorted(heads)])
 
     while any_progress():
         pass
