@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zbpipe.runtime._torch import num_holders, storage_of
 
@@ -75,11 +76,18 @@ class FifoGroup(dist.ProcessGroup):
         kinds = {dist.isend: _Send, dist.irecv: _Receive}
         return self._posted([kinds[each.op](each.tensor, each.group_peer, each.tag) for each in operations])
 
-    def collective(self, name: str, *args: Any, **options: Any) -> dist.Work:
+    def collective(self, name: str, *args: Any, **options: Any) -> Any:
         """One of gloo's, by torch's name of it."""
-        known = name if hasattr(self._gloo, name) else _OLDER_NAMES[name]
-        work: dist.Work = getattr(self._gloo, known)(*args, **options)
-        return work
+        run = getattr(self._gloo, name if hasattr(self._gloo, name) else _OLDER_NAMES[name])
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        if not any(each.is_cuda for each in tensors):
+            return run(*args, **options)
+        hosts = {id(each): each.detach().cpu() for each in tensors}
+        through = partial(tree_map_only, Tensor, lambda each: hosts[id(each)])
+        run(*through(args), **through(options)).wait()
+        for each in tensors:
+            each.detach().copy_(hosts[id(each)])
+        return Message({}, self._limit)
 
     def _posted(self, transfers: list[_Transfer]) -> Message:
         by_queue: dict[Hashable, list[_Transfer]] = {}
