@@ -17,7 +17,9 @@ from zbpipe import CostModel, Link, Placement
 from zbpipe.costs_file import JobCosts, dump, from_data, load
 from zbpipe.layers import Layer, LayerCosts
 from zbpipe.testing import placements
+from zbpipe.transport import Transport
 
+transports = st.sampled_from([None, *Transport])
 amounts = st.floats(0, 1e12)
 links = st.builds(Link, amounts, st.just(float("inf")) | st.floats(1e-3, 1e15))
 shared = st.fixed_dictionaries(
@@ -42,14 +44,15 @@ layers = st.lists(st.builds(Layer, names, few_costs, amounts, few_costs, few_cos
 def jobs(draw: st.DrawFn) -> JobCosts:
     common = draw(shared)
     if draw(st.booleans()):
-        return JobCosts(LayerCosts(draw(layers), **common), None, draw(st.none() | amounts | st.tuples(amounts)))
+        memory = draw(st.none() | amounts | st.tuples(amounts))
+        return JobCosts(LayerCosts(draw(layers), **common), None, memory, draw(transports))
     placement = draw(placements(max_ranks=4).filter(lambda placement: placement.num_ranks > 1))
     stages, ranks = placement.num_stages, placement.num_ranks
     columns = [tuple(draw(st.lists(amounts, min_size=stages, max_size=stages))) for _ in range(4)]
     memory = draw(st.none() | amounts | st.lists(amounts, min_size=ranks, max_size=ranks).map(tuple))
     if draw(st.booleans()):
         common["freed_by_i"] = tuple(draw(st.lists(st.floats(-4, 1), min_size=stages, max_size=stages)))
-    return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory)
+    return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory, draw(transports))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -125,6 +128,8 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES | {"rank_of": [0, 2]}}, "a placement needs a stage on every rank, got the ranks (0, 2)"),
         ({"stages": STAGES | {"rank_of": [0]}}, "rank_of = [0] places 1 stages, but the costs are of 2"),
         ({"stages": STAGES | {"rank_of": [0, 1.0]}}, "[stages] rank_of = [0, 1.0]: expected a list with the rank"),
+        ({"stages": STAGES, "transport": "wire"}, "transport = 'wire': expected one of 'ideal', 'one queue'"),
+        ({"stages": STAGES, "transport": 1}, "transport = 1: expected one of 'ideal', 'one queue'"),
         ({"stages": STAGES, "freed_by_i": 2}, "freed_by_i = 2: expected a number up to 1"),
         ({"stages": STAGES, "freed_by_i": float("-inf")}, "freed_by_i = -inf: expected a number up to 1"),
         ({"stages": STAGES, "freed_by_i": [0, 2]}, "freed_by_i = [0, 2]: expected a number up to 1, or a list"),

@@ -276,11 +276,11 @@ def with_options(folder: str) -> str:
     tokens, targets = toy_framework.batch()
     is_end = stages[0].is_first
     schedule.step(*([tokens] if is_end else []), target=targets if is_end else None)
-    return f"{schedule.receives_late} {schedule.scale_grads}"
+    return f"{schedule.receives} {schedule.scale_grads}"
 
 
 def test_options_reach_the_schedule(tmp_path: Path) -> None:
-    assert run_ranks(RANKS, with_options, str(tmp_path)) == ["True True"] * RANKS
+    assert run_ranks(RANKS, with_options, str(tmp_path)) == ["late True"] * RANKS
     assert (tmp_path / "trace.json").exists()
 
 

@@ -10,9 +10,14 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
-from zbpipe import Schedule, generate, testing
+from zbpipe import CostModel, Schedule, generate, simulate, testing
 from zbpipe.cli import main
 from zbpipe.lowered import (
     Action,
@@ -24,7 +29,9 @@ from zbpipe.lowered import (
     parse,
     validate_lowered,
 )
-from zbpipe.runtime._torch import free_sends_early, lower, lowered_table, receive_late
+from zbpipe.passes import free_sends_early, place_receives, with_messages
+from zbpipe.runtime._torch import lower, lowered_table, rows_of
+from zbpipe.transport import Receives
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
@@ -182,87 +189,107 @@ def test_the_command_checks_memory(tmp_path: Path) -> None:
     )
 
 
-def open_sends(rows: Sequence[Sequence[Any]]) -> int:
+def open_sends(rows: Rows) -> int:
     """The most sends of a rank that it has not waited for at a time."""
     most = 0
     for row in rows:
         pending = 0
         for action in row:
-            kind = action.computation_type.value
-            pending += kind in ("SEND_F", "SEND_B")
-            pending -= kind.startswith("WAIT_SEND")
+            pending += action.kind in ("SEND_F", "SEND_B")
+            pending -= action.kind.startswith("WAIT_SEND")
             most = max(most, pending)
     return most
 
 
+def lowered_rows(schedule: Schedule) -> Rows:
+    return rows_of(lowered_runtime(schedule))
+
+
 @given(testing.runnable_schedules())
 def test_sends_are_freed_early_and_nothing_is_lost(schedule: Schedule) -> None:
-    runtime = lowered_runtime(schedule)
-    before = {rank: list(row) for rank, row in runtime.pipeline_order_with_comms.items()}
-    free_sends_early(runtime)
-    after = runtime.pipeline_order_with_comms
-    for rank, row in before.items():
-        assert sorted(map(str, row)) == sorted(map(str, after[rank]))
-        assert not_waits(row) == not_waits(after[rank])
-    assert open_sends(after.values()) <= open_sends(before.values())
+    before = lowered_rows(schedule)
+    after = free_sends_early(before, schedule.placement)
+    for row, freed in zip(before, after, strict=True):
+        assert sorted(row) == sorted(freed)
+        assert not_waits(row) == not_waits(freed)
+    assert open_sends(after) <= open_sends(before)
     # A wait that stood too early would wait for a receive that comes later.
-    assert validate_lowered(parse(lowered_table(runtime))) == []
+    assert validate_lowered(after) == []
 
 
-def not_waits(row: Sequence[Any]) -> list[str]:
-    return [str(action) for action in row if "WAIT_SEND" not in str(action)]
+def not_waits(row: Sequence[Action]) -> list[Action]:
+    return [action for action in row if "WAIT_SEND" not in action.kind]
 
 
 @pytest.mark.skipif("WAIT_SEND_F" not in _ComputationType.__members__, reason="this torch has no waits for sends")
 @pytest.mark.parametrize(("name", "most"), [("ZBV", 7), ("VHalf", 3), ("VMin", 3), ("ZBH1", 4)])
 def test_open_sends_do_not_grow_with_the_microbatches(name: str, most: int) -> None:
     for microbatches in (16, 64):
-        runtime = lowered_runtime(generate(name, 4, microbatches))
-        assert open_sends(runtime.pipeline_order_with_comms.values()) >= microbatches
-        free_sends_early(runtime)
-        assert open_sends(runtime.pipeline_order_with_comms.values()) == most
+        schedule = generate(name, 4, microbatches)
+        rows = lowered_rows(schedule)
+        assert open_sends(rows) >= microbatches
+        assert open_sends(free_sends_early(rows, schedule.placement)) == most
 
 
 @given(testing.runnable_schedules())
-def test_late_receives_are_sound_and_no_message_changes_its_place(schedule: Schedule) -> None:
-    runtime = lowered_runtime(schedule)
-    before = parse(lowered_table(runtime))
-    receive_late(runtime)
-    free_sends_early(runtime)
-    after = parse(lowered_table(runtime))
-    for row, late in zip(before, after, strict=True):
-        assert sorted(row) == sorted(late)
-        assert [a for a in row if is_message(a)] == [a for a in late if is_message(a)]
-    assert validate_lowered(after) == []
-    assert blocked_queues(after) == []
+def test_our_messages_stand_where_torch_puts_them(schedule: Schedule) -> None:
+    """Where nothing gathers weights: that takes a turn of its rank, too."""
+    compute = {rank: [_Action.from_str(str(op)) for op in ops] for rank, ops in enumerate(schedule)}
+    placement = schedule.placement
+    by_torch = _add_send_recv(compute, placement.rank_of.__getitem__, placement.num_stages)
+    rows = "\n".join(",".join(map(str, row)) for _, row in sorted(by_torch.items()))
+    assert with_messages(schedule) == parse(rows)
 
 
 def is_message(action: Action) -> bool:
     return action.kind.startswith(("SEND", "RECV"))
 
 
+@given(testing.runnable_schedules(), st.sampled_from(Receives), st.data())
+def test_wherever_receives_stand_it_is_sound(schedule: Schedule, receives: Receives, data: st.DataObject) -> None:
+    """By any times: those that place the receives need not be those that the job takes."""
+    before = lowered_rows(schedule)
+    timeline = simulate(schedule, data.draw(testing.cost_models(schedule.placement)))
+    after = free_sends_early(place_receives(before, receives, timeline), schedule.placement)
+    for row, placed in zip(before, after, strict=True):
+        assert sorted(row) == sorted(placed)
+        assert [a for a in row if is_no_receive(a)] == [a for a in placed if is_no_receive(a)]
+    assert validate_lowered(after) == []
+    assert blocked_queues(after) == []
+
+
+def is_no_receive(action: Action) -> bool:
+    return not action.kind.startswith(("RECV", "WAIT_SEND"))
+
+
+@given(testing.runnable_schedules())
+def test_late_receives_change_the_place_of_no_message_among_the_others(schedule: Schedule) -> None:
+    before = with_messages(schedule)
+    late = place_receives(before, Receives.LATE, simulate(schedule, CostModel.uniform(schedule.placement)))
+    assert [list(filter(is_message, row)) for row in before] == [list(filter(is_message, row)) for row in late]
+
+
 @pytest.mark.parametrize("name", [*NAMES, "ZBH2", "VMin", "DualPipeV", "InterleavedZeroBubble"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 8), (8, 32)])
-def test_both_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
-    runtime = lowered_runtime(generate(name, ranks, microbatches))
-    for late in (False, True):
-        if late:
-            receive_late(runtime)
-        free_sends_early(runtime)
-        rows = parse(lowered_table(runtime))
-        assert validate_lowered(rows) + blocked_queues(rows) == []
+def test_all_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
+    schedule = generate(name, ranks, microbatches)
+    rows, timeline = lowered_rows(schedule), simulate(schedule, CostModel.uniform(schedule.placement))
+    for receives in Receives:
+        placed = free_sends_early(place_receives(rows, receives, timeline), schedule.placement)
+        assert validate_lowered(placed) + blocked_queues(placed) == []
 
 
 def test_a_late_receive_stands_behind_the_computations_that_do_not_need_it() -> None:
-    runtime = lowered_runtime(generate("ZBH1", 3, 4))
+    schedule = generate("ZBH1", 3, 4)
+    early = lowered_rows(schedule)
+    late = place_receives(early, Receives.LATE, simulate(schedule, CostModel.uniform(schedule.placement)))
 
-    def around_f3() -> list[str]:
-        row = [str(each) for each in runtime.pipeline_order_with_comms[0]]
+    def around_f3(rows: Rows) -> list[str]:
+        row = [str(each) for each in rows[0]]
         return row[row.index("0F3") - 1 : row.index("0SEND_F3") + 1]
 
-    assert around_f3() == ["0RECV_B1", "0F3", "0SEND_F3"]
-    receive_late(runtime)
-    assert around_f3() == ["0W0", "0F3", "0RECV_B1", "0SEND_F3"]
+    assert around_f3(early) == ["0RECV_B1", "0F3", "0SEND_F3"]
+    assert around_f3(late) == ["0W0", "0F3", "0RECV_B1", "0SEND_F3"]
 
 
 def test_messages_that_block_each_others_queue() -> None:

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, WeightProduct, costs_file
+from zbpipe import CostModel, WeightProduct, costs_file, passes, simulate
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Op, OpKind, Placement
+from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
 from zbpipe.runtime.profiler import measure_links
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.trace import trace
+from zbpipe.transport import Receives
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -357,6 +359,27 @@ def agreed(limit: float | None) -> tuple[Any, ...]:
         job.step()
         names.append(job.schedule.schedule.name)
     return names, job.schedule.outcome, str(job.schedule.schedule)
+
+
+def receives_by_measured_times() -> tuple[Any, ...]:
+    """Before and after `Auto` has measured, and how it simulates then."""
+    job = sleepy_job("Auto", profile_steps=1, transport="one queue")
+    before = job.schedule.schedule, _torch.lowered_table(job.schedule)
+    for _ in range(6):
+        job.step()
+    profile: Any = job.schedule._profiler
+    start, chosen, costs = before[0], job.schedule.schedule, profile.costs.costs
+    placed = [each for row in _torch.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))]
+    rows = passes.place_receives(passes.with_messages(chosen), Receives.TIMED, simulate(chosen, costs))
+    expected = [each for row in rows for each in row if each.kind.startswith(("SEND", "RECV"))]
+    predicted = simulate(start, costs, transport="one queue").makespan
+    return str(profile.costs.transport), placed == expected, predicted, job.schedule.outcome.expected_before
+
+
+def test_auto_plans_and_receives_by_what_it_measured_and_for_the_transport() -> None:
+    for transport, as_measured, predicted, expected in run_ranks(2, receives_by_measured_times):
+        assert (transport, as_measured) == ("one queue", True)
+        assert predicted == pytest.approx(expected)
 
 
 def test_auto_plans_and_keeps_the_better() -> None:

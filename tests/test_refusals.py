@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,17 +24,13 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
-from zbpipe import registry
+from zbpipe import CostModel, OpKind, registry, simulate
+from zbpipe.lowered import Action, Rows
+from zbpipe.passes import free_sends_early, place_receives, with_messages
 from zbpipe.runtime import _torch
 from zbpipe.runtime.build import schedule_class
 from zbpipe.runtime.schedules import RegisteredSchedule
-
-
-def receives_late(schedule: Any) -> bool:
-    """Whether the lowered list is the one that `receive_late` makes."""
-    before = _torch.lowered_table(schedule)
-    _torch.receive_late(schedule)
-    return before == _torch.lowered_table(schedule)
+from zbpipe.transport import Transport
 
 
 def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:
@@ -72,7 +69,7 @@ def test_torchs_constructor_arguments(one_rank: None) -> None:
         defer_pp_recv=True,
     )
     assert schedule.scale_grads is False
-    assert receives_late(schedule)
+    assert schedule.receives == "late"
 
 
 def test_stages_may_come_in_any_order(one_rank: None) -> None:
@@ -162,19 +159,63 @@ def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypa
     assert type(schedule).__name__ == "ScheduleTwin"
 
 
-def late_receives_by_default() -> list[bool]:
+def ways_to_receive() -> list[str]:
     rank = dist.get_rank()
 
-    def built(**options: Any) -> Any:
-        return build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
+    def built(**options: Any) -> str:
+        schedule = build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
+        rows = _torch.rows_of(schedule)
+        equal = CostModel.uniform(schedule.schedule.placement, comm=0.01)
+        early = sorted_rows(with_messages(schedule.schedule))
+        by_times = simulate(schedule.schedule, equal)
+        as_said = free_sends_early(place_receives(rows, schedule.receives, by_times), schedule.schedule.placement)
+        assert sorted_rows(rows) == early
+        assert as_said == rows
+        return f"{schedule.receives}"
 
-    found = [receives_late(built()), receives_late(built(defer_pp_recv=True))]
+    usual = [built(), built(defer_pp_recv=True), built(defer_pp_recv=False), built(receives="nearest")]
+    modelled = [built(transport=transport) for transport in Transport]
     _torch.ON_ROCM = True
-    return [*found, receives_late(built()), receives_late(built(defer_pp_recv=False))]
+    return [*usual, *modelled, built()]
 
 
-def test_receives_are_late_on_rocm_or_where_asked_for() -> None:
-    assert run_ranks(4, late_receives_by_default) == [[False, True, True, False]] * 4
+def sorted_rows(rows: Rows) -> list[list[Action]]:
+    kinds = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", *OpKind)
+    return [sorted(each for each in row if each.kind in kinds) for row in rows]
+
+
+def test_receives_stand_where_the_transport_or_the_user_wants_them() -> None:
+    usual = ["timed", "late", "early", "nearest"]
+    modelled = ["timed", "timed", "timed", "nearest"]
+    # On the CPU nothing waits, AMD's or not.
+    assert run_ranks(4, ways_to_receive) == [[*usual, *modelled, "timed"]] * 4
+
+
+def test_unknown_ways_to_receive(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'"):
+        build(receives="soon")
+    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
+        build(transport="wire")
+    with pytest.raises(ValueError, match="receives='late' and defer_pp_recv=False say the same thing"):
+        build(receives="late", defer_pp_recv=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "rocm", "per_edge", "expected"),
+    [
+        ("cpu", False, False, Transport.IDEAL),
+        ("cpu", True, False, Transport.IDEAL),
+        ("cuda", False, False, Transport.ONE_QUEUE),
+        ("cuda", False, True, Transport.QUEUE_PER_PEER),
+        ("cuda", True, False, Transport.SHARED),
+    ],
+)
+def test_the_usual_transport_of_a_device(
+    device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "ON_ROCM", rocm)
+    stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
+    assert _torch.usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:

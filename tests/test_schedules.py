@@ -15,8 +15,9 @@ from zbpipe import Op, Placement, Schedule, generate, registry
 from zbpipe.costs import CostModel, least_room, shares_within
 from zbpipe.planner.search import best_within
 from zbpipe.runtime._torch import lower
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
+from zbpipe.timeline import Timeline
 
 NAMES = sorted(traits.name for traits in registry.schedules().values())
 ANY_STAGES = [name for name in NAMES if registry.lookup(name).any_stages_per_rank]

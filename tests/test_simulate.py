@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from zbpipe import Op, OpKind, Placement, Schedule, generate
 from zbpipe.costs import CostModel, Link, least_room
 from zbpipe.planner.bound import lower_bound
-from zbpipe.simulate import Idle, Timeline, simulate
+from zbpipe.simulate import simulate
 from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
+from zbpipe.timeline import Idle, Timeline
 
 # The searched schedules and the random orders take a while to draw; a busy machine is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -6,8 +6,9 @@ from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
 from zbpipe import OpKind, Schedule, generate
 from zbpipe.costs import CostModel
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
 from zbpipe.testing import check_schedule, schedules
+from zbpipe.timeline import Timeline
 
 # The search for few microbatches takes a while on a busy machine, which is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow])

@@ -11,7 +11,8 @@ from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.layers import Layer, LayerCosts
 from zbpipe.registry import generate, register, stage_indices
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 from zbpipe.validate import Finding, validate
 
 if TYPE_CHECKING:

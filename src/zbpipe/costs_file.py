@@ -19,6 +19,7 @@ from zbpipe.costs import CostModel, Link, require_amounts, shares_within
 from zbpipe.files import read_text
 from zbpipe.ir import Placement
 from zbpipe.layers import MOST_LAYERS, Layer, LayerCosts
+from zbpipe.transport import Transport
 
 _TIMES = ("f", "i", "w", "activations")
 _NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
@@ -39,6 +40,8 @@ class JobCosts:
     """Where the stages are, if the costs are those of one placement only."""
     memory_bytes: float | tuple[float, ...] | None = None
     """What a rank, or each of them, can hold of activations, in the unit of `activations`."""
+    transport: Transport | None = None
+    """What messages wait for; None where that is not known."""
 
     def __post_init__(self) -> None:
         memory = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
@@ -139,6 +142,7 @@ def from_data(data: Any) -> JobCosts:
         "link": _link(table.table("link")),
         "links": _links(table.tables("links")),
     }
+    transport = table.take("transport", "one of " + ", ".join(map(repr, map(str, Transport))), _transport, None)
     stages, layers = table.table("stages"), table.tables("layers")
     table.close()
     if bool(stages.data) == bool(layers):
@@ -151,7 +155,7 @@ def from_data(data: Any) -> JobCosts:
     if layers:
         # One more than there may be is enough to be refused: `count` can be any number.
         some = islice(chain.from_iterable(map(_layers, layers)), MOST_LAYERS + 1)
-        return JobCosts(LayerCosts(tuple(some), **shared), None, memory)
+        return JobCosts(LayerCosts(tuple(some), **shared), None, memory, transport)
     rank_of = stages.take("rank_of", "a list with the rank of each stage", _whole_numbers, None)
     columns = [stages.take(name, "a list with a number from zero on for each stage", _numbers) for name in _TIMES]
     stages.close()
@@ -160,7 +164,7 @@ def from_data(data: Any) -> JobCosts:
             raise ValueError(
                 f"[stages] {name} has {len(column)} numbers, but f has {len(columns[0])}: give one a stage"
             )
-    return JobCosts(CostModel(*columns, **shared), Placement(rank_of) if rank_of else None, memory)
+    return JobCosts(CostModel(*columns, **shared), Placement(rank_of) if rank_of else None, memory, transport)
 
 
 def to_data(job: JobCosts) -> dict[str, Any]:
@@ -173,6 +177,8 @@ def to_data(job: JobCosts) -> dict[str, Any]:
         data["message_bytes"] = costs.message_bytes
     if job.memory_bytes is not None:
         data["memory_bytes"] = list(job.memory_bytes) if isinstance(job.memory_bytes, tuple) else job.memory_bytes
+    if job.transport is not None:
+        data["transport"] = str(job.transport)
     if link := _link_data(costs.link):
         data["link"] = link
     if costs.links:
@@ -280,6 +286,13 @@ def _count(value: Any) -> int | None:
 def _whole_numbers(value: Any) -> tuple[int, ...] | None:
     numbers = tuple(map(_whole, value)) if isinstance(value, list) and value else (None,)
     return None if None in numbers else numbers  # type: ignore[return-value]
+
+
+def _transport(value: Any) -> Transport | None:
+    try:
+        return Transport.parse(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _names(value: Any) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from zbpipe.validate import Finding, Rule, feeders, first_positions, validate, w
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 _ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])({NUMBER}|)")
-_COMPUTE = frozenset(OpKind)
+COMPUTE = frozenset(OpKind)
 
 
 # By action what comes before it, one of each group: (kind, how many stages on).
@@ -128,6 +128,10 @@ def mixed_up_messages(rows: Rows) -> list[Finding]:
     return list(_Lowered(rows, _compute_ops(rows, "")).crossed())
 
 
+Queues = Callable[[int], Hashable]
+"""By the rank at the other end the queue in which a message stands. Those of one queue go one after the other."""
+
+
 def blocked_queues(rows: Rows) -> list[Finding]:
     """A circle of messages that wait for each other if a rank sends and receives one at a time, in its order.
 
@@ -135,24 +139,9 @@ def blocked_queues(rows: Rows) -> list[Finding]:
     the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds
     sound.
     """
-    sends = {action for row in rows for action in row if action.kind.startswith("SEND")}
-    waits: dict[Action, list[Action]] = defaultdict(list)
-    """Send and receive are one thing here, called as the send."""
-    for row in rows:
-        last: dict[bool, Action] = {}
-        """In the queue of messages, and among the computations."""
-        for action in row:
-            if action.kind in _SHARDING:
-                continue
-            is_message = action.kind.startswith(("SEND", "RECV"))
-            message = _message_of(action)
-            node = message if is_message and message else action
-            waits[node] += last.values() if is_message else [last[False]] if False in last else []
-            if not is_message and message in sends:
-                waits[node].append(message)
-            last[is_message] = node
+    rank_of = _compute_ops(rows, "").placement.rank_of
     try:
-        TopologicalSorter(waits).prepare()
+        TopologicalSorter(waits(rows, rank_of, lambda peer: 0)).prepare()
     except CycleError as error:
         circle: list[Action] = error.args[1]
         rank = next(rank for rank, row in enumerate(rows) if circle[0] in row)
@@ -161,7 +150,47 @@ def blocked_queues(rows: Rows) -> list[Finding]:
     return []
 
 
-def _message_of(action: Action) -> Action | None:
+def waits(
+    rows: Rows, rank_of: Sequence[int], queues: Queues, holds_up_compute: bool = False
+) -> dict[Action, list[Action]]:
+    """What each computation and each message waits for, if messages go one after the other.
+
+    A message is one thing at both ends, called as its send. It waits for the computations before it and the message
+    before it in its queue, at both ends; a computation for the one before it and for its message.
+
+    Args:
+        rows: of a table that `validate_lowered` finds sound.
+        rank_of: by stage.
+        queues: which messages of a rank go one after the other.
+        holds_up_compute: whether computations wait for the messages before them as well.
+    """
+    sends = {action for row in rows for action in row if action.kind.startswith("SEND")}
+    found: dict[Action, list[Action]] = defaultdict(list)
+    for row in rows:
+        compute: list[Action] = []
+        """The last one."""
+        last: dict[Hashable, Action] = {}
+        """By queue."""
+        for action in row:
+            if action.kind in _SHARDING:
+                continue
+            message = message_of(action)
+            if action.kind.startswith(("SEND", "RECV")) and message:
+                ends = (message.stage, message.stage + (1 if message.kind == "SEND_F" else -1))
+                queue = queues(rank_of[ends[action.kind.startswith("SEND")]])
+                found[message] += [*compute, *([last[queue]] if queue in last else ())]
+                last[queue] = message
+                continue
+            found[action] += compute
+            if message in sends:
+                found[action].append(message)
+            if holds_up_compute:
+                found[action] += last.values()
+            compute = [action]
+    return found
+
+
+def message_of(action: Action) -> Action | None:
     """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank."""
     if action.kind not in _MESSAGE_OF:
         return None
@@ -170,7 +199,7 @@ def _message_of(action: Action) -> Action | None:
 
 
 def _compute_ops(rows: Rows, name: str) -> Schedule:
-    return Schedule.from_rows([[_op(a) for a in row if a.kind in _COMPUTE] for row in rows], name)
+    return Schedule.from_rows([[_op(a) for a in row if a.kind in COMPUTE] for row in rows], name)
 
 
 def _op(action: Action) -> Op:
@@ -229,7 +258,7 @@ class _Lowered:
         """What has to be over before `action`, one action of each tuple."""
         stage, kind, microbatch = action
         groups = _NEEDS.get(kind, ())
-        if kind in _COMPUTE:
+        if kind in COMPUTE:
             if kind == "F" and self.crosses(stage - 1):
                 groups = ((("RECV_F", 0),),)
             elif kind in "IB" and self.crosses(stage):
@@ -245,7 +274,7 @@ class _Lowered:
             first = first_positions(row)
             for position, action in enumerate(row):
                 for choices in self.needs(action):
-                    if action.kind in _COMPUTE and all(choice.kind in _COMPUTE for choice in choices):
+                    if action.kind in COMPUTE and all(choice.kind in COMPUTE for choice in choices):
                         continue
                     here = [first[choice] for choice in choices if choice in first]
                     if here and min(here) > position:
@@ -262,7 +291,7 @@ class _Lowered:
                     gathered.add(action.stage)
                 elif action.kind == "RESHARD":
                     gathered.discard(action.stage)
-                elif gathers and action.kind in _COMPUTE and action.stage not in gathered:
+                elif gathers and action.kind in COMPUTE and action.stage not in gathered:
                     message = f"it needs {action.stage}UNSHARD before it"
                     yield self.finding("order", action, message, (rank, position))
 

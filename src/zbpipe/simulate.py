@@ -1,118 +1,41 @@
-"""Schedule x CostModel -> Timeline: who runs what when, where the bubbles are, and how much memory it takes.
+"""Schedule x CostModel -> Timeline: what runs when.
 
 Every rank runs its list in order. An op starts when its rank is free and its inputs have arrived: F(s, m) needs
 F(s - 1, m); I(s, m) or B(s, m) needs F(s, m) and I(s + 1, m) or B(s + 1, m); W(s, m) needs I(s, m). A value from
 another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends cost the
-rank no time.
+rank no time. That is the ideal transport; with the others messages wait for each other (see `zbpipe.transport`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
+from math import inf
+from types import MappingProxyType
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.planner.bound import lower_bound
+from zbpipe.passes import action, place_receives, with_messages
+from zbpipe.timeline import Span, Timeline
+from zbpipe.transport import Receives, Transport, run
 from zbpipe.validate import require_valid
 
 _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""
+_PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
+"""In a tie the first wins."""
+_WORTH_IT = 1 - 1e-3
+"""A way to receive that saves less than a thousandth of a step is no reason to leave one that is preferred."""
 
 
-class Span(NamedTuple):
-    """One op on a rank, from `start` to `end` in seconds."""
-
-    op: Op
-    start: float
-    end: float
-    step: int = 0
-    """Which of several steps in a row."""
-
-
-class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when."""
-
-    warmup: float
-    """Before its first backward."""
-    steady: float
-    """Between its first backward and its last forward."""
-    cooldown: float
-    """After its last forward (or first backward, whichever is later)."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A schedule that ran. All times are seconds from the beginning of the first step."""
-
-    schedule: Schedule
-    costs: CostModel
-    spans: tuple[tuple[Span, ...], ...]
-    """By rank, in the order in which they ran."""
-    num_steps: int = 1
-
-    @cached_property
-    def makespan(self) -> float:
-        """When the last rank is done."""
-        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank works."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they idle: 1 - busy / makespan, 0 for an empty timeline."""
-        return 1 - sum(self.busy) / (len(self.spans) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def longest_rank_span(self) -> float:
-        """The longest time from one rank's first op to its last: what a step costs if ranks run on into the next."""
-        return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
-
-    @cached_property
-    def idle(self) -> tuple[Idle, ...]:
-        """By rank."""
-        return tuple(_idle(spans, self.makespan) for spans in self.spans)
-
-    def memory(self, rank: int) -> list[tuple[float, float]]:
-        """The activations that a rank holds: (from when on, how much), in the unit of `costs.activations`."""
-        held, profile = 0.0, [(0.0, 0.0)]
-        for time, change in _memory_changes(self.spans[rank], self.costs):
-            held += change
-            profile.append((time, held))
-        return profile
-
-    @cached_property
-    def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds at a time, in the unit of `costs.activations`."""
-        return tuple(max(held for _, held in self.memory(rank)) for rank in range(len(self.spans)))
-
-    @cached_property
-    def peak_activations(self) -> tuple[float, ...]:
-        """The same by rank in units of its share of one microbatch: what all its stages keep of one."""
-        shares = (
-            sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
-            for rank in range(len(self.spans))
-        )
-        return tuple(peak / share if share else 0.0 for peak, share in zip(self.peak_memory, shares, strict=True))
-
-    @cached_property
-    def critical_path(self) -> tuple[Span, ...]:
-        """A chain of ops from the start of the last step to its end, in which each waits for the one before it."""
-        return tuple(_critical_path(self)) if self.makespan else ()
-
-    @cached_property
-    def lower_bound(self) -> float:
-        """Seconds below which no schedule with this placement, these costs and so many microbatches can be."""
-        one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
-        return max(one_step, *self.busy)
-
-
-def simulate(schedule: Schedule, costs: CostModel, *, num_steps: int = 1, synchronous: bool = True) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: CostModel,
+    *,
+    num_steps: int = 1,
+    synchronous: bool = True,
+    transport: Transport | str = Transport.IDEAL,
+    receives: Receives | str | None = None,
+) -> Timeline:
     """Run `schedule` on paper.
 
     Args:
@@ -121,11 +44,106 @@ def simulate(schedule: Schedule, costs: CostModel, *, num_steps: int = 1, synchr
         num_steps: how often the schedule runs, one step after the other.
         synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
             gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
+        transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
+        receives: where ranks post their receives ("early", "late", "timed", "nearest"), which counts for all
+            transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose it.
 
     Raises:
-        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, or a schedule
-            that cannot run.
+        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, a schedule
+            that cannot run, an unknown transport, or messages that wait for each other in a circle.
     """
+    _require_sense(schedule, costs, num_steps)
+    transport = Transport.parse(transport)
+    if receives is not None:
+        receives = Receives.parse(receives)
+    if transport is Transport.IDEAL:
+        clocks = [0.0] * schedule.num_ranks
+        spans: list[list[Span]] = [[] for _ in clocks]
+        for step in range(num_steps):
+            if synchronous:
+                clocks = [max(clocks)] * schedule.num_ranks
+            _run_step(schedule, costs, step, clocks, spans)
+        return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
+    if receives is None:
+        receives = best_receives(schedule, costs, transport)
+    if synchronous or num_steps == 1:
+        return _repeated(_with_queues(schedule, costs, transport, receives), num_steps)
+    in_a_row = _with_queues(_steps_in_a_row(schedule, num_steps), costs, transport, receives)
+    return _in_steps(in_a_row, schedule, num_steps)
+
+
+def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
+    """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere."""
+    if transport is Transport.IDEAL:
+        return _PREFERRED[0]
+    ideal = simulate(schedule, costs).makespan
+    best, shortest = _PREFERRED[0], inf
+    for receives in _PREFERRED:
+        if ideal >= shortest * _WORTH_IT:
+            break
+        try:
+            length = _with_queues(schedule, costs, transport, receives).makespan
+        except ValueError:  # a circle
+            continue
+        if length < shortest * _WORTH_IT:
+            best, shortest = receives, length
+    return best
+
+
+def _with_queues(schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives) -> Timeline:
+    """One step with a transport in which messages wait for each other."""
+    rows = place_receives(with_messages(schedule), receives, simulate(schedule, costs))
+    times = run(rows, schedule.placement, costs, transport)
+    spans = tuple(tuple(Span(op, times.start[action(op)], times.end[action(op)]) for op in ops) for ops in schedule)
+    op_of = {action(op): op for ops in schedule for op in ops}
+    waited_for = {(0, op): (0, op_of[times.waited_for[each]]) for each, op in op_of.items() if each in times.waited_for}
+    return Timeline(
+        schedule, costs, spans, transport=transport, receives=receives, waited_for=MappingProxyType(waited_for)
+    )
+
+
+def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
+    """Each step begins when the one before is over on all ranks, so they are alike."""
+
+    def later(span: Span, step: int) -> Span:
+        begin = step * timeline.makespan
+        return Span(span.op, begin + span.start, begin + span.end, step)
+
+    steps = range(num_steps)
+    spans = tuple(tuple(later(span, step) for step in steps for span in row) for row in timeline.spans)
+    waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
+    return replace(timeline, spans=spans, num_steps=num_steps, waited_for=MappingProxyType(waited_for))
+
+
+def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
+    """One long step, with as many more microbatches."""
+    microbatches = schedule.num_microbatches
+    ops = tuple(
+        tuple(op._replace(microbatch=op.microbatch + step * microbatches) for step in range(num_steps) for op in row)
+        for row in schedule
+    )
+    return replace(schedule, num_microbatches=num_steps * microbatches, ops=ops)
+
+
+def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timeline:
+    """The steps of `schedule` that `_steps_in_a_row` made one of."""
+
+    def step_of(op: Op) -> tuple[int, Op]:
+        step, microbatch = divmod(op.microbatch, schedule.num_microbatches)
+        return step, op._replace(microbatch=microbatch)
+
+    def apart(span: Span) -> Span:
+        step, op = step_of(span.op)
+        return Span(op, span.start, span.end, step)
+
+    spans = tuple(tuple(map(apart, row)) for row in timeline.spans)
+    waited_for = {step_of(op): step_of(before) for (_, op), (_, before) in timeline.waited_for.items()}
+    return replace(
+        timeline, schedule=schedule, spans=spans, num_steps=num_steps, waited_for=MappingProxyType(waited_for)
+    )
+
+
+def _require_sense(schedule: Schedule, costs: CostModel, num_steps: int) -> None:
     if costs.num_stages != schedule.placement.num_stages:
         raise ValueError(
             f"schedule {schedule.name} has {schedule.placement.num_stages} stages, but the costs are for"
@@ -140,13 +158,6 @@ def simulate(schedule: Schedule, costs: CostModel, *, num_steps: int = 1, synchr
     # Not even a forward for each: room for all of them may be more than there is.
     if num_ops < schedule.placement.num_stages * schedule.num_microbatches:
         require_valid(schedule)
-    clocks = [0.0] * schedule.num_ranks
-    spans: list[list[Span]] = [[] for _ in clocks]
-    for step in range(num_steps):
-        if synchronous:
-            clocks = [max(clocks)] * schedule.num_ranks
-        _run_step(schedule, costs, step, clocks, spans)
-    return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
 
 
 def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[float], spans: list[list[Span]]) -> None:
@@ -199,58 +210,3 @@ def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[floa
     if any(position[rank] < len(ops) for rank, ops in enumerate(schedule)):
         require_valid(schedule)
         raise ValueError(f"schedule {schedule.name} cannot run")
-
-
-def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
-    first_backward = next((n for n, span in enumerate(spans) if span.op.kind is not OpKind.F), len(spans))
-    last_forward = max((n for n, span in enumerate(spans) if span.op.kind is OpKind.F), default=-1)
-    gaps = [0.0, 0.0, 0.0]
-    end = 0.0
-    for n, span in enumerate(spans):
-        phase = 0 if n <= first_backward else 1 if n <= last_forward else 2
-        gaps[phase] += span.start - end
-        end = span.end
-    return Idle(gaps[0], gaps[1], gaps[2] + makespan - end)
-
-
-def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
-    """When a rank takes and frees activations, in its order: an op takes at its start and frees at its end."""
-    for span in spans:
-        change = costs.adds(span.op.stage, span.op.kind)
-        yield (span.start if change > 0 else span.end), change
-
-
-def _critical_path(timeline: Timeline) -> list[Span]:
-    schedule, costs = timeline.schedule, timeline.costs
-    rank_of = schedule.placement.rank_of
-    places = {
-        (span.op, span.step): (rank, position)
-        for rank, spans in enumerate(timeline.spans)
-        for position, span in enumerate(spans)
-    }
-    rank = max(range(len(timeline.spans)), key=lambda r: timeline.spans[r][-1].end)
-    position = len(timeline.spans[rank]) - 1
-    path: list[Span] = []
-    while True:
-        span = timeline.spans[rank][position]
-        path.append(span)
-        before = (rank, position - 1) if position else None
-        for op in _inputs(span.op, schedule.placement.num_stages):
-            place = places.get((op, span.step))
-            if place is None:
-                continue
-            arrival = timeline.spans[place[0]][place[1]].end + costs.transfer(place[0], rank_of[span.op.stage])
-            if before is None or arrival > timeline.spans[before[0]][before[1]].end:
-                before = place
-        if before is None or timeline.spans[before[0]][before[1]].step != span.step:
-            return path[::-1]
-        rank, position = before
-
-
-def _inputs(op: Op, num_stages: int) -> tuple[Op, ...]:
-    """The ops of other stages whose result `op` takes."""
-    if op.kind is OpKind.F:
-        return (Op(op.stage - 1, OpKind.F, op.microbatch),) if op.stage else ()
-    if op.kind is OpKind.W or op.stage == num_stages - 1:
-        return ()
-    return (Op(op.stage + 1, OpKind.I, op.microbatch), Op(op.stage + 1, OpKind.B, op.microbatch))

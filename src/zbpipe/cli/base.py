@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from zbpipe.costs import MOST, is_amount
+from zbpipe.transport import Transport
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -90,6 +91,14 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
     return times
 
 
+def _transport(context: click.Context, option: click.Parameter, text: str) -> Transport:
+    """What `--transport` says."""
+    try:
+        return Transport.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 def amount(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
     if value is not None and not is_amount(value):
         raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
@@ -163,6 +172,15 @@ cost_options = options(
         show_default=True,
         help="Seconds that a transfer between two ranks takes.",
     ),
+)
+transport_option = click.option(
+    "--transport",
+    callback=_transport,
+    metavar="NAME",
+    default="ideal",
+    show_default=True,
+    help="What messages wait for: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or shared-with-compute"
+    " (AMD's worst case). Receives stand where they are best.",
 )
 memory_limit_option = click.option(
     "--memory-limit",

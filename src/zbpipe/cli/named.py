@@ -14,7 +14,7 @@ from zbpipe.cli.base import Times, one_line
 if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.ir import Placement, Schedule
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
 
     CostsOf = Callable[[Placement], CostModel]
     """The costs of a placement's stages. A ValueError if there are none for it."""
@@ -68,9 +68,13 @@ def simulated(
 
 
 def all_simulated(
-    ranks: int, microbatches: int, costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda placement: True
+    ranks: int,
+    microbatches: int,
+    costs_of: CostsOf,
+    has_costs: Callable[[Placement], bool] = lambda placement: True,
+    **how: Any,
 ) -> Iterator[Timeline]:
-    """The timelines of all schedules with a name and a placement that has costs.
+    """The timelines of all schedules with a name and a placement that has costs; `how` is for `simulate`.
 
     Those that cannot have these numbers, or that fail in any other way, are reported and left out.
 
@@ -84,7 +88,7 @@ def all_simulated(
     for traits in schedules().values():
         try:
             if has_costs(traits.place(ranks)):
-                yield simulated(traits.name, ranks, microbatches, costs_of)
+                yield simulated(traits.name, ranks, microbatches, costs_of, **how)
         except ValueError as error:
             click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)
         except Exception as error:  # whatever the function of an installed package does wrong, the others are shown

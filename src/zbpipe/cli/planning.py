@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, Times, cost_options, memory_limit_option
+from zbpipe.cli.base import COUNT, Command, OutputFile, Times, cost_options, memory_limit_option, transport_option
 from zbpipe.cli.named import all_simulated, uniform
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from zbpipe.layers import LayerCosts
     from zbpipe.planner.layers import LayerPlan
     from zbpipe.planner.plan import Limit, Plan
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
+    from zbpipe.transport import Transport
     from zbpipe.views.report import Standing
 
 _STANDARD_OUTPUT = Path("-")
@@ -54,6 +55,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 @click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of says it itself.")
 @click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step.")
 @cost_options
+@transport_option
 @click.option(
     "--costs-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -104,6 +106,7 @@ def plan(
     microbatches: int,
     costs: Times,
     comm: float,
+    transport: Transport,
     costs_file: Path | None,
     memory_limit: float | None,
     placements: list[str | Placement],
@@ -137,6 +140,8 @@ def plan(
         job.require_ranks(ranks)
     how: dict[str, Any] = {"objective": objective, "budget": budget, "seed": seed, "exact": exact}
     how["placements"] = placements or DEFAULT_PLACEMENTS
+    is_given = context.get_parameter_source("transport") is not ParameterSource.DEFAULT
+    how["transport"] = job.transport if job is not None and job.transport and not is_given else transport
     limit = job.memory_limit if job is not None and memory_limit is None else memory_limit
     of = uniform(costs, comm) if job is None else job.costs
     with _progress_bar() as progress:
@@ -193,18 +198,21 @@ def _search(
     from zbpipe.layers import LayerCosts
     from zbpipe.planner.plan import plan
 
+    def among_named(costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda _: True) -> Iterator[Timeline]:
+        return all_simulated(ranks, microbatches, costs_of, has_costs, transport=how["transport"])
+
     if isinstance(costs, LayerCosts):
         from zbpipe.planner.layers import as_limit, plan_layers
 
         found = plan_layers(ranks, microbatches, costs, limit, **how)
         limit, num_layers = as_limit(costs, ranks, limit), len(costs.layers)
-        named = all_simulated(ranks, microbatches, costs.even, lambda placement: placement.num_stages <= num_layers)
+        named = among_named(costs.even, lambda placement: placement.num_stages <= num_layers)
         return _Result(found.plan, _standings(named, limit), found)
     if isinstance(costs, CostModel):
         of, num_stages = costs, costs.num_stages
-        named = all_simulated(ranks, microbatches, lambda _: of, lambda placement: placement.num_stages == num_stages)
+        named = among_named(lambda _: of, lambda placement: placement.num_stages == num_stages)
     else:
-        named = all_simulated(ranks, microbatches, costs)
+        named = among_named(costs)
     return _Result(plan(ranks, microbatches, costs, limit, **how), _standings(named, limit), None)
 
 

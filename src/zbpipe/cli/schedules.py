@@ -20,11 +20,13 @@ from zbpipe.cli.base import (
     required_size,
     size_options,
     stages_option,
+    transport_option,
 )
 from zbpipe.cli.named import all_simulated, simulated, uniform
 
 if TYPE_CHECKING:
-    from zbpipe.simulate import Timeline
+    from zbpipe.timeline import Timeline
+    from zbpipe.transport import Transport
 
 
 @click.command("list", cls=Command)
@@ -63,6 +65,7 @@ def list_(as_json: bool) -> None:
 @size_options
 @stages_option
 @cost_options
+@transport_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option(
     "--html", "html_file", type=OutputFile(), help="Write a page to zoom, pan and point at, with memory over time."
@@ -77,6 +80,7 @@ def show(
     stages_per_rank: int | None,
     costs: Times,
     comm: float,
+    transport: Transport,
     svg_file: Path | None,
     html_file: Path | None,
     perfetto_file: Path | None,
@@ -94,7 +98,7 @@ def show(
     """
     from zbpipe.views.style import summary
 
-    timeline = simulated(name, ranks, microbatches, uniform(costs, comm), stages_per_rank)
+    timeline = simulated(name, ranks, microbatches, uniform(costs, comm), stages_per_rank, transport=transport)
     written = _write_pictures(timeline, svg_file, html_file, perfetto_file)
     if not written:
         from rich.console import Console
@@ -138,6 +142,7 @@ def _write_pictures(
 @size_options
 @stages_option
 @cost_options
+@transport_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank begin its next step when it is done, as ZBH2 and ZB2P count on."
@@ -150,6 +155,7 @@ def simulate(
     stages_per_rank: int | None,
     costs: Times,
     comm: float,
+    transport: Transport,
     steps: int,
     no_sync: bool,
     as_json: bool,
@@ -173,6 +179,7 @@ def simulate(
         stages_per_rank,
         num_steps=steps,
         synchronous=not no_sync,
+        transport=transport,
     )
     if as_json:
         print_json(record(timeline))
@@ -183,10 +190,17 @@ def simulate(
 @click.command(cls=Command)
 @required_size
 @cost_options
+@transport_option
 @memory_limit_option
 @json_option
 def compare(
-    ranks: int, microbatches: int, costs: Times, comm: float, memory_limit: float | None, as_json: bool
+    ranks: int,
+    microbatches: int,
+    costs: Times,
+    comm: float,
+    transport: Transport,
+    memory_limit: float | None,
+    as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
 
@@ -200,7 +214,7 @@ def compare(
     from zbpipe.views import report
 
     limits = None if memory_limit is None else (memory_limit,) * ranks
-    standings = report.compare(all_simulated(ranks, microbatches, uniform(costs, comm)), limits)
+    standings = report.compare(all_simulated(ranks, microbatches, uniform(costs, comm), transport=transport), limits)
     if as_json:
         print_json([standing.record() for standing in standings])
         return

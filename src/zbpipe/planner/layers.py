@@ -23,6 +23,7 @@ from zbpipe.planner.plan import (
     problem_of,
 )
 from zbpipe.planner.search import Progress
+from zbpipe.transport import Transport
 
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
 """Splits of a placement that are looked at by a short search; the fewer the more ops a schedule has."""
@@ -70,6 +71,7 @@ def plan_layers(
     budget: float | None = None,
     seed: int = 0,
     exact: bool = False,
+    transport: Transport | str = Transport.IDEAL,
     progress: Progress | None = None,
 ) -> LayerPlan:
     """Cut a model into stages, and search for the schedule with the shortest step.
@@ -80,8 +82,9 @@ def plan_layers(
         costs: of the layers.
         memory_limit: as for `zbpipe.plan`, but numbers are in units of what a rank keeps of one microbatch on the
             average, so that a rank with more layers has no more room.
-        placements, objective, budget, seed, exact, progress: as for `zbpipe.plan`. The budget is for the split found
-            and once more for the even split; the looks at other splits come on top.
+        placements, objective, budget, seed, exact, transport, progress: as for `zbpipe.plan`. The budget is for the
+            split found and once more for the even split; the looks at other splits come on top, and do not look at the
+            transport.
 
     Raises:
         ValueError: as `zbpipe.plan`, or fewer layers than stages on all placements.
@@ -112,6 +115,7 @@ def plan_layers(
             budget=budget,
             seed=seed,
             exact=exact,
+            transport=transport,
             progress=report,
         )
 

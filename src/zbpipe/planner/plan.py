@@ -12,8 +12,10 @@ from zbpipe.costs import CostModel, least_room, shares_within
 from zbpipe.ir import Placement, Schedule, require_size
 from zbpipe.planner.compiled import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
-from zbpipe.planner.search import Progress, Search, absolute
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.planner.search import Found, Progress, Search, absolute
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
+from zbpipe.transport import Transport
 
 Costs = CostModel | tuple[float, float, float] | Callable[[Placement], CostModel]
 Limit = float | Sequence[float] | Callable[[Placement, CostModel], Sequence[float]]
@@ -31,6 +33,8 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
 """By name: one stage a rank, two round and round, two on a V, and four on the V twice."""
 
 _MOST_BUDGET = 1e13
+_MOST_CANDIDATES = 64
+"""That are simulated with a transport that has queues, which takes tens of milliseconds each."""
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v")
 """Those with at most two stages a rank: more stages mean smaller ones, which not every model can be cut into."""
@@ -91,6 +95,7 @@ def plan(
     budget: float | None = None,
     seed: int = 0,
     exact: bool = False,
+    transport: Transport | str = Transport.IDEAL,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the schedule with the shortest step that keeps to the memory limit.
@@ -112,12 +117,16 @@ def plan(
             Default: `default_budget`.
         seed: of the search's random numbers.
         exact: whether to look for the provably best schedule with OR-Tools afterwards. For small cases.
+        transport: what messages wait for (see `zbpipe.transport`). The search itself knows nothing of queues; of all
+            that it found, and the schedules with a name, this takes the one with the shortest step there, with its
+            receives where they are best. The bounds hold for every transport.
         progress: called with the share of the budget that is used, and the shortest time so far.
 
     Raises:
-        ValueError: numbers that no schedule can have, an unknown placement, costs for none of the placements, or a
-            limit too small for even one microbatch.
+        ValueError: numbers that no schedule can have, an unknown placement or transport, costs for none of the
+            placements, or a limit too small for even one microbatch.
     """
+    transport = Transport.parse(transport)
     registry.require_whole(ranks=ranks, microbatches=microbatches)
     if min(ranks, microbatches) < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
@@ -151,16 +160,37 @@ def plan(
 
         found, proven = prove(search.by_placement)
         bounds |= proven
-    schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
+    found, timeline = _shortest([found, *search.kept], transport, objective)
     return Plan(
-        schedule=schedule,
-        timeline=simulate(schedule, found.problem.costs),
+        schedule=timeline.schedule,
+        timeline=timeline,
         placement=found.problem.name,
         found_by=found.by,
         objective=objective,
         limits=limits_of(found.problem.placement, found.problem.costs, memory_limit),
         bounds=MappingProxyType(bounds),
     )
+
+
+def _shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
+    """The candidate with the shortest step under the transport; with the ideal one the first, which is the best."""
+
+    def timeline_of(found: Found) -> Timeline:
+        schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
+        return simulate(schedule, found.problem.costs, transport=transport)
+
+    best, timeline = candidates[0], timeline_of(candidates[0])
+    if transport is Transport.IDEAL:
+        return best, timeline
+    others = {(each.problem.name, each.order): each for each in candidates}
+    for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
+        # Queues make nothing shorter.
+        if each.length >= getattr(timeline, objective):
+            break
+        trial = timeline_of(each)
+        if getattr(trial, objective) < getattr(timeline, objective):
+            best, timeline = each, trial
+    return best, timeline
 
 
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:

@@ -12,7 +12,8 @@ from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.compiled import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
 from zbpipe.planner.problem import Problem
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 
 Progress = Callable[[float, float], None]
 """Called with the share of the budget that is used up, and the shortest time found so far in seconds."""
@@ -65,6 +66,8 @@ class Search:
         self.best: Found | None = None
         self.by_placement: dict[str, Found] = {}
         """The best on each."""
+        self.kept: list[Found] = []
+        """All that were looked at closely."""
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
         """The best order found, from known ones with their names and from list scheduling."""
@@ -145,6 +148,7 @@ class Search:
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
         """Remember the order if it is the best one so far."""
         found = Found(problem, tuple(order), problem.length(order), by)
+        self.kept.append(found)
         if found.length < self.shortest:
             self.best = found
         known = self.by_placement.setdefault(problem.name, found)

@@ -45,6 +45,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.ir import Op, Schedule
+from zbpipe.lowered import Rows, parse
+from zbpipe.transport import Transport
 
 PipelineSchedule = _PipelineSchedule
 """What all of torch's schedules are."""
@@ -66,8 +68,18 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 ON_ROCM = torch.version.hip is not None
 """Whether this torch was built for AMD's GPUs."""
 
-_Key = tuple[str, int, int | None]
-"""What an action does, its stage and its microbatch."""
+
+def usual_transport(stage: _PipelineStageBase) -> Transport:
+    """What messages between `stage` and others wait for, as far as it is known.
+
+    NCCL has one queue for all messages of a process group; torch from 2.15 on can give each edge of the pipeline a
+    group. On AMD's GPUs streams may share queues of the hardware, so the worst case is assumed.
+    """
+    if stage.device.type == "cpu":
+        return Transport.IDEAL
+    if ON_ROCM:
+        return Transport.SHARED
+    return Transport.QUEUE_PER_PEER if getattr(stage, "p2p_per_edge", False) else Transport.ONE_QUEUE
 
 
 def torch_class(name: str) -> type[_PipelineSchedule]:
@@ -95,91 +107,21 @@ def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
     runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
 
 
-def receive_late(runtime: _PipelineScheduleRuntime) -> None:
-    """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
+def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
+    """All ranks' actions with the communication that torch added; overlapped ones one after the other."""
+    return parse(lowered_table(runtime))
 
-    torch posts receives early. On AMD GPUs one that waits for its message holds up other traffic of its rank
-    (pytorch #172668). torch's own `defer_pp_recv` goes further back, past other messages: on a V it then takes F and
-    I, which come from the same rank, for one another, and with all messages of a rank in one queue it can hang.
+
+def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
+    """Have `runtime` run the actions that it was lowered to in another order.
+
+    Args:
+        runtime: lowered from a list without overlapped actions.
+        rows: a permutation of `rows_of(runtime)`.
     """
-    table = runtime.pipeline_order_with_comms
-    for rank, row in table.items():
-        table[rank] = _with_late_receives(row)
-
-
-def _with_late_receives(row: list[_Action]) -> list[_Action]:
-    held: list[_Action] = []
-    reordered: list[_Action] = []
-    for action in row:
-        kind = action.computation_type.value
-        if kind.startswith("RECV"):
-            held.append(action)
-            continue
-        needed = {_receive_for(part) for part in action.sub_actions or (action,)}
-        release = max((n for n, each in enumerate(held, start=1) if _key(each) in needed), default=0)
-        if kind.startswith("SEND"):
-            release = len(held)
-        reordered += [*held[:release], action]
-        held = held[release:]
-    return reordered
-
-
-def _receive_for(action: _Action) -> _Key:
-    """The receive that a computation waits for, if its input comes from another rank."""
-    kind, stage, microbatch = _key(action)
-    return {"F": "RECV_F", "I": "RECV_B", "B": "RECV_B"}.get(kind, ""), stage, microbatch
-
-
-def free_sends_early(runtime: _PipelineScheduleRuntime) -> None:
-    """Move the waits for sends forward, to where a later message from the receiver shows that it has received.
-
-    torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
-    sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
-    A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
-    wait holds anything up. Older torch has no waits for sends.
-    """
-    table = runtime.pipeline_order_with_comms
-    places = {_key(action): n for row in table.values() for n, action in enumerate(row)}
-    for rank, row in table.items():
-        table[rank] = _with_early_waits(row, places, runtime.stage_index_to_group_rank)
-
-
-def _key(action: _Action) -> _Key:
-    return action.computation_type.value, action.stage_index, action.microbatch_index
-
-
-def _with_early_waits(row: list[_Action], places: dict[_Key, int], rank_of: dict[int, int]) -> list[_Action]:
-    waits = {_key(action): action for action in row if action.computation_type.value.startswith("WAIT_SEND")}
-    owed: dict[int, list[tuple[int, _Key]]] = {}
-    """By receiver: the place in its own row where it posts the receive, and the wait."""
-    reordered: list[_Action] = []
-    for action in row:
-        kind, stage, microbatch = _key(action)
-        if kind.startswith("WAIT_SEND"):
-            if waits.pop(_key(action), None):  # else it was moved forward
-                reordered.append(action)
-            continue
-        reordered.append(action)
-        if kind in ("SEND_F", "SEND_B"):
-            receiver = stage + 1 if kind == "SEND_F" else stage - 1
-            posted = places[kind.replace("SEND", "RECV"), receiver, microbatch]
-            owed.setdefault(rank_of[receiver], []).append((posted, (f"WAIT_{kind}", stage, microbatch)))
-        for part in action.sub_actions or (action,):
-            message = _message_for(part)
-            if message in places:
-                others = owed.get(rank_of[message[1]], [])
-                received = [wait for posted, wait in others if posted < places[message]]
-                others[:] = [other for other in others if other[1] not in received]
-                reordered += [waits.pop(wait) for wait in received if wait in waits]
-    return reordered
-
-
-def _message_for(action: _Action) -> _Key:
-    """The send that a computation waits for, if it comes from another rank."""
-    kind, stage, microbatch = _key(action)
-    if kind == "F":
-        return "SEND_F", stage - 1, microbatch
-    return ("SEND_B", stage + 1, microbatch) if kind in ("I", "B") else ("", stage, microbatch)
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        actions = {str(action): action for action in row}
+        runtime.pipeline_order_with_comms[rank] = [actions[str(action)] for action in rows[rank]]
 
 
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
@@ -353,6 +295,11 @@ _EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
 _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 
 
+def _key(action: _Action) -> tuple[str, int, int | None]:
+    """What it does, its stage and its microbatch."""
+    return action.computation_type.value, action.stage_index, action.microbatch_index
+
+
 def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
     """What `action` waits for, or to whom it sends."""
     kind, stage, microbatch = _key(action)
@@ -392,6 +339,11 @@ def gradients_put_aside(stages: Sequence[_PipelineStageBase]) -> Iterator[None]:
 def profiler_is_on() -> bool:
     """Whether torch's profiler looks at this process now."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def receives_late(schedule: _PipelineSchedule) -> bool:
+    """Whether torch itself was asked to do so."""
+    return bool(getattr(schedule, "_defer_pp_recv", False))
 
 
 def num_microbatches(schedule: _PipelineSchedule) -> int:

@@ -112,7 +112,9 @@ class AutoSchedule(RegisteredSchedule):
         model = costs.costs
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        start, expected = self.schedule, simulate(self.schedule, model).makespan
+        self.adopt(self.schedule, model)
+        start = self.schedule
+        expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
         proposal = self._from_first_rank(lambda: self._search(model))
         outcome = Outcome(start.name, start.name, expected, proposal.expected, measured, None)
@@ -144,6 +146,7 @@ class AutoSchedule(RegisteredSchedule):
                 lambda placement, model: memory_limits(self._limit, self.schedule, model),
                 placements=[self._placement],
                 budget=self._budget or (_WORK if num_ops > _MANY_OPS else None),
+                transport=self.transport,
             )
         except ValueError as error:
             return _Proposal("", float("inf"), f"there is no plan: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe import registry
 from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.lowered import blocked_queues, mixed_up_messages, parse, validate_lowered
+from zbpipe.lowered import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.runtime import _torch
 from zbpipe.runtime.stages import is_split
+from zbpipe.transport import Receives
 from zbpipe.validate import require_valid
 
 _LONGEST_FINDING = 300
@@ -115,7 +116,7 @@ def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, optio
     """
     if not options.get("defer_pp_recv") or not isinstance(runtime, _torch.ScheduleRuntime):
         return
-    rows = parse(_torch.lowered_table(runtime))
+    rows = _torch.rows_of(runtime)
     mixed_up = mixed_up_messages(rows)
     if mixed_up:
         raise ValueError(
@@ -216,14 +217,34 @@ def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
                 )
 
 
-def require_sound_messages(runtime: _torch.ScheduleRuntime, name: str) -> None:
-    rows = parse(_torch.lowered_table(runtime))
+def require_sound_messages(rows: Rows, name: str) -> None:
     findings = validate_lowered(rows) or blocked_queues(rows)
     if findings:
         raise ValueError(
             f"schedule {name} with its messages would not run: {findings[0]}. Leave max_outstanding_sends out if it is"
             " set; otherwise this is a fault of zbpipe's"
         )
+
+
+def asked_receives(
+    receives: Receives | str | None, defer_pp_recv: bool | None, options: Mapping[str, Any]
+) -> Receives | None:
+    """Where the user wants receives to be posted, by zbpipe's option or torch's; None for wherever is best.
+
+    torch places waits for `max_outstanding_sends` among its own early receives, so that option asks for them.
+
+    Raises:
+        ValueError: an unknown word, or both options.
+    """
+    if receives is not None and defer_pp_recv is not None:
+        raise ValueError(
+            f"receives={str(receives)!r} and defer_pp_recv={defer_pp_recv} say the same thing: give one of them"
+        )
+    if receives is not None:
+        return Receives.parse(receives)
+    if defer_pp_recv is not None:
+        return Receives.LATE if defer_pp_recv else Receives.EARLY
+    return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
 def require_runnable(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:

@@ -15,14 +15,14 @@ from zbpipe import costs_file
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import OpKind
 from zbpipe.registry import Traits
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.checks import require_writable
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.profiler import WARM_UP, Profiler
 from zbpipe.runtime.trace import trace
+from zbpipe.transport import Transport
 from zbpipe.views import report
 
 Spell = Callable[[str], str]
@@ -51,6 +51,9 @@ def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: b
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
+    checks.asked_receives(options.receives, options.for_torch.defer_pp_recv, options.for_torch.given())
+    if options.transport is not None:
+        Transport.parse(options.transport)
     if not will_run:
         return
     if options.memory_limit is not None and not is_auto:
@@ -117,7 +120,7 @@ def _require_files(options: Options, spell: Spell) -> None:
                 costs_file.require_ending(file)
             # The others write none, and may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
-                require_writable(file)
+                checks.require_writable(file)
         except ValueError as error:
             raise ValueError(f"{spell(option)}: {error}") from None
 

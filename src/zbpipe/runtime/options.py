@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any, get_args
 
 from zbpipe.runtime.stages import SplitBackward
+from zbpipe.transport import Receives, Transport
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Options:
 
     split_backward: SplitBackward = "deferred"
     defer_loss: bool = False
+    receives: str | None = None
+    """Where ranks post their receives; None for the best place by the transport."""
+    transport: str | None = None
+    """What messages wait for; None for what is usual on the device."""
     for_torch: ForTorch = field(default_factory=ForTorch)
     profile_steps: int | None = None
     """How many steps to time; None measures nothing, or with `Auto` its usual number."""
@@ -51,7 +57,8 @@ class Options:
 
     def for_zbpipe(self) -> dict[str, Any]:
         """What only zbpipe's schedules take, as keyword arguments."""
-        return {"split_backward": self.split_backward, "defer_loss": self.defer_loss}
+        names = ("split_backward", "defer_loss", "receives", "transport")
+        return {name: getattr(self, name) for name in names}
 
     def for_auto(self) -> dict[str, Any]:
         """What only `Auto` takes, as keyword arguments."""
@@ -83,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
         help="zbpipe's split of the backward, the same or an error where nothing can wait, or torch's own",
     )
     add("defer_loss", action="store_true", help="W of what the loss itself computes waits, too")
-    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off", help="receive late; auto does so on AMD's GPUs")
+    add("receives", choices=_words(Receives), help="when to post receives; default: when the transport asks for it")
+    add("transport", choices=_words(Transport), help="what messages wait for; default: the usual one of the device")
+    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off", help="torch's: receive late")
     add("max_active_stages", type=_count, metavar="N", help="torch's: stages whose weights FSDP holds together")
     add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...", help="torch's: how early FSDP gathers")
     add("defer_reduce_grad_wait", action="store_true", default=None, help="torch's: wait late for FSDP's reductions")
@@ -94,6 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
     add("check_gradients", type=_positive, metavar="N", help="compare the split with a full backward in N steps")
     add("trace", metavar="FILE", help="where to write what every rank did in one step, for Perfetto")
     add("trace_step", type=_positive, default=Options.trace_step, metavar="N", help="which step that is")
+
+
+def _words(kind: type[StrEnum]) -> list[str]:
+    return [each.replace(" ", "-") for each in kind]
 
 
 def _on_or_off(text: str) -> bool | None:

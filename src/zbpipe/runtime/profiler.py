@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,27 @@ from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
+from zbpipe.transport import Receives, Transport
 
 WARM_UP = 1
 """Steps that are not looked at: they compile, allocate, and connect the ranks."""
 _ROUNDS = 5
 _LARGE = 1 << 20
 """Bytes of the larger message that measures a link, at least; the job's own may be larger."""
+
+
+class Messages(NamedTuple):
+    """How those of a running schedule go."""
+
+    transport: Transport
+    receives: Receives
+
+
+def messages_of(schedule: _torch.PipelineSchedule) -> Messages:
+    """What they wait for, and where the ranks post their receives, of zbpipe's schedules and torch's."""
+    usual = _torch.usual_transport(_torch.stages_of(schedule)[0])
+    by_torch = Receives.LATE if _torch.receives_late(schedule) else Receives.EARLY
+    return Messages(getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch))
 
 
 Links = Mapping[tuple[int, int], Link]
@@ -102,7 +117,7 @@ class Profiler:
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
-        return combined(tables, rank_of(stages[0]))
+        return replace(combined(tables, rank_of(stages[0])), transport=messages_of(self._schedule).transport)
 
 
 def rank_of(stage: _torch.Stage) -> Placement:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.simulate import Span
+from zbpipe.timeline import Span
 
 
 class Wanted(Enum):

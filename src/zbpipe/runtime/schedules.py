@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import registry
+from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.runtime import _torch, agreement, checks, failures, ties
@@ -16,6 +16,8 @@ from zbpipe.runtime import stages as split
 from zbpipe.runtime.losses import defer_in_loss
 from zbpipe.runtime.products import WeightGradients
 from zbpipe.runtime.stages import SplitBackward
+from zbpipe.simulate import best_receives, simulate
+from zbpipe.transport import Receives, Transport
 
 
 class RegisteredSchedule(_torch.ScheduleRuntime):
@@ -32,10 +34,14 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             "strict". "autograd" is torch's own split, for comparison.
         defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
             leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.
-        costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P.
-        defer_pp_recv: whether receives wait until shortly before they are needed, as they should on AMD's GPUs; by
-            default there only. zbpipe's way to do so (`_torch.receive_late`) is right for all schedules, V-shaped ones
-            as well, and works with every torch.
+        costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P, and to place receives.
+        receives: where ranks post their receives, "early", "late", "timed" or "nearest" (see
+            `zbpipe.transport.Receives`); by default where the step is the shortest with the transport, as simulated
+            with `costs`, or with equal times of F, I and W.
+        transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
+            `zbpipe.transport.Transport`); by default the usual one of the device: no queues on the CPU, the last one
+            on AMD's GPUs, one queue on others, or one per peer with torch's groups for each edge.
+        defer_pp_recv: torch's name for late receives (True) or early ones (False), in the place of `receives`.
         options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
             `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one,
@@ -47,6 +53,8 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
     """
 
     schedule_name: ClassVar[str]
+    receives: Receives
+    """Where ranks post their receives, of the schedule that runs."""
 
     def __init__(
         self,
@@ -57,11 +65,15 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
         costs: CostModel | None = None,
+        receives: Receives | str | None = None,
+        transport: Transport | str | None = None,
         defer_pp_recv: bool | None = None,
         **options: Any,
     ) -> None:
         traits = registry.lookup(self.schedule_name)
         checks.require_options(traits.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
+        asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
+        transport = None if transport is None else Transport.parse(transport)
         checks.require_microbatches(traits.name, n_microbatches, loss_fn)
         stages = checks.in_order(stages, traits.name)
         per_rank = checks.stages_per_rank(traits, stages)
@@ -77,14 +89,16 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         self.defers_loss = defers_loss
         """Whether backwards inside of the loss leave their weight gradients to W."""
-        self.receives_late = _torch.ON_ROCM if defer_pp_recv is None else defer_pp_recv
-        """Whether receives wait until shortly before they are needed."""
+        self.transport = transport or _torch.usual_transport(stages[0])
+        """What messages wait for."""
+        self._asked_receives = asked_receives
+        self._costs = costs
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self._placement = placement
         self._failures = failures.Steps()
         # Without a loss_fn torch would take `step` for `eval`.
         self._has_backward = True
-        self._lowered: dict[Schedule, _torch.Lists] = {}
+        self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
         self._looked_at_models = False
@@ -93,29 +107,41 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             split.split_backward(self._stages, split_backward, gradients)
         checks.require_scaled_once(self, traits.name)
 
-    def adopt(self, schedule: Schedule) -> None:
+    def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
 
         That they all have is checked when that step begins.
 
+        Args:
+            schedule: with the placement of this one.
+            costs: by which receives are placed from now on, the same on all ranks; default: those known so far.
+
         Raises:
             ValueError: it has another placement or another number of microbatches, or could not run.
         """
+        if costs is not None:
+            self._costs = costs
+            self._lowered.clear()
         if schedule not in self._lowered:
-            self._lower(schedule)
-            self._lowered[schedule] = _torch.lists_of(self)
+            receives = self._lower(schedule)
+            self._lowered[schedule] = _torch.lists_of(self), receives
             self._is_agreed = False
-        _torch.use_lists(self, self._lowered[schedule])
+        lists, self.receives = self._lowered[schedule]
+        _torch.use_lists(self, lists)
         self.schedule = schedule
 
-    def _lower(self, schedule: Schedule) -> None:
+    def _lower(self, schedule: Schedule) -> Receives:
+        """Have torch lower it, and place its receives; returns where."""
         checks.require_runnable(schedule, self._placement, self._n_microbatches)
         _torch.lower(self, schedule)
-        if self.receives_late:
-            _torch.receive_late(self)
+        costs = self._costs or passes.unknown_costs(self._placement)
+        receives = self._asked_receives or best_receives(schedule, costs, self.transport)
+        rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
-            _torch.free_sends_early(self)
-        checks.require_sound_messages(self, schedule.name)
+            rows = passes.free_sends_early(rows, self._placement)
+        checks.require_sound_messages(rows, schedule.name)
+        _torch.use_rows(self, rows)
+        return receives
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         # To infer shapes torch runs every stage once, on whatever is in memory. A loss or a layer that calls `backward`

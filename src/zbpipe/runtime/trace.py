@@ -11,9 +11,19 @@ import torch.distributed as dist
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
 from zbpipe.runtime import _torch, checks
-from zbpipe.runtime.profiler import Links, RankTable, combined, measure_links, rank_of, seconds_by_kind
+from zbpipe.runtime.profiler import (
+    Links,
+    Messages,
+    RankTable,
+    combined,
+    measure_links,
+    messages_of,
+    rank_of,
+    seconds_by_kind,
+)
 from zbpipe.runtime.recording import StepRecord, Wanted, collect
-from zbpipe.simulate import Timeline, simulate
+from zbpipe.simulate import simulate
+from zbpipe.timeline import Timeline
 from zbpipe.views.perfetto import perfetto
 
 logger = logging.getLogger(__name__)
@@ -79,10 +89,13 @@ def timelines(
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
     costs = combined([each for each, _ in everything], rank_of(stages[0])).costs
     assert isinstance(costs, CostModel), "stages were measured"
-    return planned_and_measured(costs, [each for _, each in everything])
+    return planned_and_measured(costs, [each for _, each in everything], messages_of(schedule))
 
 
-def planned_and_measured(costs: CostModel, records: Sequence[StepRecord]) -> tuple[Timeline, Timeline]:
+def planned_and_measured(
+    costs: CostModel, records: Sequence[StepRecord], messages: Messages
+) -> tuple[Timeline, Timeline]:
     """The timelines of what all ranks recorded, in the order of the ranks."""
     ran = Schedule.from_rows([[span.op for span in record.spans] for record in records], records[0].schedule)
-    return simulate(ran, costs), Timeline(ran, costs, tuple(record.spans for record in records))
+    planned = simulate(ran, costs, transport=messages.transport, receives=messages.receives)
+    return planned, Timeline(ran, costs, tuple(record.spans for record in records))

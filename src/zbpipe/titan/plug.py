@@ -23,6 +23,7 @@ from zbpipe.registry import Traits, lookup
 from zbpipe.runtime import _torch, agreement, job
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.options import Options
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.titan import monitor
 from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
 
@@ -92,8 +93,8 @@ def build(
             stages[0].num_stages,
         )
     built = job.build(traits, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
-    if getattr(built, "receives_late", False):
-        logger.info("Messages are received late, shortly before they are needed")
+    if isinstance(built, RegisteredSchedule):
+        logger.info("Receives are posted %s, for the transport %r", built.receives, str(built.transport))
     return built
 
 

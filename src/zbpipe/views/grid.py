@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.text import Text
 
 from zbpipe.ir import Op, OpKind
-from zbpipe.simulate import Span, Timeline
+from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import KIND_WORDS, Paint, kinds, most_stages, number, paint, paints, shortest_to_show, ticks
 
 IDLE = "·"

@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbpipe.simulate import Timeline
+from zbpipe.timeline import Timeline
 from zbpipe.views.style import (
     KIND_WORDS,
     UNIT_OF_ACTIVATIONS,

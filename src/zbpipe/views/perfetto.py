@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from zbpipe.ir import Op, OpKind
-from zbpipe.simulate import Span, Timeline
+from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import memory_profile, summary
 
 _MICROSECONDS = 1e6

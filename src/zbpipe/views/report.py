@@ -8,7 +8,7 @@ from typing import Any
 
 from zbpipe.costs import CostModel
 from zbpipe.costs_file import JobCosts
-from zbpipe.simulate import Timeline
+from zbpipe.timeline import Timeline
 from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
 
 _ROUNDING = 1e-9
@@ -24,6 +24,8 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "microbatches": schedule.num_microbatches,
         "stages_per_rank": most_stages(schedule.placement),
         "steps": timeline.num_steps,
+        "transport": str(timeline.transport),
+        "receives": None if timeline.receives is None else str(timeline.receives),
         "makespan": timeline.makespan,
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),

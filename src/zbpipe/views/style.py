@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpipe.ir import OpKind, Placement
-from zbpipe.simulate import Timeline
+from zbpipe.timeline import Timeline
 
 KIND_WORDS = {
     OpKind.F: "forward",
@@ -84,11 +84,13 @@ def counted(count: int, thing: str) -> str:
 
 
 def size(timeline: Timeline) -> str:
-    """`4 ranks, 8 microbatches`, and how many stages a rank where it is not one."""
+    """`4 ranks, 8 microbatches`, how many stages a rank where it is not one, and how messages go unless ideally."""
     schedule = timeline.schedule
     stages = most_stages(schedule.placement)
     per_rank = f", {stages} stages per rank" if stages > 1 else ""
-    return f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_microbatches, 'microbatch')}{per_rank}"
+    messages = "" if timeline.receives is None else f", {timeline.transport} with {timeline.receives} receives"
+    ranks, microbatches = counted(schedule.num_ranks, "rank"), counted(schedule.num_microbatches, "microbatch")
+    return f"{ranks}, {microbatches}{per_rank}{messages}"
 
 
 def outcome(timeline: Timeline) -> str:

@@ -8,7 +8,7 @@ from html import escape
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement
-from zbpipe.simulate import Span, Timeline
+from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import (
     KIND_WORDS,
     kinds,

@@ -1,0 +1,232 @@
+"""Lists of computations with their messages, and the passes that place receives and waits in them.
+
+torch adds the messages to a schedule by itself; `with_messages` makes the same of it without torch. What a pass makes
+of lists that torch lowered, which also gather and reduce weights, is the same for their messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from zbpipe.costs import CostModel
+from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.lowered import COMPUTE, Action, Rows, message_of
+from zbpipe.timeline import Timeline
+from zbpipe.transport import Receives
+
+
+def with_messages(schedule: Schedule) -> Rows:
+    """The lists that torch lowers `schedule` to, with sends and early receives, without torch.
+
+    The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
+    receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
+
+    Args:
+        schedule: a valid one.
+    """
+    placement, last = schedule.placement, schedule.placement.num_stages - 1
+    rows: list[list[Action]] = [[] for _ in schedule]
+    there: set[tuple[bool, int, int]] = {(True, 0, microbatch) for microbatch in range(schedule.num_microbatches)}
+    """Inputs that a stage has: forward or not, stage, microbatch."""
+    left = [deque(ops) for ops in schedule]
+    while any(left):
+        for rank, ops in enumerate(left):
+            if not ops or not _has_input(ops[0], there, last):
+                continue
+            op = ops.popleft()
+            rows[rank].append(action(op))
+            if op.kind is OpKind.W:
+                continue
+            receiver = op.stage + (1 if op.kind is OpKind.F else -1)
+            there.add((op.kind is OpKind.F, receiver, op.microbatch))
+            if 0 <= receiver <= last and placement.rank_of[receiver] != rank:
+                send, receive = messages(op)
+                rows[rank].append(send)
+                rows[placement.rank_of[receiver]].append(receive)
+    return tuple(map(tuple, rows))
+
+
+def _has_input(op: Op, there: set[tuple[bool, int, int]], last: int) -> bool:
+    is_forward = op.kind is OpKind.F
+    if op.kind is OpKind.W or (op.stage == last and not is_forward):
+        return True
+    return (is_forward, op.stage, op.microbatch) in there
+
+
+def action(op: Op) -> Action:
+    """How torch's lists name it."""
+    return Action(op.stage, op.kind.value, op.microbatch)
+
+
+def messages(op: Op) -> tuple[Action, Action]:
+    """The send and the receive of what an F, I or B makes for another rank."""
+    if op.kind is OpKind.F:
+        return Action(op.stage, "SEND_F", op.microbatch), Action(op.stage + 1, "RECV_F", op.microbatch)
+    return Action(op.stage, "SEND_B", op.microbatch), Action(op.stage - 1, "RECV_B", op.microbatch)
+
+
+def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
+    """`rows` with their receives moved.
+
+    Args:
+        rows: with torch's early receives.
+        receives: where to.
+        timeline: of the same schedule, for `Receives.TIMED` and `Receives.NEAREST`.
+    """
+    match receives:
+        case Receives.EARLY:
+            return rows
+        case Receives.LATE:
+            return tuple(map(_received_late, rows))
+        case Receives.TIMED:
+            return _received_on_time(rows, timeline, share=1.0)
+        case Receives.NEAREST:
+            return _received_on_time(rows, timeline, share=0.5)
+
+
+def unknown_costs(placement: Placement) -> CostModel:
+    """By which receives are placed before anything was measured: equal times, and messages that take a hundredth.
+
+    A little time for the messages puts those that would start at the same time into the order in which they are needed.
+    With none at all V-Half loses 13 % in one queue where messages do take time.
+    """
+    return CostModel.uniform(placement, comm=0.01)
+
+
+def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
+
+    torch's own `defer_pp_recv` goes further back, past other messages: on a V it then takes F and I, which come from
+    the same rank, for one another, and with all messages of a rank in one queue it can hang.
+    """
+    held: list[Action] = []
+    reordered: list[Action] = []
+    for each in row:
+        if each.kind.startswith("RECV"):
+            held.append(each)
+            continue
+        release = 0
+        if each.kind.startswith("SEND"):
+            release = len(held)
+        elif each.kind in COMPUTE:
+            message = message_of(each)
+            release = max((n for n, receive in enumerate(held, start=1) if message_of(receive) == message), default=0)
+        reordered += [*held[:release], each]
+        held = held[release:]
+    return tuple(reordered)
+
+
+def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
+    """Each receive moved to where its rank is when the message starts.
+
+    All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
+    messages follow this order of the ops that make them, and a receive comes before all ops that are later in it than
+    the one that makes its message; or behind one of them, but before that one's own send and before the op that needs
+    it. So nothing can wait in a circle, whatever the times are in truth.
+
+    Args:
+        rows: with early receives.
+        timeline: of the same schedule.
+        share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
+            behind it.
+    """
+    spans = {action(span.op): span for row in timeline.spans for span in row if span.step == 0}
+    place = {action(op): n for n, op in enumerate(in_order_of_ends(timeline))}
+    maker = {messages(span.op)[1]: each for each, span in spans.items() if span.op.kind is not OpKind.W}
+    """By receive the computation whose result it gets."""
+
+    def moved(row: tuple[Action, ...]) -> Iterator[Action]:
+        made = ((place[maker[each]], each) for each in row if each.kind.startswith("RECV"))
+        waiting = deque(sorted(made))
+
+        def due(compute: Action) -> int:
+            """How many of the waiting receives come before it."""
+            span, number = spans[compute], 0
+            for n, (made, receive) in enumerate(waiting, start=1):
+                if made > place[compute]:
+                    break
+                elapsed = spans[maker[receive]].end - span.start
+                if elapsed <= share * (span.end - span.start) or message_of(receive) == message_of(compute):
+                    number = n
+            return number
+
+        last = -1
+        for each in row:
+            if each.kind.startswith("RECV"):
+                continue
+            if each.kind in COMPUTE:
+                for _ in range(due(each)):
+                    yield waiting.popleft()[1]
+                last = place[each]
+            elif each.kind.startswith("SEND"):
+                while waiting and waiting[0][0] < last:
+                    yield waiting.popleft()[1]
+            yield each
+
+    return tuple(tuple(moved(row)) for row in rows)
+
+
+def free_sends_early(rows: Rows, placement: Placement) -> Rows:
+    """The waits for sends moved forward, to where a later message from the receiver shows that it has received.
+
+    torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
+    sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
+    A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
+    wait holds anything up. torch before 2.14 has no waits for sends.
+    """
+    places = {each: n for row in rows for n, each in enumerate(row)}
+    return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
+
+
+def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
+    waits = {each for each in row if each.kind.startswith("WAIT_SEND")}
+    owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+    """By receiver: the place in its own row where it posts the receive, and the wait."""
+    for each in row:
+        if each.kind.startswith("WAIT_SEND"):
+            if each in waits:  # else it was moved forward
+                waits.remove(each)
+                yield each
+            continue
+        yield each
+        if each.kind in ("SEND_F", "SEND_B"):
+            receiver = each.stage + (1 if each.kind == "SEND_F" else -1)
+            posted = places[Action(receiver, each.kind.replace("SEND", "RECV"), each.microbatch)]
+            owed[placement.rank_of[receiver]].append((posted, each._replace(kind=f"WAIT_{each.kind}")))
+        message = message_of(each) if each.kind in COMPUTE else None
+        if message and message in places:
+            others = owed[placement.rank_of[message.stage]]
+            received = [wait for posted, wait in others if posted < places[message]]
+            others[:] = [other for other in others if other[1] not in received]
+            for wait in received:
+                if wait in waits:
+                    waits.remove(wait)
+                    yield wait
+
+
+def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
+    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
+    schedule = timeline.schedule
+    last = schedule.placement.num_stages - 1
+    there = {(True, 0, microbatch) for microbatch in range(schedule.num_microbatches)}
+    rows = [iter(spans[: len(ops)]) for spans, ops in zip(timeline.spans, schedule, strict=True)]
+    sleepers: dict[tuple[bool, int, int], tuple[float, int, Op]] = {}
+    heads = [(span.end, rank, span.op) for rank, row in enumerate(rows) for span in islice(row, 1)]
+    heapify(heads)
+    while heads:
+        end, rank, op = heappop(heads)
+        if not _has_input(op, there, last):
+            sleepers[op.kind is OpKind.F, op.stage, op.microbatch] = (end, rank, op)
+            continue
+        yield op
+        for span in islice(rows[rank], 1):
+            heappush(heads, (span.end, rank, span.op))
+        if op.kind is OpKind.W:
+            continue
+        made = (op.kind is OpKind.F, op.stage + (1 if op.kind is OpKind.F else -1), op.microbatch)
+        there.add(made)
+        if made in sleepers:
+            heappush(heads, sleepers.pop(made))

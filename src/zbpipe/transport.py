@@ -1,0 +1,116 @@
+"""How messages get from rank to rank, what they wait for, and when the computations around them run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple, Self
+
+from zbpipe.costs import CostModel
+from zbpipe.ir import OpKind, Placement
+from zbpipe.lowered import COMPUTE, Action, Queues, Rows, waits
+
+
+class _Named(StrEnum):
+    """Words that people write."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The one called `text`, with spaces, dashes or underscores between the words.
+
+        Raises:
+            ValueError: there is none such.
+        """
+        try:
+            return cls(text.lower().replace("-", " ").replace("_", " "))
+        except ValueError:
+            known = ", ".join(repr(each.value) for each in cls)
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {known}") from None
+
+
+class Transport(_Named):
+    """What messages of a rank wait for, besides the computations that make them."""
+
+    IDEAL = "ideal"
+    """Nothing: each is on its way as soon as it is made."""
+    ONE_QUEUE = "one queue"
+    """All messages of a rank go one after the other, each from when both ends have come to it, as NCCL and RCCL send
+    those of one process group."""
+    QUEUE_PER_PEER = "queue per peer"
+    """The same for the messages between two ranks, as with a process group for each edge of the pipeline."""
+    SHARED = "shared with compute"
+    """One queue, in which the computations stand, too: a message that waits holds up its rank. The worst case where
+    streams share the hardware's queues, as they may on AMD's GPUs."""
+
+
+class Receives(_Named):
+    """When a rank posts its receives."""
+
+    EARLY = "early"
+    """As torch does: where the other rank sends, if all computations take the same time."""
+    LATE = "late"
+    """Before the computation that needs the message, or the next message of the rank."""
+    TIMED = "timed"
+    """Before the computation during which the message starts, by a simulation."""
+    NEAREST = "nearest"
+    """Between the two computations that are nearest to that, so that the rank does not wait for it for long."""
+
+
+_QUEUES: Mapping[Transport, Queues] = {
+    Transport.ONE_QUEUE: lambda peer: 0,
+    Transport.QUEUE_PER_PEER: lambda peer: peer,
+    Transport.SHARED: lambda peer: 0,
+}
+
+
+class Times(NamedTuple):
+    """When computations run."""
+
+    start: Mapping[Action, float]
+    end: Mapping[Action, float]
+    """Seconds."""
+    waited_for: Mapping[Action, Action]
+    """By computation the one whose end it waited for, if it waited for one at all."""
+
+
+def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport) -> Times:
+    """When everything in `rows` runs if messages wait for each other.
+
+    Args:
+        rows: computations with sends and receives, of all ranks.
+        placement: where the stages are.
+        costs: for its stages.
+        transport: not the ideal one.
+
+    Raises:
+        ValueError: messages wait for each other in a circle.
+    """
+    rank_of = placement.rank_of
+    before = waits(rows, rank_of, _QUEUES[transport], holds_up_compute=transport is Transport.SHARED)
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    behind: dict[Action, Action] = {}
+    """By node the computation that it is behind."""
+    try:
+        for node in TopologicalSorter(before).static_order():
+            latest = max(before[node], key=end.__getitem__, default=None)
+            start[node] = 0.0 if latest is None else end[latest]
+            end[node] = start[node] + _seconds(node, rank_of, costs)
+            source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
+            if source:
+                behind[node] = source
+    except CycleError as error:
+        circle = " before ".join(map(str, error.args[1]))
+        raise ValueError(f"with {transport} messages wait for each other: {circle}") from None
+    return Times(start, end, behind)
+
+
+def _seconds(node: Action, rank_of: tuple[int, ...], costs: CostModel) -> float:
+    if node.kind in COMPUTE:
+        return costs.seconds(node.stage, OpKind(node.kind))
+    if node.kind == "SEND_F":
+        return costs.transfer(rank_of[node.stage], rank_of[node.stage + 1])
+    if node.kind == "SEND_B":
+        return costs.transfer(rank_of[node.stage], rank_of[node.stage - 1])
+    return 0.0

@@ -1,0 +1,155 @@
+"""What messages cost where they wait for each other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe.ir import Op, OpKind, Placement
+from zbpipe.lowered import parse
+from zbpipe.passes import in_order_of_ends, with_messages
+from zbpipe.timeline import Timeline
+from zbpipe.transport import Receives, Transport, run
+
+TIMES = (1.0, 1.2, 0.8)
+QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)
+
+
+def loss(name: str, transport: Transport, receives: Receives | None, ranks: int = 8, microbatches: int = 32) -> float:
+    """By how many percent a step is longer than with the ideal transport."""
+    schedule = generate(name, ranks, microbatches)
+    costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
+    with_queues = simulate(schedule, costs, transport=transport, receives=receives)
+    return 100 * (with_queues.makespan / simulate(schedule, costs).makespan - 1)
+
+
+def test_one_queue_by_hand() -> None:
+    """Rank 1 posts its receive of F1 before it sends B0, which so has to wait until F1 is made."""
+    rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0")
+    costs = CostModel((3.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
+    placement = Placement.loop(2)
+    ends = {str(each): end for each, end in run(rows, placement, costs, Transport.ONE_QUEUE).end.items()}
+    # Made at 5, on its way from 6 on.
+    assert (ends["1B0"], ends["0SEND_F1"], ends["1SEND_B0"], ends["0B0"]) == (5.0, 6.0, 6.0, 7.0)
+
+
+def test_a_message_that_waits_holds_up_what_shares_its_queue() -> None:
+    costs = CostModel((3.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0))
+    rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1")
+    for transport, expected in ((Transport.ONE_QUEUE, 4.0), (Transport.SHARED, 7.0)):
+        times = run(rows, Placement.loop(2), costs, transport)
+        assert {str(each): end for each, end in times.end.items()}["1F0"] == expected
+
+
+def test_a_circle_is_told() -> None:
+    rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
+    costs = CostModel.uniform(Placement.loop(2))
+    with pytest.raises(ValueError, match=r"with one queue messages wait for each other: .*1SEND_B0 before"):
+        run(rows, Placement.loop(2), costs, Transport.ONE_QUEUE)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"])
+def test_receives_on_time_lose_next_to_nothing(name: str) -> None:
+    for transport in QUEUES:
+        assert loss(name, transport, Receives.TIMED) < 0.5
+
+
+def test_what_other_places_lose() -> None:
+    assert loss("ZBV", Transport.ONE_QUEUE, Receives.EARLY) == pytest.approx(7.0, abs=0.1)
+    assert loss("ZBV", Transport.ONE_QUEUE, Receives.LATE) == pytest.approx(9.3, abs=0.1)
+    assert loss("VHalf", Transport.QUEUE_PER_PEER, Receives.EARLY) == pytest.approx(3.8, abs=0.1)
+    assert loss("1F1B", Transport.SHARED, Receives.EARLY) == pytest.approx(52.7, abs=0.1)
+    assert loss("1F1B", Transport.SHARED, Receives.LATE) == pytest.approx(2.8, abs=0.1)
+
+
+def test_the_place_is_chosen_by_schedule_and_transport() -> None:
+    def chosen(name: str, transport: Transport) -> str | None:
+        schedule = generate(name, 8, 32)
+        costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
+        return simulate(schedule, costs, transport=transport).receives
+
+    assert [chosen("ZBV", transport) for transport in Transport] == [None, "timed", "timed", "nearest"]
+    assert [chosen(name, Transport.SHARED) for name in ("1F1B", "VMin", "ZBH1")] == ["late", "late", "nearest"]
+
+
+@given(testing.runnable_schedules(), st.sampled_from(list(QUEUES)), st.sampled_from(Receives), st.data())
+def test_queues_make_nothing_faster(
+    schedule: Schedule, transport: Transport, receives: Receives, data: st.DataObject
+) -> None:
+    costs = data.draw(testing.cost_models(schedule.placement))
+    ideal = simulate(schedule, costs)
+    with_queues = simulate(schedule, costs, transport=transport, receives=receives)
+    assert with_queues.makespan >= ideal.makespan * (1 - 1e-9)
+    assert with_queues.busy == pytest.approx(ideal.busy)
+    assert with_queues.peak_activations == pytest.approx(ideal.peak_activations)
+    runs_in_order(with_queues)
+
+
+@given(testing.runnable_schedules(), st.sampled_from(Transport), st.data())
+def test_the_chosen_place_is_never_the_worst(schedule: Schedule, transport: Transport, data: st.DataObject) -> None:
+    costs = data.draw(testing.cost_models(schedule.placement))
+    best = simulate(schedule, costs, transport=transport).makespan
+    assert best <= simulate(schedule, costs, transport=transport, receives="early").makespan * (1 + 2e-3)
+    assert best <= simulate(schedule, costs, transport=transport, receives="late").makespan * (1 + 2e-3)
+
+
+def runs_in_order(timeline: Timeline) -> None:
+    """No rank does two things at once, and the critical path goes without a gap but for messages."""
+    for spans in timeline.spans:
+        for one, other in itertools.pairwise(spans):
+            assert other.start >= one.end
+    path = timeline.critical_path
+    if not path:
+        return
+    assert path[-1].end == timeline.makespan
+    assert path[0].start == 0
+    comm = max((timeline.costs.transfer(a, b) for a in range(9) for b in range(9)), default=0.0)
+    for one, other in itertools.pairwise(path):
+        assert other.start >= one.end - 1e-9 * timeline.makespan
+        # A message may stand behind others, each of which takes its time.
+        assert other.start - one.end <= comm * timeline.schedule.num_microbatches * len(timeline.spans) * 2 + 1e-9
+
+
+@given(testing.runnable_schedules(), st.data())
+def test_the_order_of_ends_is_one_in_which_everything_can_run(schedule: Schedule, data: st.DataObject) -> None:
+    """With ops that take no time, and messages neither."""
+    times = [data.draw(st.sampled_from([0.0, 1.0])) for _ in range(3)]
+    timeline = simulate(schedule, CostModel.uniform(schedule.placement, *times))
+    order = list(in_order_of_ends(timeline))
+    place = {op: n for n, op in enumerate(order)}
+    assert sorted(order) == sorted(op for ops in schedule for op in ops)
+    for ops in schedule:
+        assert [place[op] for op in ops] == sorted(place[op] for op in ops)
+    for op in order:
+        if op.kind is OpKind.F and op.stage:
+            assert place[Op(op.stage - 1, OpKind.F, op.microbatch)] < place[op]
+
+
+def test_steps_in_a_row() -> None:
+    schedule = generate("ZBH2", 4, 8)
+    costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
+    one = simulate(schedule, costs, transport="one queue")
+    apart = simulate(schedule, costs, num_steps=3, transport="one queue")
+    in_a_row = simulate(schedule, costs, num_steps=3, synchronous=False, transport="one queue")
+    assert apart.makespan == pytest.approx(3 * one.makespan)
+    assert in_a_row.makespan < apart.makespan
+    assert in_a_row.makespan >= simulate(schedule, costs, num_steps=3, synchronous=False).makespan
+    assert [span.step for span in in_a_row.spans[0]] == [step for step in range(3) for _ in schedule.ops[0]]
+    assert {span.step for timeline in (apart, in_a_row) for span in timeline.critical_path} == {2}
+
+
+def test_words() -> None:
+    assert Transport.parse("Shared-with_compute") is Transport.SHARED
+    assert Receives.parse("TIMED") is Receives.TIMED
+    schedule = generate("ZBV", 2, 4)
+    costs = CostModel.uniform(schedule.placement)
+    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
+        simulate(schedule, costs, transport="wire")
+    with pytest.raises(ValueError, match="receives='soon' is unknown"):
+        simulate(schedule, costs, receives="soon")
+    assert simulate(schedule, costs).receives is None
+    assert sum(map(len, with_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
