@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from fifo import BACKENDS
 from hypothesis import strategies as st
-from test_lowered import lowered_runtime
 
-from zbpipe import testing
-from zbpipe.lowered import Action, Rows, parse
-from zbpipe.runtime._torch import free_sends_early, lowered_table, receive_late
+from zbpipe import simulate, testing
+from zbpipe.lowered import COMPUTE, Action, Rows
+from zbpipe.passes import free_sends_early, place_receives, unknown_costs, with_messages
+from zbpipe.transport import Receives
 
 
 class Message(NamedTuple):
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 def messages_of(rows: Rows) -> Iterator[tuple[int, Action, Message | None]]:
     """Every action but those of sharding, its rank, and the message that it posts or waits for."""
-    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind in "FIWB"}
+    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind in COMPUTE}
     steps = {"SEND_F": 1, "SEND_B": -1, "WAIT_SEND_F": 1, "WAIT_SEND_B": -1}
     takes = {"RECV_F": ("F", -1), "F": ("F", -1), "RECV_B": ("B", 1), "I": ("B", 1), "B": ("B", 1)}
     for rank, row in enumerate(rows):
@@ -134,13 +134,13 @@ def content(message: Message) -> torch.Tensor:
 
 @st.composite
 def tables(draw: st.DrawFn, ranks: int | None = None, max_microbatches: int = 4) -> Rows:
-    """Sound tables with communication: as zbpipe and torch make them, or with the messages in any order."""
+    """Sound tables with communication: as zbpipe makes them, or with the messages in any order."""
     placement = draw(testing.placements(ranks=ranks or draw(st.integers(2, 4))))
-    runtime = lowered_runtime(draw(testing.runnable_schedules(placement, max_microbatches=max_microbatches)))
-    for change in (receive_late, free_sends_early):
-        if draw(st.booleans()):
-            change(runtime)
-    rows = parse(lowered_table(runtime))
+    schedule = draw(testing.runnable_schedules(placement, max_microbatches=max_microbatches))
+    timeline = simulate(schedule, unknown_costs(placement))
+    rows = place_receives(with_messages(schedule), draw(st.sampled_from(Receives)), timeline)
+    if draw(st.booleans()):
+        rows = free_sends_early(rows, placement)
     eagerness = draw(st.sampled_from([None, 0.0, 0.5, 0.9]))
     return rows if eagerness is None else in_any_order(rows, draw(st.randoms(use_true_random=False)), eagerness)
 
@@ -157,7 +157,7 @@ def in_any_order(rows: Rows, random: Random, eagerness: float) -> Rows:
     users: dict[Message, Action] = {}
     left: list[deque[tuple[Action, Message | None]]] = [deque() for _ in rows]
     for rank, action, message in messages_of(rows):
-        if action.kind in "FIWB":
+        if action.kind in COMPUTE:
             left[rank].append((action, message))
             if message is not None:
                 users[message] = action
