@@ -25,6 +25,7 @@ from queued_messages import gets_stuck, run_messages, tables
 from ranks import run_ranks
 from test_gradients import TOLERANCE
 from torch import Tensor
+from torch.distributed import config
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
@@ -33,6 +34,8 @@ from zbpipe.lowered import Rows, blocked_queues, parse, validate_lowered, waits
 from zbpipe.transport import Receives
 
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
+GROUP_PER_EDGE = "gloo"
+"""Without queues, but with a group for each direction between two ranks, which torch makes if it is told to."""
 RANKS, MICROBATCHES = 4, 8
 NAMES = tuple(traits.name for traits in registry.schedules().values())
 OURS = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
@@ -119,7 +122,7 @@ TURNS = parse(
 def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
     seen: list[bool] = []
 
-    @settings(max_examples=300)
+    @settings(max_examples=200)
     @example(TURNS)
     @given(tables())
     def compare(rows: Rows) -> None:
@@ -128,7 +131,7 @@ def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
         assert bool(blocked_queues(rows)) == seen[-1]
 
     compare()
-    assert 20 < sum(seen) < len(seen) - 20
+    assert 10 < sum(seen) < len(seen) - 10
 
 
 @example(TURNS)
@@ -223,6 +226,13 @@ class Run(NamedTuple):
 
 def train(cell: Cell, group: dist.ProcessGroup) -> Run:
     """The run of a cell on this rank."""
+    if cell.backend == GROUP_PER_EDGE:
+        groups = dist.distributed_c10d._world.pg_names
+        before = len(groups)
+        with config.patch(pipeline_per_edge_p2p=True):
+            run = train_twice(cell, group)
+        assert len(groups) > before
+        return run
     if cell.unawaited is None or dist.get_rank() != 1:
         return train_twice(cell, group)
     receives, post = count(), schedules._batch_p2p
@@ -296,6 +306,7 @@ def named_cells() -> list[Cell]:
         *(Cell(name, ONE_QUEUE, Receives.TIMED) for name in OURS),
         *(Cell(name, ONE_QUEUE, receives) for name, receives in elsewhere),
         *(Cell(name, backend, Receives.EARLY) for name in both_ways for backend in (PER_PEER, PER_EDGE)),
+        *([Cell("ZBV", GROUP_PER_EDGE, Receives.TIMED)] if hasattr(config, "pipeline_per_edge_p2p") else []),
     ]
 
 
