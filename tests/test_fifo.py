@@ -6,7 +6,7 @@ The queues are those of benchmarks/fifo.py, over gloo.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -39,6 +39,15 @@ GROUP_PER_EDGE = "gloo"
 RANKS, MICROBATCHES = 4, 8
 NAMES = tuple(traits.name for traits in registry.schedules().values())
 OURS = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two that share a busy core take minutes for a small model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # The messages alone.
