@@ -35,12 +35,15 @@ class Ending(NamedTuple):
     """The traceback, if it raised."""
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """`function(*args)` on every rank of a gloo group; what each returned, by rank.
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120, backend: str = "gloo"
+) -> list[Any]:
+    """`function(*args)` on every rank of a group; what each returned, by rank.
 
     `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
+    `backend` may be one of benchmarks/fifo.py.
     """
-    with _started(num_ranks, function, args, timeout) as (ends, _):
+    with _started(num_ranks, function, args, timeout, backend) as (ends, _):
         return _collect(ends, timeout)
 
 
@@ -69,7 +72,7 @@ def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
 
 @contextmanager
 def _started(
-    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float
+    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float, backend: str = "gloo"
 ) -> Iterator[tuple[list[Connection], list[SpawnProcess]]]:
     """The ranks, and for each the end of a pipe that brings its answer. Leaving ends them all."""
     context = multiprocessing.get_context("spawn")
@@ -82,7 +85,7 @@ def _started(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_main,
-                args=(theirs, rank, num_ranks, str(meeting_point), group_timeout, function, args),
+                args=(theirs, rank, num_ranks, str(meeting_point), group_timeout, backend, function, args),
                 daemon=True,
             )
             process.start()
@@ -120,10 +123,12 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: float) -> None:
+def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: float, backend: str = "gloo") -> None:
     """Meet the other ranks, by a file that no other group has used."""
+    if backend.startswith("fifo"):
+        import fifo  # noqa: F401  # registers it
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{meeting_point}",
         rank=rank,
         world_size=num_ranks,
@@ -137,13 +142,14 @@ def _main(
     num_ranks: int,
     meeting_point: str,
     timeout: float,
+    backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        join_group(meeting_point, rank, num_ranks, timeout)
+        join_group(meeting_point, rank, num_ranks, timeout, backend)
         value = function(*args)
         dist.barrier()
         answer = (False, value)

@@ -350,7 +350,7 @@ class Masked(nn.Linear):
 
 def test_a_forward_that_does_not_say_what_it_multiplies_gets_the_very_weight() -> None:
     """It cannot leave the region. The first call runs without the compiler."""
-    waited = run_two_blocks(lambda: Masked(WIDTH, WIDTH))
+    waited = run_two_blocks(lambda: nn.Sequential(Masked(WIDTH, WIDTH)))
     assert [len(layers) for layers in waited] == [2, 0, 0]
 
 

@@ -1,11 +1,6 @@
 """The benchmark of step times runs every schedule, and its stages sleep as often and as long as they should."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import wall_clock
 from wall_clock import Job, Ran, Result, check
 

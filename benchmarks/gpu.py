@@ -1,0 +1,493 @@
+"""What one GPU shows of zbpipe in some minutes: one line for each thing, with PASS, FAIL, or "untried: needs a GPU".
+
+    python benchmarks/gpu.py --json gpu.json
+
+It needs torch 2.11 or newer, no network and no TorchTitan. Without a GPU it runs what a CPU can show, in small sizes.
+benchmarks/README.md says what each part shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from itertools import pairwise, product, starmap
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from llama import Block, Checkpointing
+from merged_w import seconds
+from split_backward import SIZES, Execution, Mode, compare
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import registry
+from zbpipe.runtime import _torch
+from zbpipe.runtime.deferred import defer_weights
+from zbpipe.runtime.products import WeightGradients
+
+Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
+UNTRIED: Verdict = "untried: needs a GPU"
+COST_OF_SPLIT = 1.02
+"""(I+W)/B of a large stage may be so much."""
+HOST_SECONDS = 50e-6
+"""So much more host time than torch's own schedule zbpipe may take for an op."""
+SLEEP = 3_000_000
+"""Cycles that W waits for, where it is late."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at."""
+
+    part: str
+    what: str
+    verdict: Verdict
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Seconds, or ratios."""
+
+    def __str__(self) -> str:
+        return f"{self.part:5}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
+
+
+class Machine(NamedTuple):
+    """Where it runs, and how long."""
+
+    device: torch.device
+    rounds: int
+    modes: Sequence[Mode]
+    """Of the split."""
+    ranks: Sequence[int]
+    """How many share the device, one after the other."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def median(self, function: Callable[[], object]) -> float:
+        """Seconds of a call, with the device's work."""
+        function()
+        return statistics.median(seconds(function, self.device.type) for _ in range(self.rounds))
+
+    def judged(self, good: bool) -> Verdict:
+        """Of a time: a CPU that has other work to do proves nothing."""
+        return "PASS" if good or not self.has_gpu else "FAIL"
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Of two gradients, as a share of the expected one's norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+# Products of W.
+
+
+def gemm(machine: Machine) -> Iterator[Line]:
+    """W of bf16 products into a float32 `.grad`: product and addition, or both in one."""
+    shapes = [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (2048, 4096, 14336)]
+    for rows, width, out in shapes if machine.has_gpu else [(64, 32, 48)]:
+        yield from _gemm(machine, rows, width, out)
+
+
+def _gemm(machine: Machine, rows: int, width: int, out: int) -> Iterator[Line]:
+    options: Any = {"device": machine.device, "dtype": torch.bfloat16}
+    x, dy = torch.randn(rows, width, **options), torch.randn(rows, out, **options)
+    exact = 3 * (dy.double().t() @ x.double())
+    grads = {
+        name: torch.zeros(out, width, device=machine.device, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
+        for name in ("product and add_", "addmm with out_dtype", "addmm_ into bf16")
+    }
+    two_steps, fused, narrow = grads.values()
+    ways: dict[str, Callable[[], object]] = {
+        "product and add_": lambda: two_steps.add_(dy.t().mm(x)),
+        "addmm with out_dtype": lambda: torch.addmm(fused, dy.t(), x, out_dtype=torch.float32, out=fused),
+        "addmm_ into bf16": lambda: narrow.addmm_(dy.t(), x),
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for name, accumulate in ways.items():
+        what = f"{name}, {rows} x {width} x {out}"
+        try:
+            for _ in range(3):
+                accumulate()
+        except (RuntimeError, NotImplementedError) as error:
+            refused = f"refused: {str(error).splitlines()[0][:90]}"
+            yield Line("gemm", what, "FAIL" if machine.has_gpu else UNTRIED, refused)
+            continue
+        error = distance(grads[name], exact)
+        found[name] = time_taken, _ = machine.median(accumulate), error
+        # Three roundings to bf16 are 2**-9 each at most.
+        good = error < 6e-3 * (4 if "bf16" in name else 1)
+        if name == "addmm with out_dtype":
+            two_times, two_error = found["product and add_"]
+            good = error <= two_error and time_taken < two_times
+        figures = {"seconds": time_taken, "error": error}
+        yield Line("gemm", what, "PASS" if good else "FAIL", f"{1e3 * time_taken:.3f} ms, error {error:.1e}", figures)
+
+
+# Host time.
+
+
+def host(machine: Machine) -> Iterator[Line]:
+    """Seconds that the host needs: below that, launches decide how long a microbatch takes."""
+    times = {kind: _layer_seconds(machine, kind == "zbpipe") for kind in ("plain", "zbpipe")}
+    for kind, of_kind in times.items():
+        text = ", ".join(f"{name} {1e6 * value:.1f}" for name, value in of_kind.items()) + " us a layer"
+        yield Line("host", f"linear layer, {kind}", "PASS", text, of_kind)
+    ops = {name: _op_seconds(machine, name) for name in ("ZBVZeroBubble", "ZBV")}
+    more = ops["ZBV"] - ops["ZBVZeroBubble"]
+    text = ", ".join(f"{name} {1e6 * value:.0f}" for name, value in ops.items()) + " us an op, all of it"
+    yield Line("host", "step of tiny stages", machine.judged(more <= HOST_SECONDS), text, ops)
+
+
+def _layer_seconds(machine: Machine, defers: bool) -> dict[str, float]:
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(100)).to(machine.device, torch.bfloat16)
+    gradients = WeightGradients()
+    if defers:
+        defer_weights(layers, gradients)
+    for weight in layers.parameters():
+        weight.grad = torch.zeros_like(weight)
+    x = torch.randn(16, 64, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+    times = []
+    for _ in range(max(machine.rounds, 3)):
+        marks = [time.perf_counter()]
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss = y.sum()
+        marks.append(time.perf_counter())
+        with gradients.record() as pending:
+            loss.backward()
+        marks.append(time.perf_counter())
+        for each in pending:
+            each.accumulate()
+        marks.append(time.perf_counter())
+        _synchronize(machine.device)
+        times.append([(end - start) / len(layers) for start, end in pairwise(marks)])
+    return dict(zip("FIW", (statistics.median(each) for each in zip(*times, strict=True)), strict=True))
+
+
+def _op_seconds(machine: Machine, name: str, microbatches: int = 16) -> float:
+    """Of a step on one rank, the stages one tiny layer each."""
+    modules = [nn.Linear(8, 8, device=machine.device) for _ in range(2)]
+    stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
+    schedule: Any = zbpipe.build_pipeline_schedule(name, stages, microbatches, nn.functional.mse_loss)
+    x = torch.randn(microbatches, 8, device=machine.device)
+    schedule.step(x, target=x)
+    num_ops = 2 * 3 * microbatches
+    return machine.median(lambda: schedule.step(x, target=x)) / num_ops
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# The split.
+
+
+def split(machine: Machine) -> Iterator[Line]:
+    """F, I and W of two Llama blocks (on a GPU of Llama 3 8B's size, bf16), against one backward and torch's split."""
+    name = "large" if machine.has_gpu else "tiny"
+    for mode in machine.modes:
+        what = f"{mode.execution}, checkpointing {mode.checkpointing}"
+        try:
+            torchs, ours = compare(name, SIZES[machine.device.type][name], mode, max(machine.rounds, 2), machine.device)
+        except RuntimeError as error:  # the gradients differ, or the ordinary backward fails
+            yield Line("split", what, "FAIL", str(error).splitlines()[0])
+            continue
+        if ours.ratio is None:
+            yield Line("split", what, "FAIL", f"zbpipe fails: {ours.error}")
+            continue
+        against = f"{torchs.ratio:.2f}" if torchs.ratio is not None else "fails"
+        times = ", ".join(
+            f"{k} {1e3 * (v or 0):.1f}" for k, v in zip("FBIW", (ours.f, ours.b, ours.i, ours.w), strict=True)
+        )
+        text = f"gradients right, (I+W)/B {ours.ratio:.2f}, torch's split {against}; {times} ms"
+        figures = {"zbpipe": asdict(ours), "torch": asdict(torchs)}
+        yield Line("split", what, machine.judged(ours.ratio <= COST_OF_SPLIT), text, figures)
+
+
+# CUDA graphs.
+
+
+def graph(machine: Machine) -> Iterator[Line]:
+    """F, I and W of a block: nothing may wait for the device, or allocate outside of the graph's memory."""
+    torch.manual_seed(0)
+    dim, tokens = (1024, 256) if machine.has_gpu else (32, 8)
+    plain = Block(dim, dim // 16, dim // 64 or 1, tokens).to(machine.device)
+    block, gradients = copy.deepcopy(plain), WeightGradients()
+    defer_weights(block, gradients)
+    x = torch.randn(1, tokens, dim, device=machine.device, requires_grad=True)
+    for module in (plain, block):
+        for weight in module.parameters():
+            weight.grad = torch.zeros_like(weight)
+
+    def once() -> None:
+        loss = block(x).square().mean()
+        with gradients.record() as pending:
+            loss.backward()
+        for each in pending:
+            each.accumulate()
+
+    def worst() -> float:
+        pairs = zip(block.parameters(), plain.parameters(), strict=True)
+        return max(distance(weight.grad, other.grad) for weight, other in pairs)  # type: ignore[arg-type]
+
+    plain(x).square().mean().backward()
+    once()
+    eager = worst()
+    yield Line(
+        "graph", "F, I, W without a graph", "PASS" if eager < 1e-4 else "FAIL", f"gradients differ by {eager:.1e}"
+    )
+    if not machine.has_gpu:
+        yield Line("graph", "F, I, W captured and replayed", UNTRIED)
+        return
+    try:
+        replay = _captured(once)
+    except RuntimeError as error:
+        yield Line("graph", "F, I, W captured and replayed", "FAIL", str(error).splitlines()[0])
+        return
+    for weight in block.parameters():
+        weight.grad.zero_()  # type: ignore[union-attr]
+    replay()
+    replayed = worst()
+    times = {"eager": machine.median(once), "replayed": machine.median(replay)}
+    text = f"gradients differ by {replayed:.1e}; " + ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in times.items())
+    yield Line("graph", "F, I, W captured and replayed", "PASS" if replayed < 1e-4 else "FAIL", text, times)
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    return captured.replay
+
+
+# Ranks that share the GPU.
+
+
+class Cell(NamedTuple):
+    """How the ranks train."""
+
+    ranks: int
+    schedule: str
+    backend: str = "fifo_one_queue"
+    delayed: bool = False
+    """Whether every W comes late on its stream: what does not wait for it reads too early."""
+    sanitized: bool = False
+    """Whether torch's sanitizer of streams looks on."""
+
+    def __str__(self) -> str:
+        how = [*(["W delayed"] if self.delayed else []), *(["under TORCH_CUDA_SANITIZER"] if self.sanitized else [])]
+        return ", ".join([f"p = {self.ranks}, {self.schedule}, {self.backend}", *how])
+
+
+PLAIN_CELLS = [
+    Cell(1, "ZBV"),
+    Cell(2, "ZBV"),
+    Cell(2, "ZBH1"),
+    Cell(4, "ZBV"),
+    Cell(4, "VHalf"),
+    Cell(4, "ZBV", "fifo_queue_per_edge"),
+]
+GPU_CELLS = [*(cell._replace(delayed=True) for cell in PLAIN_CELLS), Cell(2, "ZBV", sanitized=True)]
+
+
+def ranks(machine: Machine) -> Iterator[Line]:
+    """Ranks in processes of their own, NCCL's order of messages, and the gradients of the model in one piece."""
+    plain, gpu = ([cell for cell in cells if cell.ranks in machine.ranks] for cells in (PLAIN_CELLS, GPU_CELLS))
+    for together in _started_together([*plain, *(gpu if machine.has_gpu else [])]):
+        try:
+            errors = _on_ranks(together, machine.device)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[-1]
+            yield from (Line("ranks", str(cell), "FAIL", reason) for cell in together)
+            continue
+        for cell, error in zip(together, errors, strict=True):
+            text = f"gradients differ by {error:.1e}"
+            yield Line("ranks", str(cell), "PASS" if error < 1e-4 else "FAIL", text, {"error": error})
+    if not machine.has_gpu:
+        yield from (Line("ranks", str(cell), UNTRIED) for cell in gpu)
+
+
+def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """What the same processes can run."""
+    kinds = dict.fromkeys((cell.ranks, cell.sanitized) for cell in cells)
+    return [[cell for cell in cells if (cell.ranks, cell.sanitized) == kind] for kind in kinds]
+
+
+def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300) -> list[float]:
+    """The worst error of each cell, over all ranks. All processes are gone when this returns or raises.
+
+    Raises:
+        Exception: a rank's; or TimeoutError.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        variables = {"TORCH_CUDA_SANITIZER": "1"} if cells[0].sanitized else {}
+        os.environ.update(variables)
+        try:
+            processes = mp.spawn(rank_main, (cells, device, directory), nprocs=cells[0].ranks, join=False, daemon=True)
+        finally:
+            for name in variables:
+                del os.environ[name]
+        deadline = time.monotonic() + timeout
+        try:
+            while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no end within {timeout:.0f} seconds")
+        finally:
+            for process in processes.processes:
+                process.kill()
+                process.join()
+        by_rank = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
+    return [max(errors) for errors in zip(*by_rank, strict=True)]
+
+
+def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory: str) -> None:
+    """One of the processes."""
+    import fifo  # noqa: F401  # registers the backends, here and not in the process that only looks on
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/meeting",
+        rank=rank,
+        world_size=cells[0].ranks,
+        timeout=timedelta(seconds=120),
+    )
+    errors = [_train(cell, rank, device) for cell in cells]
+    Path(directory, f"{rank}.json").write_text(json.dumps(errors))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -> float:
+    """Two steps; how far the gradients of the second are from those of the model in one piece."""
+    group = dist.new_group(timeout=timedelta(seconds=120), backend=cell.backend)
+    num_stages = registry.lookup(cell.schedule).place(cell.ranks).num_stages
+    dim, tokens = (512, 128) if device.type == "cuda" else (32, 8)
+    model = [_stage(index, dim, tokens).to(device) for index in range(num_stages)]
+    parts = {
+        index: copy.deepcopy(model[index])
+        for index in zbpipe.stage_indices(cell.schedule, rank=rank, num_ranks=cell.ranks)
+    }
+    stages = [PipelineStage(part, index, num_stages, device, group=group) for index, part in parts.items()]
+    schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
+    if cell.delayed:
+        _torch.wrap_compute(schedule, _late_w)
+    torch.manual_seed(1)
+    x, target = torch.randn(2, microbatches, tokens, dim).to(device)
+    for _ in range(2):
+        for part in parts.values():
+            part.zero_grad()
+        schedule.step(*([x] if 0 in parts else []), target=target if num_stages - 1 in parts else None)
+    for one, goal in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+        (nn.functional.mse_loss(nn.Sequential(*model)(one), goal) / microbatches).backward()
+    _synchronize(device)
+    return max(
+        distance(weight.grad, other.grad)  # type: ignore[arg-type]
+        for index, part in parts.items()
+        for weight, other in zip(part.parameters(), model[index].parameters(), strict=True)
+    )
+
+
+def _stage(index: int, dim: int, tokens: int) -> nn.Module:
+    torch.manual_seed(100 + index)
+    return Block(dim, dim // 16, max(dim // 64, 1), tokens)
+
+
+def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+    if kind == "W":
+        torch.cuda._sleep(SLEEP)
+    return compute()
+
+
+# The command.
+
+PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+    part.__name__: part for part in (gemm, host, split, graph, ranks)
+}
+
+
+def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:
+    """The lines of some parts; a part that raises ends with a line that fails."""
+    for name in parts:
+        try:
+            yield from PARTS[name](machine)
+        except Exception as error:
+            traceback.print_exc()
+            yield Line(name, type(error).__name__, "FAIL", str(error).strip().splitlines()[0] if str(error) else "")
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """Versions and device, for the report."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
+        "torch": torch.__version__,
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "python": platform.python_version(),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=21, help="of everything that is timed (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one, also for ROCm")
+    ways, kinds = list(get_args(Execution)), list(get_args(Checkpointing))
+    parser.add_argument("--execution", nargs="+", choices=ways, default=ways, help="of the split (default: both)")
+    parser.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds, help="of the split (default: all)")
+    numbers = sorted({cell.ranks for cell in PLAIN_CELLS})
+    parser.add_argument("--ranks", nargs="+", type=int, choices=numbers, default=numbers, help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all lines and figures, in seconds")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
+    machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
+    torch.set_num_threads(1)
+    # All but the ranks' messages stay in this process; gloo would look for a network, and older torch sends to itself.
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
+    lines = []
+    for line in run(machine, arguments.parts):
+        print(line, flush=True)
+        lines.append(line)
+    dist.destroy_process_group()
+    counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in get_args(Verdict)}
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if arguments.json:
+        report = {**about(device), "lines": [asdict(line) for line in lines]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return int(counts["FAIL"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
