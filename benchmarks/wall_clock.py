@@ -275,7 +275,7 @@ def uniform_costs(placement: Placement, times: Times, unit: float, latency: floa
 
 def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
     """The schedule's name, or the CSV file of the plan, which rank 0 makes for all."""
-    name = name.partition("/")[0]
+    name = name.partition("@")[0]
     if name not in PLANS:
         return name
     limit = PLANS[name](job.ranks)
@@ -287,8 +287,8 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
 
 
 def receives_of(name: str) -> str | None:
-    """What stands behind a slash: where the schedule's receives are posted."""
-    return name.partition("/")[2] or None
+    """What stands behind an @: where the schedule's receives are posted."""
+    return name.partition("@")[2] or None
 
 
 def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
@@ -375,7 +375,7 @@ def table(results: Sequence[Result]) -> str:
     ]
     for result in results:
         rival = next(r for r in results if r.schedule == YARDSTICK and _cell(r) == _cell(result))
-        name = result.schedule.partition("/")[0]
+        name = result.schedule.partition("@")[0]
         whose = "zbpipe" if name in PLANS else lookup(name).source
         ratio = f"{result.ratio:.3f}"
         lines.append(
@@ -408,7 +408,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=[*NAMED, *PLANS],
         metavar="NAME",
-        help="1F1B is always run (default: all). ZBV/early posts receives early, likewise late, timed and nearest",
+        help="1F1B is always run (default: all). ZBV@early posts receives early, likewise late, timed and nearest",
     )
     parser.add_argument(
         "--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue (default: %(default)s)"
@@ -431,8 +431,8 @@ def _times(text: str) -> Times:
 
 
 def _known(text: str) -> str:
-    name, slash, receives = text.partition("/")
-    return lookup(name).name + slash + (Receives.parse(receives) if slash else "")
+    name, at, receives = text.partition("@")
+    return lookup(name).name + at + (Receives.parse(receives) if at else "")
 
 
 def main() -> int:
