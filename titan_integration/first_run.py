@@ -442,7 +442,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
     parser.add_argument("--schedules", type=_words, default=_words("ZBV,VHalf,Auto"), help="beside 1F1B")
-    parser.add_argument("--receives", type=_words, default=_words("early,late,timed"), help="ways to try with each")
+    # The model chooses the nearest ones for most schedules on AMD's GPUs, and nowhere else.
+    ways = "early,late,timed,nearest" if torch.version.hip else "early,late,timed"
+    parser.add_argument("--receives", type=_words, default=_words(ways), help="ways to try with each")
     parser.add_argument("trainer", nargs="*", help="after --: goes on to the trainer")
     return parser.parse_args(arguments)
 
