@@ -75,13 +75,18 @@ ON_ROCM = torch.version.hip is not None
 """Whether this torch was built for AMD's GPUs."""
 
 
+def device_of(stage: _PipelineStageBase) -> torch.device:
+    """Where it computes; torch's stages take a name as well, and keep it as it is."""
+    return torch.device(stage.device)
+
+
 def usual_transport(stage: _PipelineStageBase) -> Transport:
     """What messages between `stage` and others wait for, as far as it is known.
 
     NCCL has one queue for all messages of a process group; torch from 2.15 on can give each edge of the pipeline a
     group. On AMD's GPUs streams may share queues of the hardware, so the worst case is assumed.
     """
-    if stage.device.type == "cpu":
+    if device_of(stage).type == "cpu":
         return Transport.IDEAL
     if ON_ROCM:
         return Transport.SHARED

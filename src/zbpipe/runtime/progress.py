@@ -112,7 +112,7 @@ class Progress:
     @contextmanager
     def followed(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
-        device = _torch.stages_of(schedule)[0].device
+        device = _torch.device_of(_torch.stages_of(schedule)[0])
         # A captured step runs later, again and again, and events in it would be part of the graph.
         if _torch.is_capturing(device):
             yield
