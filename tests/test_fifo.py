@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from itertools import count, islice, product
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,14 +307,11 @@ def expected_of(num_stages: int, microbatches: int, validates: bool) -> Run:
 
 
 def named_cells() -> list[Cell]:
-    """All schedules on one queue, the hardest; on the other kinds those that send both ways between two ranks."""
-    both_ways = ("1F1B", "ZBV", "VHalf", "DualPipeV")
-    elsewhere = product(("ZBV", "VHalf", "ZB2P"), (Receives.LATE, Receives.NEAREST))
+    """All schedules on one queue, the hardest, with the receives that they have by default; some of the rest."""
     return [
-        *(Cell(name, ONE_QUEUE, Receives.EARLY) for name in NAMES),
-        *(Cell(name, ONE_QUEUE, Receives.TIMED) for name in OURS),
-        *(Cell(name, ONE_QUEUE, receives) for name, receives in elsewhere),
-        *(Cell(name, backend, Receives.EARLY) for name in both_ways for backend in (PER_PEER, PER_EDGE)),
+        *(Cell(name, ONE_QUEUE, Receives.TIMED if name in OURS else Receives.EARLY) for name in NAMES),
+        *(Cell("ZBV", ONE_QUEUE, receives) for receives in Receives if receives is not Receives.TIMED),
+        *(Cell("VHalf", backend, Receives.EARLY) for backend in (PER_PEER, PER_EDGE)),
         *([Cell("ZBV", GROUP_PER_EDGE, Receives.TIMED)] if hasattr(config, "pipeline_per_edge_p2p") else []),
     ]
 
