@@ -23,7 +23,7 @@ quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs_file ir layers lowered registry split split_page validate waiting zbv
-RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks gradient_check gradients lowered profiler refusals split steps torch waiting warm_up
+RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks lowered refusals split steps torch waiting warm_up
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)

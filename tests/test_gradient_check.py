@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import compiled, deferred, products
+from zbpipe.runtime import deferred, products, slots
 from zbpipe.runtime.gradient_check import GradientMismatchError, _WLast
 from zbpipe.runtime.products import PendingGradient, WeightProduct
 
@@ -190,10 +190,11 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch,
         block.compile(backend=backend, fullgraph=True)
     x = torch.randn(3, WIDTH)
     zbpipe.check_gradients(stage, x, microbatches=3)
-    doubled = WeightProduct(compiled.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
-    monkeypatch.setattr(compiled, "LINEAR", doubled)
+    doubled = WeightProduct(slots.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
+    monkeypatch.setattr(slots, "LINEAR", doubled)
+    # Of other shapes, for which the region learns its products anew.
     with pytest.raises(zbpipe.PipelineError) as error:
-        zbpipe.check_gradients(stage, x, microbatches=3)
+        zbpipe.check_gradients(stage, torch.randn(6, WIDTH), microbatches=3)
     report = mismatch(error).report
     assert {*report.off()} == {(0, f"{n}.{layer}.weight") for n in (0, 1) for layer in ("up", "down")}
     assert [report.errors[key] for key in report.off()] == pytest.approx([1.0] * 4)
