@@ -33,6 +33,7 @@ from merged_w import seconds
 from split_backward import SIZES, Execution, Mode, compare
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from wall_clock import join
 
 import zbpipe
 from zbpipe import registry
@@ -351,15 +352,7 @@ def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300)
         finally:
             for name in variables:
                 del os.environ[name]
-        deadline = time.monotonic() + timeout
-        try:
-            while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no end within {timeout:.0f} seconds")
-        finally:
-            for process in processes.processes:
-                process.kill()
-                process.join()
+        join(processes, timeout)
         by_rank = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
     return [max(errors) for errors in zip(*by_rank, strict=True)]
 

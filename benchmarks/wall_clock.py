@@ -347,19 +347,28 @@ def rank_main(rank: int, job: Job, directory: str) -> None:
     dist.destroy_process_group()
 
 
+def join(processes: Any, timeout: float) -> None:
+    """Wait for what `mp.spawn` started; all of it is gone when this returns or raises.
+
+    Raises:
+        Exception: one of theirs; or TimeoutError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no end within {timeout:.0f} seconds")
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join()
+
+
 def run_ranks(job: Job) -> list[Result]:
     """One process per rank, all of them gone when this returns or raises."""
     with tempfile.TemporaryDirectory() as directory:
         processes = mp.spawn(rank_main, (job, directory), nprocs=job.ranks, join=False, daemon=True)
-        deadline = time.monotonic() + job.timeout
-        try:
-            while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no end within {job.timeout:.0f} seconds")
-        finally:
-            for process in processes.processes:
-                process.kill()
-                process.join()
+        join(processes, job.timeout)
         found = json.loads((Path(directory) / "results.json").read_text())
         return [Result(**each | {"times": tuple(each["times"])}) for each in found]
 

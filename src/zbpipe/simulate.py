@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.lowered import Rows
 from zbpipe.passes import action, place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives, Transport, run
@@ -64,35 +65,42 @@ def simulate(
                 clocks = [max(clocks)] * schedule.num_ranks
             _run_step(schedule, costs, step, clocks, spans)
         return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
-    if receives is None:
-        receives = best_receives(schedule, costs, transport)
+    best = _shortest(schedule, costs, transport) if receives is None else None
+    receives = (best.receives if best else receives) or _PREFERRED[0]
     if synchronous or num_steps == 1:
-        return _repeated(_with_queues(schedule, costs, transport, receives), num_steps)
-    in_a_row = _with_queues(_steps_in_a_row(schedule, num_steps), costs, transport, receives)
+        one_step = best or _with_queues(simulate(schedule, costs), with_messages(schedule), transport, receives)
+        return _repeated(one_step, num_steps)
+    long = _steps_in_a_row(schedule, num_steps)
+    in_a_row = _with_queues(simulate(long, costs), with_messages(long), transport, receives)
     return _in_steps(in_a_row, schedule, num_steps)
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
     """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere."""
-    if transport is Transport.IDEAL:
-        return _PREFERRED[0]
-    ideal = simulate(schedule, costs).makespan
-    best, shortest = _PREFERRED[0], inf
+    best = None if transport is Transport.IDEAL else _shortest(schedule, costs, transport)
+    return _PREFERRED[0] if best is None or best.receives is None else best.receives
+
+
+def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
+    """One step with its receives where they are best; None if messages wait in a circle wherever they stand."""
+    ideal, messages = simulate(schedule, costs), with_messages(schedule)
+    best, shortest = None, inf
     for receives in _PREFERRED:
-        if ideal >= shortest * _WORTH_IT:
+        if ideal.makespan >= shortest * _WORTH_IT:
             break
         try:
-            length = _with_queues(schedule, costs, transport, receives).makespan
+            trial = _with_queues(ideal, messages, transport, receives)
         except ValueError:  # a circle
             continue
-        if length < shortest * _WORTH_IT:
-            best, shortest = receives, length
+        if trial.makespan < shortest * _WORTH_IT:
+            best, shortest = trial, trial.makespan
     return best
 
 
-def _with_queues(schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives) -> Timeline:
-    """One step with a transport in which messages wait for each other."""
-    rows = place_receives(with_messages(schedule), receives, simulate(schedule, costs))
+def _with_queues(ideal: Timeline, messages: Rows, transport: Transport, receives: Receives) -> Timeline:
+    """One step with a transport in which messages wait for each other, from one in which they do not."""
+    schedule, costs = ideal.schedule, ideal.costs
+    rows = place_receives(messages, receives, ideal)
     times = run(rows, schedule.placement, costs, transport)
     spans = tuple(tuple(Span(op, times.start[action(op)], times.end[action(op)]) for op in ops) for ops in schedule)
     op_of = {action(op): op for ops in schedule for op in ops}
