@@ -22,8 +22,8 @@ quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 	$(BIN)/pytest $(QUICK:%=tests/test_%.py)
 
 # The other tests need no torch, or TorchTitan.
-QUICK := accumulation costs_file ir layers lowered registry split split_page validate waiting zbv
-RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks lowered refusals split steps torch waiting warm_up
+QUICK := accumulation costs_file ir layer_costs actions registry split split_page validation waiting zbv
+RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks actions refusals split steps torch waiting warm_up
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)

@@ -38,8 +38,8 @@ from wall_clock import join
 import zbpipe
 from zbpipe import registry
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import defer_weights
-from zbpipe.runtime.products import WeightGradients
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.products import WeightGradients
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"

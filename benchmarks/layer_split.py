@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from zbpipe import CostModel, Layer, LayerCosts, Link, Placement, generate, plan_layers, simulate
-from zbpipe.layers import Split
+from zbpipe.layer_costs import Split
 
 RANKS, MICROBATCHES = 8, 32
 BLOCKS, DIM, KV_DIM, FFN_DIM, TOKENS = 32, 4096, 1024, 14336, 8192

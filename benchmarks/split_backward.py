@@ -28,7 +28,7 @@ from llama import Block, Checkpointing, checkpointed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from zbpipe.runtime.stages import split_backward
+from zbpipe.runtime.split.stage import split_backward
 
 Execution = Literal["eager", "compile"]
 Split = Literal["torch", "zbpipe"]

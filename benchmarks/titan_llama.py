@@ -22,7 +22,7 @@ from statistics import median
 import torch
 import torchtitan
 
-from zbpipe.titan.launch import train_on_cpu
+from zbpipe.demo.launch import train_on_cpu
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV", "Auto")
 MODES = {

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 
 from zbpipe import CostModel, Schedule, generate, simulate
-from zbpipe.lowered import Rows
+from zbpipe.actions import Rows
 from zbpipe.passes import place_receives, unknown_costs, with_messages
 from zbpipe.transport import Receives, Transport, run
 from zbpipe.views.report import table

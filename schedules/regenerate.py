@@ -8,7 +8,7 @@ from pathlib import Path
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
 from zbpipe.registry import Traits, generate, schedules
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.views.svg import svg
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchtitan.trainer import Trainer
 
-from zbpipe.titan.demo_config import llama3_python_stdlib
+from zbpipe.demo.models03 import llama3_python_stdlib
 
 
 def other_schedule() -> Trainer.Config:

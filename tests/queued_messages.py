@@ -18,7 +18,7 @@ from fifo import BACKENDS
 from hypothesis import strategies as st
 
 from zbpipe import simulate, testing
-from zbpipe.lowered import COMPUTE, Action, Rows
+from zbpipe.actions import COMPUTE, Action, Rows
 from zbpipe.passes import free_sends_early, place_receives, unknown_costs, with_messages
 from zbpipe.transport import Receives
 

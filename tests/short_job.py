@@ -13,7 +13,7 @@ from ranks import join_group
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 
 MICROBATCHES, WIDTH = 4, 8
 

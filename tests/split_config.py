@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan.trainer import Trainer
 
-from zbpipe.titan.demo_config import llama3_python_stdlib
+from zbpipe.demo.models03 import llama3_python_stdlib
 
 
 def llama3_split() -> Trainer.Config:

@@ -14,8 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
-from zbpipe.runtime import _torch, products
-from zbpipe.runtime.products import LINEAR, PendingGradient, sums_in_float32
+from zbpipe.runtime import _torch
+from zbpipe.runtime.split import products
+from zbpipe.runtime.split.products import LINEAR, PendingGradient, sums_in_float32
 
 ROWS, IN, OUT, MICROBATCHES = 24, 16, 8, 4
 HALF = [torch.bfloat16, torch.float16]

@@ -19,7 +19,7 @@ import zbpipe
 from zbpipe import cli, generate, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 
 SIMULATE_KEYS = {
     "schedule",
@@ -247,7 +247,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
         raise AssertionError("this came too late")
 
     monkeypatch.setattr("zbpipe.registry.generate", worked)
-    monkeypatch.setattr("zbpipe.titan.demo.run_demo", worked)
+    monkeypatch.setattr("zbpipe.demo.comparison.run_demo", worked)
     monkeypatch.setattr(os, "access", lambda file, mode: False)
     for line in (
         "export ZBV -p 2 -m 2 -o",
@@ -263,7 +263,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
 
 
 def test_a_result_of_the_demo_that_cannot_be_written_after_all(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbpipe.titan.demo.run_demo", lambda *_: (here / "a").mkdir() or [])
+    monkeypatch.setattr("zbpipe.demo.comparison.run_demo", lambda *_: (here / "a").mkdir() or [])
     result = run("demo --json a")
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: a: Is a directory; name a file")

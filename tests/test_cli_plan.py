@@ -21,7 +21,7 @@ from test_gradients import assert_like_reference, train_from_file
 import zbpipe
 from zbpipe import CostModel, Placement, cli
 from zbpipe.costs_file import JobCosts, dump
-from zbpipe.layers import Layer, LayerCosts
+from zbpipe.layer_costs import Layer, LayerCosts
 
 QUICK = "--budget 2e5"
 SIMULATE_KEYS = {

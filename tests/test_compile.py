@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.compiled import defer_in_compiled_regions
-from zbpipe.runtime.deferred import defer_weights
-from zbpipe.runtime.products import GROUPED_MM, PendingGradient, WeightGradients, WeightProduct, WeightProducts
-from zbpipe.runtime.slots import WeightWithExit
-from zbpipe.runtime.stages import require_memory_that_lasts
+from zbpipe.runtime.split.compiled import defer_in_compiled_regions
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.products import GROUPED_MM, PendingGradient, WeightGradients, WeightProduct, WeightProducts
+from zbpipe.runtime.split.slots import WeightWithExit
+from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}

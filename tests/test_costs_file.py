@@ -15,7 +15,7 @@ from test_docs import ROOT, blocks
 
 from zbpipe import CostModel, Link, Placement
 from zbpipe.costs_file import JobCosts, dump, from_data, load
-from zbpipe.layers import Layer, LayerCosts
+from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.testing import placements
 from zbpipe.transport import Transport
 

@@ -14,8 +14,8 @@ import torch
 
 import zbpipe
 from zbpipe import registry
-from zbpipe.runtime.deferred import defer_weights
-from zbpipe.runtime.products import WeightGradients
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.products import WeightGradients
 
 ROOT = Path(__file__).parent.parent
 

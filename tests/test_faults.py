@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import _torch, failures, progress
-from zbpipe.runtime.products import PendingGradient
+from zbpipe.runtime.split.products import PendingGradient
 
 MICROBATCHES = 6
 SHORT_TIMEOUT = 2.0

@@ -30,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 from zbpipe import OpKind, Schedule, registry, testing
-from zbpipe.lowered import Rows, blocked_queues, parse, validate_lowered, waits
+from zbpipe.actions import Rows, blocked_queues, parse, validate_lowered, waits
 from zbpipe.transport import Receives
 
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gpu import UNTRIED, Line, Machine
 from split_backward import Mode
 
-from zbpipe.runtime.products import PendingGradient
+from zbpipe.runtime.split.products import PendingGradient
 
 SCRIPT = Path(gpu.__file__)
 CPU = Machine(torch.device("cpu"), rounds=2, modes=[Mode("eager", "none")], ranks=[2])

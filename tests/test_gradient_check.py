@@ -29,9 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import deferred, products, slots
 from zbpipe.runtime.gradient_check import GradientMismatchError, _WLast
-from zbpipe.runtime.products import PendingGradient, WeightProduct
+from zbpipe.runtime.split import layers, products, slots
+from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 
 pytestmark = pytest.mark.zoo  # it takes minutes, too
 
@@ -144,7 +144,7 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to no parameter of the stage, but to all of the stage before."""
     wrong = WeightProduct(lambda dy, weight: 1.01 * dy @ weight, products.LINEAR.weight_gradient)
-    monkeypatch.setattr(deferred, "LINEAR", wrong)
+    monkeypatch.setattr(layers, "LINEAR", wrong)
     modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients(modules, torch.randn(2, WIDTH))

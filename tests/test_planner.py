@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, generate, simulate
+from zbpipe.bound import lower_bound, span_bound
 from zbpipe.costs import least_room, shares_within
-from zbpipe.planner.bound import lower_bound, span_bound
-from zbpipe.planner.compiled import PLAIN, Engine, fastest
+from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, Shape
 from zbpipe.planner.plan import PLACEMENTS, plan

@@ -179,7 +179,7 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
 
 ON_THE_CPU: dict[str, Any] = {
     "compile": {"enable": False},
-    "experimental": {"custom_import": "zbpipe.titan.demo_spec"},
+    "experimental": {"custom_import": "zbpipe.demo.models02"},
     "lr_scheduler": {"warmup_steps": 2},
     "model": {
         "name": "llama3_python_stdlib",

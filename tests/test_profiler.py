@@ -26,9 +26,9 @@ from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
-from zbpipe.runtime.profiler import measure_links
-from zbpipe.runtime.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.trace import trace
+from zbpipe.runtime.measure.profiler import measure_links
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.measure.trace import trace
 from zbpipe.transport import Receives
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
 from zbpipe import CostModel, OpKind, registry, simulate
-from zbpipe.lowered import Action, Rows
+from zbpipe.actions import Action, Rows
 from zbpipe.passes import free_sends_early, place_receives, with_messages
 from zbpipe.runtime import _torch
 from zbpipe.runtime.build import schedule_class

@@ -15,7 +15,7 @@ from zbpipe import Op, Placement, Schedule, generate, registry
 from zbpipe.costs import CostModel, least_room, shares_within
 from zbpipe.planner.search import best_within
 from zbpipe.runtime._torch import lower
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.timeline import Timeline
 

@@ -38,8 +38,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
-from zbpipe.runtime.deferred import defer_weights
-from zbpipe.runtime.products import (
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.products import (
     GROUPED_MM,
     PendingGradient,
     WeightGradients,

@@ -19,7 +19,7 @@ from zbpipe.testing import (
     runnable_schedules,
     schedules,
 )
-from zbpipe.validate import Rule
+from zbpipe.validation import Rule
 
 RULES: tuple[Rule, ...] = tuple(rule for rule in get_args(Rule) if rule != "memory")
 """Memory is at fault only where somebody sets a limit."""

@@ -21,11 +21,12 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_tita
 
 import zbpipe
 from zbpipe import cli, costs_file
+from zbpipe.demo import comparison, launch
+from zbpipe.demo.launch import Outcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
-from zbpipe.titan import demo, launch, versions
+from zbpipe.titan import versions
 from zbpipe.titan.check import check
-from zbpipe.titan.launch import Outcome, train_on_cpu
-from zbpipe.titan.options import parse
+from zbpipe.titan.command_line import parse
 
 require_titan("0.3.0")
 TIMEOUT = 200
@@ -393,7 +394,7 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
     prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.titan import python_text
+    from zbpipe.demo import python_text
 
     python_text.register()
     shards = []
@@ -421,7 +422,7 @@ def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
 
 def tokenizer_round_trip() -> tuple[list[int], str, int]:
     prepare()
-    from zbpipe.titan.python_text import ByteTokenizer
+    from zbpipe.demo.python_text import ByteTokenizer
 
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode("λ x", add_bos=True, add_eos=True)
@@ -449,7 +450,7 @@ def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: A
 
 
 def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo, "train_on_cpu", fake_train)
+    monkeypatch.setattr(comparison, "train_on_cpu", fake_train)
     file = tmp_path / "runs.json"
     result = CliRunner().invoke(cli.main, ["demo", "--steps", "3", "--json", str(file)])
     assert result.exit_code == 0, result.output
@@ -478,7 +479,7 @@ def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail_zbv(arguments: list[str], **options: Any) -> Outcome:
         return Outcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
-    monkeypatch.setattr(demo, "train_on_cpu", fail_zbv)
+    monkeypatch.setattr(comparison, "train_on_cpu", fail_zbv)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1
 
 

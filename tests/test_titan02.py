@@ -19,9 +19,9 @@ from titan_jobs import DEEPSEEK, SHORT, Job, Titan, assert_trains_alike, pipelin
 
 import zbpipe
 from zbpipe import Placement, costs_file
+from zbpipe.demo import comparison
+from zbpipe.demo.launch import demo_arguments
 from zbpipe.runtime.options import Options
-from zbpipe.titan import demo
-from zbpipe.titan.versions import installed
 
 require_titan("0.2.2")
 pytestmark = pytest.mark.timeout(500)
@@ -346,14 +346,14 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path, h
 
 
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo, "SCHEDULES", ("ZBV",))
+    monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
     class Silent:
         def started(self, what: str, steps: int) -> None: ...
         def stepped(self, step: int, loss: float) -> None: ...
-        def ended(self, run: demo.Run | None) -> None: ...
+        def ended(self, run: comparison.Run | None) -> None: ...
 
-    (run,) = demo.run_demo(2, Silent(), tmp_path)
+    (run,) = comparison.run_demo(2, Silent(), tmp_path)
     log = (tmp_path / "ZBV" / "output.log").read_text()
     print(log)
     assert (run.status, run.error) == ("ok", None)
@@ -365,7 +365,7 @@ OTHER_PROGRAM = """
 import sys
 
 import zbpipe.titan
-from zbpipe.titan.options import parse
+from zbpipe.titan.command_line import parse
 
 options, arguments = parse(sys.argv[1:])
 zbpipe.titan.plug_in(options)
@@ -387,7 +387,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
     program = tmp_path / "program.py"
     program.write_text(OTHER_PROGRAM)
     arguments = [
-        *installed().demo_arguments(tmp_path, "llama3_python_stdlib"),
+        *demo_arguments(tmp_path, "llama3_python_stdlib"),
         *(*SHORT, *start_from(titan.seed()), *pipeline("ZBV"), "--zbpipe.trace", str(tmp_path / "trace.json")),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -474,8 +474,8 @@ def experts() -> float:
     import torch
     from torchtitan.models.moe import moe
 
-    from zbpipe.runtime.deferred import defer_weights
-    from zbpipe.runtime.products import WeightGradients
+    from zbpipe.runtime.split.layers import defer_weights
+    from zbpipe.runtime.split.products import WeightGradients
 
     moe.indices_padding_wrapper = lambda function: function  # it pads by a kernel of Triton
     torch.manual_seed(0)

@@ -144,8 +144,8 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     from titan_integration import memory
-    from zbpipe.runtime.deferred import defer_weights
-    from zbpipe.runtime.products import WeightGradients
+    from zbpipe.runtime.split.layers import defer_weights
+    from zbpipe.runtime.split.products import WeightGradients
 
     # The tensors inside of DTensors and of pending collectives, which have storages of their own.
     live_bytes.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from titan_jobs import require_titan
 
+from zbpipe.actions import parse, validate_lowered
 from zbpipe.ir import OpKind
-from zbpipe.lowered import parse, validate_lowered
 from zbpipe.registry import generate, lookup
 from zbpipe.runtime import _torch
-from zbpipe.validate import validate
+from zbpipe.validation import validate
 
 require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
@@ -59,9 +59,9 @@ def import_titan() -> None:
     from zbpipe.titan import cpu
 
     cpu.stand_in()
-    from zbpipe.titan import _titan03, options
+    from zbpipe.titan import _titan03, command_line
 
-    _titan03.plug_in(options.Options(), on_cpu=True)
+    _titan03.plug_in(command_line.Options(), on_cpu=True)
     torch.set_num_threads(1)
     import titan_integration.llama3
     import titan_integration.memory  # noqa: F401
@@ -137,12 +137,12 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3, memory
-    from zbpipe.titan import _titan03, check, options
+    from zbpipe.titan import _titan03, check, command_line
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    check.check(_config, options.Options())
+    check.check(_config, command_line.Options())
     needs = memory.needs(_config, hardware.gpus)
     _titan03.adapt_to_cpu(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
@@ -173,14 +173,14 @@ def build_rank(job: tuple[int, int]) -> Built:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import _titan03, options
+    from zbpipe.titan import _titan03, command_line
 
     num_gpus, rank = job
     dist.init_process_group("fake", rank=rank, world_size=num_gpus)
     dims = ParallelDims.from_config(_config.parallelism, num_gpus)
     dims.build_mesh()
     spec = _config.model_spec
-    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, options.Options())(
+    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, command_line.Options())(
         _model,
         parallel_dims=dims,
         training=_config.training,
@@ -306,8 +306,8 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     from titan_integration import llama3, memory
-    from zbpipe.runtime.deferred import defer_weights
-    from zbpipe.runtime.products import WeightGradients
+    from zbpipe.runtime.split.layers import defer_weights
+    from zbpipe.runtime.split.products import WeightGradients
     from zbpipe.titan import _titan03
 
     tp, checkpointing = how
@@ -677,9 +677,9 @@ def model_of(arguments: list[str]) -> str:
     """The model of a job by TorchTitan's own reading of the command line, checked as before a launch."""
     import torchtitan.train
 
-    from zbpipe.titan import check, options
+    from zbpipe.titan import check, command_line
 
-    chosen, rest = options.parse(arguments)
+    chosen, rest = command_line.parse(arguments)
     config = torchtitan.train.ConfigManager().parse_args(rest)
     check.check(config, chosen)
     return f"{config.model_spec.name} {config.model_spec.flavor}"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zbpipe.titan import demo, versions
+from zbpipe.demo import comparison
+from zbpipe.titan import versions
 
 
 @pytest.fixture
@@ -83,8 +84,8 @@ def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"torchtitan is not installed: pip install 'zbpipe\[titan\]'"):
         versions.installed()
-    with pytest.raises(demo.DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
-        demo.run_demo(2, progress=None)  # type: ignore[arg-type]
+    with pytest.raises(comparison.DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
+        comparison.run_demo(2, progress=None)  # type: ignore[arg-type]
 
 
 def source_tree(folder: Path, release: str) -> Path:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe.actions import parse
 from zbpipe.ir import Op, OpKind, Placement
-from zbpipe.lowered import parse
 from zbpipe.passes import in_order_of_ends, with_messages
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives, Transport, run

@@ -17,7 +17,7 @@ from rich.text import Text
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Span, Timeline
 from zbpipe.views import style
 from zbpipe.views.grid import IDLE, grid

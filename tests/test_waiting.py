@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule, registry
-from zbpipe.runtime import ownership, stages
-from zbpipe.runtime.deferred import defer_weights, deferral_of
-from zbpipe.runtime.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split import ownership, stage
+from zbpipe.runtime.split.layers import defer_weights, deferral_of
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
@@ -122,7 +122,7 @@ def test_nothing_is_copied_that_nobody_else_holds(
         after = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
         copied.append(sum(one != other for one, other in zip(before, after, strict=True)))
 
-    monkeypatch.setattr(stages, "take_over", count)
+    monkeypatch.setattr(stage, "take_over", count)
     positions = pipeline(Learned(lambda pos: pos.unsqueeze(0)), weights_last)
     for _ in range(2):
         step(positions, positions._stages[0].submod)

@@ -6,7 +6,7 @@ from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
 from zbpipe import OpKind, Schedule, generate
 from zbpipe.costs import CostModel
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.testing import check_schedule, schedules
 from zbpipe.timeline import Timeline
 

@@ -21,7 +21,7 @@ from zoo import CASES
 from zoo.case import Case, Mode
 from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
 
-from zbpipe.runtime.products import PendingGradient
+from zbpipe.runtime.split.products import PendingGradient
 
 # The first test of a number of ranks runs the models of all.
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(900)]

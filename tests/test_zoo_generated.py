@@ -142,7 +142,7 @@ def tables(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One rank, numbers in float64, and the schedules that are tables."""
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
     register_tables()
-    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.stages"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

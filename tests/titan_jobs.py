@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zbpipe.titan.launch import Outcome, first_error
-from zbpipe.titan.versions import METRICS, installed
+from zbpipe.demo.launch import METRICS, Outcome, demo_arguments, first_error
+from zbpipe.titan.versions import installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3
@@ -128,7 +128,7 @@ class Titan:
         # As with torchrun, the store is held by none of the ranks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = {
-            "arguments": [*installed().demo_arguments(folder, model), *arguments],
+            "arguments": [*demo_arguments(folder, model), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": store.port,

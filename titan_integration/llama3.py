@@ -30,7 +30,7 @@ from torchtitan.models import llama3
 from torchtitan.models.llama3 import config_registry as titan
 from torchtitan.trainer import Trainer
 
-from zbpipe.titan import demo_config, python_text
+from zbpipe.demo import models03, python_text
 
 
 class Hardware(NamedTuple):
@@ -61,7 +61,7 @@ def llama3_debug() -> Trainer.Config:
 
     2 processes: PP 2. More, in multiples of 2, become FSDP. 8 microbatches of 256 tokens, float32.
     """
-    config = demo_config.llama3_python_stdlib()
+    config = models03.llama3_python_stdlib()
     return _pipelined(config, "ZBV", pp=2, tp=1, checkpointing="selective")
 
 
@@ -80,7 +80,7 @@ def llama3_8b_no_downloads() -> Trainer.Config:
     """The same job on the source of Python's standard library, byte by byte: for a node without tokenizer and data."""
     config = llama3_8b()
     python_text.register()
-    config.tokenizer = demo_config.ByteTokenizer.Config()
+    config.tokenizer = models03.ByteTokenizer.Config()
     config.hf_assets_path = "."
     config.dataloader = text_datasets.HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
     return config

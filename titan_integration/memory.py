@@ -24,10 +24,10 @@ import torch
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
-from zbpipe.layers import even_sizes, split_of
+from zbpipe.layer_costs import even_sizes, split_of
 from zbpipe.registry import generate, lookup
-from zbpipe.simulate import simulate
-from zbpipe.titan import cpu, options
+from zbpipe.simulation import simulate
+from zbpipe.titan import command_line, cpu
 
 GIB = 2**30
 GPUS = {"H100": 79, "H200": 139, "MI300X": 192, "MI325X": 256, "MI355X": 288}
@@ -251,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="titan_integration.memory", allow_abbrev=False)
     parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
     known, rest = parser.parse_known_args()
-    chosen, rest = options.parse(rest)
+    chosen, rest = command_line.parse(rest)
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
     from torchtitan.config import ConfigManager

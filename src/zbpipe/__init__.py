@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.layers import Layer, LayerCosts
+from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.registry import generate, register, stage_indices
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
-from zbpipe.validate import Finding, validate
+from zbpipe.validation import Finding, validate
 
 if TYPE_CHECKING:
     from zbpipe.frameworks.installation import install, uninstall
-    from zbpipe.planner.layers import LayerPlan, plan_layers
+    from zbpipe.planner.partition import LayerPlan, plan_layers
     from zbpipe.planner.plan import Plan, plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.gradient_check import GradientCheck, GradientReport, check_gradients
-    from zbpipe.runtime.products import GROUPED_MM, LINEAR, WeightProduct
-    from zbpipe.runtime.profiler import Profiler
+    from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         ScheduleZBH2,
         ScheduleZBV,
     )
+    from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
 
 try:
     __version__ = version("zbpipe")
@@ -84,14 +84,14 @@ __all__ = [
 
 _LATER = {
     "frameworks.installation": ("install", "uninstall"),
-    "planner.layers": ("LayerPlan", "plan_layers"),
+    "planner.partition": ("LayerPlan", "plan_layers"),
     "planner.plan": ("Plan", "plan"),
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
     "runtime.failures": ("PipelineError",),
     "runtime.gradient_check": ("GradientCheck", "GradientReport", "check_gradients"),
-    "runtime.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
-    "runtime.profiler": ("Profiler",),
+    "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
+    "runtime.measure.profiler": ("Profiler",),
 }
 """What is loaded when it is first used, by module: it needs torch, or a search that most users do not need."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from zbpipe.costs import CostModel, Link, require_amounts, shares_within
 from zbpipe.files import read_text
 from zbpipe.ir import Placement
-from zbpipe.layers import MOST_LAYERS, Layer, LayerCosts
+from zbpipe.layer_costs import MOST_LAYERS, Layer, LayerCosts
 from zbpipe.transport import Transport
 
 _TIMES = ("f", "i", "w", "activations")

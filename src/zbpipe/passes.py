@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
+from zbpipe.actions import COMPUTE, Action, Rows, message_of
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.lowered import COMPUTE, Action, Rows, message_of
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives
 

@@ -1,7 +1,7 @@
 """For tests of your own schedules: hypothesis strategies for what zbpipe works on, and a check that lists all faults.
 
     from hypothesis import given, strategies as st
-    from zbpipe.simulate import simulate
+    from zbpipe.simulation import simulate
     from zbpipe.testing import check_schedule, cost_models, schedules
 
     @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 32))
@@ -31,8 +31,8 @@ from typing import NamedTuple
 from zbpipe import registry
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.simulate import simulate
-from zbpipe.validate import Rule, feeders, validate
+from zbpipe.simulation import simulate
+from zbpipe.validation import Rule, feeders, validate
 
 try:
     from hypothesis import strategies as st

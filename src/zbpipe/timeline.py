@@ -8,9 +8,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.planner.bound import lower_bound
 from zbpipe.transport import Receives, Transport
 
 

@@ -7,9 +7,9 @@ from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple, Self
 
+from zbpipe.actions import COMPUTE, Action, Queues, Rows, waits
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement
-from zbpipe.lowered import COMPUTE, Action, Queues, Rows, waits
 
 
 class _Named(StrEnum):

@@ -16,7 +16,7 @@ from primus.core.patches import PatchContext, get_param, register_patch
 
 from zbpipe import titan
 from zbpipe.runtime.options import Options
-from zbpipe.titan import options
+from zbpipe.titan import command_line
 
 _LAST = 1000
 """Primus' own have 50: TorchTitan must not be imported before they have put their parts into it."""
@@ -46,7 +46,7 @@ def plug_in(ctx: PatchContext) -> None:
 
 def chosen(line: object) -> Options:
     """zbpipe's options by `line`, such as "--zbpipe.trace step.json --zbpipe.trace-step 5"."""
-    found, rest = options.parse(shlex.split(str(line)))
+    found, rest = command_line.parse(shlex.split(str(line)))
     if rest:
         raise ValueError(f"the experiment says zbpipe: {line}. It has to be a line such as --zbpipe.trace-step 5")
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.validate import feeders
+from zbpipe.validation import feeders
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 _PERIOD = 6

@@ -5,9 +5,9 @@ import click
 from zbpipe import __version__
 from zbpipe.cli.base import Group
 from zbpipe.cli.demo import demo
-from zbpipe.cli.files import export, validate
 from zbpipe.cli.planning import plan
-from zbpipe.cli.schedules import compare, list_, show, simulate
+from zbpipe.cli.show import compare, list_, show, simulate
+from zbpipe.cli.tables import export, validate
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

@@ -12,7 +12,7 @@ import click
 from zbpipe.cli.base import OutputFile, in_one_line
 
 if TYPE_CHECKING:
-    from zbpipe.titan.demo import Run
+    from zbpipe.demo.comparison import Run
 
 
 @click.command()
@@ -32,8 +32,8 @@ def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
     TorchTitan's default selective activation checkpointing, once with each of 1F1B and ZBVZeroBubble (torch) and ZBV
     (zbpipe), from the same weights and on the same data. Takes about two minutes.
     """
-    from zbpipe.titan.console import ConsoleProgress, print_table
-    from zbpipe.titan.demo import DemoError, as_json, run_demo
+    from zbpipe.demo.comparison import DemoError, as_json, run_demo
+    from zbpipe.demo.console import ConsoleProgress, print_table
 
     if keep is not None:
         _require_new(keep)

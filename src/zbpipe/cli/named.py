@@ -32,7 +32,7 @@ def generated(
 ) -> tuple[Schedule, CostModel]:
     """The schedule of that name or file, valid, and its costs."""
     from zbpipe.registry import generate, lookup
-    from zbpipe.validate import validate
+    from zbpipe.validation import validate
 
     traits = lookup(name)
     if traits.table is not None:
@@ -61,7 +61,7 @@ def simulated(
     **how: Any,
 ) -> Timeline:
     """Its timeline; `how` is for `zbpipe.simulate.simulate`."""
-    from zbpipe.simulate import simulate
+    from zbpipe.simulation import simulate
 
     schedule, costs = generated(name, ranks, microbatches, costs_of, stages_per_rank)
     return simulate(schedule, costs, **how)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.costs_file import JobCosts
     from zbpipe.ir import Placement
-    from zbpipe.layers import LayerCosts
-    from zbpipe.planner.layers import LayerPlan
+    from zbpipe.layer_costs import LayerCosts
+    from zbpipe.planner.partition import LayerPlan
     from zbpipe.planner.plan import Limit, Plan
     from zbpipe.timeline import Timeline
     from zbpipe.transport import Transport
@@ -195,14 +195,14 @@ def _search(
 ) -> _Result:
     """The best schedule, beside those with a name: for the same stages, or those of the even split of the layers."""
     from zbpipe.costs import CostModel
-    from zbpipe.layers import LayerCosts
+    from zbpipe.layer_costs import LayerCosts
     from zbpipe.planner.plan import plan
 
     def among_named(costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda _: True) -> Iterator[Timeline]:
         return all_simulated(ranks, microbatches, costs_of, has_costs, transport=how["transport"])
 
     if isinstance(costs, LayerCosts):
-        from zbpipe.planner.layers import as_limit, plan_layers
+        from zbpipe.planner.partition import as_limit, plan_layers
 
         found = plan_layers(ranks, microbatches, costs, limit, **how)
         limit, num_layers = as_limit(costs, ranks, limit), len(costs.layers)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
-from zbpipe.planner.compiled import Engine
+from zbpipe.planner.engine import Engine
 from zbpipe.planner.kernel import NEVER, Job
 from zbpipe.planner.problem import Problem
 

@@ -1,6 +1,6 @@
 """The inner loops of the search, on plain numbers: list scheduling, and annealing of an order of ops.
 
-These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.compiled`), with the same
+These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
 results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands

@@ -10,10 +10,10 @@ from typing import Literal
 from zbpipe import registry
 from zbpipe.costs import CostModel, least_room, shares_within
 from zbpipe.ir import Placement, Schedule, require_size
-from zbpipe.planner.compiled import PLAIN, Engine, fastest
+from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found, Progress, Search, absolute
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Transport
 

@@ -9,11 +9,11 @@ from itertools import accumulate
 from math import frexp, ldexp
 from typing import TypeVar
 
+from zbpipe import bound
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.planner import bound
 from zbpipe.planner.kernel import Job, starts
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 
 T = TypeVar("T")
 _KINDS = (OpKind.F, OpKind.I, OpKind.W)

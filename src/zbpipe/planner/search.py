@@ -9,10 +9,10 @@ from random import Random
 
 from zbpipe.costs import CostModel, least_room
 from zbpipe.ir import Placement, Schedule
-from zbpipe.planner.compiled import PLAIN, Engine
+from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
 from zbpipe.planner.problem import Problem
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 
 Progress = Callable[[float, float], None]

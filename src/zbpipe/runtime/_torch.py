@@ -50,8 +50,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parallel import DistributedDataParallel
 
+from zbpipe.actions import Rows, parse
 from zbpipe.ir import Op, Schedule
-from zbpipe.lowered import Rows, parse
 from zbpipe.transport import Transport
 
 PipelineSchedule = _PipelineSchedule

@@ -17,10 +17,10 @@ from zbpipe.costs import CostModel, shares_within
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.plan import plan
-from zbpipe.runtime.profiler import Profiler
-from zbpipe.runtime.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.profiler import Profiler
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8

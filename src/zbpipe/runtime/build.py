@@ -12,9 +12,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe import registry
 from zbpipe.runtime import _torch, checks
-from zbpipe.runtime import stages as split
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split import stage as split
 
 
 def schedule_class(name: str) -> type[_torch.PipelineSchedule]:

@@ -14,12 +14,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe import registry
+from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.lowered import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.runtime import _torch
-from zbpipe.runtime.stages import is_split
+from zbpipe.runtime.split.stage import is_split
 from zbpipe.transport import Receives
-from zbpipe.validate import require_valid
+from zbpipe.validation import require_valid
 
 _LONGEST_FINDING = 300
 """Characters: a circle of messages can go through the whole step."""

@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from zbpipe.ir import Op, OpKind, Schedule
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import deferrals
 from zbpipe.runtime.failures import told_to_other_ranks
-from zbpipe.runtime.recording import surround
+from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.stages import product_dtypes
+from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.split.stage import product_dtypes
 
 TOLERANCES = MappingProxyType(
     {

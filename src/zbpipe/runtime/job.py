@@ -19,9 +19,9 @@ from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
+from zbpipe.runtime.measure.trace import trace
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.profiler import WARM_UP, Profiler
-from zbpipe.runtime.trace import trace
 from zbpipe.transport import Transport
 from zbpipe.views import report
 

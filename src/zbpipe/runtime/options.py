@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, get_args
 
-from zbpipe.runtime.stages import SplitBackward
+from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import deferrals
+from zbpipe.runtime.split.layers import deferrals
 
 
 class State:

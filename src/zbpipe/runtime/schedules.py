@@ -12,12 +12,12 @@ from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.runtime import _torch, agreement, checks, failures, ties
-from zbpipe.runtime import stages as split
-from zbpipe.runtime.losses import defer_in_loss
-from zbpipe.runtime.products import WeightGradients
-from zbpipe.runtime.stages import SplitBackward
+from zbpipe.runtime.split import stage as split
+from zbpipe.runtime.split.loss import defer_in_loss
+from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
-from zbpipe.simulate import best_receives, simulate
+from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
 
 
@@ -31,7 +31,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         n_microbatches: any number from 1 on.
         loss_fn: `(output, target) -> loss`; without it there is only `eval`.
         split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
-            `zbpipe.runtime.deferred`); a stage without a layer that can do so is told in the log, or refused with
+            `zbpipe.runtime.split.layers`); a stage without a layer that can do so is told in the log, or refused with
             "strict". "autograd" is torch's own split, for comparison.
         defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
             leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.compiled import all_compiled
 from zbpipe.runtime.reference import State
+from zbpipe.runtime.split.compiled import all_compiled
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ def plug_in(options: Options | None = None) -> None:
     TorchTitan's `ConfigManager`, if the program uses it). With 0.3 the program has to use `ConfigManager`.
 
     Args:
-        options: what stands beside TorchTitan's config. `zbpipe.titan.options.parse` makes it from command line
+        options: what stands beside TorchTitan's config. `zbpipe.titan.command_line.parse` makes it from command line
             arguments, such as `["--zbpipe.trace", "trace.json"]`.
 
     Raises:

@@ -28,8 +28,8 @@ from torchtitan.protocols.train_spec import BaseModelArgs, TrainSpec
 from zbpipe.registry import Traits
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.products import GROUPED_MM
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
 

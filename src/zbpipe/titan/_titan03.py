@@ -22,7 +22,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from zbpipe.registry import Traits
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.products import GROUPED_MM
+from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
 

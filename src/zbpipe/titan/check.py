@@ -9,7 +9,7 @@ from typing import Any
 from zbpipe.registry import Traits, lookup
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
-from zbpipe.validate import require_valid
+from zbpipe.validation import require_valid
 
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""

@@ -7,9 +7,9 @@ from typing import Any
 from weakref import ref
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.profiler import Links, measure_links
-from zbpipe.runtime.recording import StepRecord, Wanted, watch
-from zbpipe.runtime.trace import timelines
+from zbpipe.runtime.measure.profiler import Links, measure_links
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.trace import timelines
 
 
 class PipelineMetrics:
@@ -24,11 +24,11 @@ class PipelineMetrics:
         watch(schedule, self)
 
     def before(self) -> Wanted:
-        """See `zbpipe.runtime.recording.Watcher`."""
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
         return Wanted.TIMES if self.armed else Wanted.NOTHING
 
     def after(self, record: StepRecord) -> None:
-        """See `zbpipe.runtime.recording.Watcher`."""
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._record = record
 
     def collect(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`python -m zbpipe.titan.train`: TorchTitan's trainer, whose schedule field also takes zbpipe's names.
 
-It takes the arguments of `torchtitan.train`, and those of `zbpipe.titan.options`:
+It takes the arguments of `torchtitan.train`, and those of `zbpipe.titan.command_line`:
 
     torchrun ... -m zbpipe.titan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBV ...
@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import zbpipe.titan
 from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
 from zbpipe.titan import versions
-from zbpipe.titan.options import parse
+from zbpipe.titan.command_line import parse
 
 
 def main() -> None:

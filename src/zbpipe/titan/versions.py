@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,9 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from zbpipe.runtime.options import Options
-
-METRICS = "metrics.jsonl"
-"""Where the models of the demo leave their metrics, one JSON object a step, below the job's folder."""
 
 
 class Plug(Protocol):
@@ -41,11 +37,7 @@ class Version:
     torch: tuple[int, int]
     """The oldest that it runs on."""
     plug: str
-    demo: str
-    """The module with the models of the demo."""
-    demo_arguments: Callable[[Path, str], list[str]]
-    """Its command line for a model of the demo and a folder for all output."""
-
+    """The module that knows its private names."""
     checkpointing: tuple[str, ...]
     """Its command line for activation checkpointing, with the kind as {}."""
 
@@ -99,24 +91,6 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, digits[0].split("."))) if digits else ()
 
 
-def _demo_arguments_02(folder: Path, model: str) -> list[str]:
-    return [
-        *("--experimental.custom_import", _DEMO_02, "--model.name", model, "--model.flavor", "debugmodel"),
-        *("--model.hf_assets_path", str(Path(__file__).parent), "--training.dataset", "python_stdlib"),
-        *("--training.seq_len", "256", "--training.mixed_precision_param", "float32", "--debug.seed", "0"),
-        *("--training.steps", "10", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
-        *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
-    ]
-
-
-def _demo_arguments_03(folder: Path, model: str) -> list[str]:
-    return [
-        *("--module", _DEMO_03, "--config", model, "--dump_folder", str(folder)),
-        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
-    ]
-
-
-_DEMO_02, _DEMO_03 = "zbpipe.titan.demo_spec", "zbpipe.titan.demo_config"
 # The newest comes last.
 KNOWN = (
     Version(
@@ -124,8 +98,6 @@ KNOWN = (
         releases=((0, 2, 2), (0, 3)),
         torch=(2, 11),
         plug="zbpipe.titan._titan02",
-        demo=_DEMO_02,
-        demo_arguments=_demo_arguments_02,
         checkpointing=("--activation_checkpoint.mode", "{}"),
     ),
     Version(
@@ -133,8 +105,6 @@ KNOWN = (
         releases=((0, 3), (0, 4)),
         torch=(2, 14),
         plug="zbpipe.titan._titan03",
-        demo=_DEMO_03,
-        demo_arguments=_demo_arguments_03,
         checkpointing=("activation-checkpoint:{}",),
     ),
 )

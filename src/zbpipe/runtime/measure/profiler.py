@@ -18,7 +18,7 @@ from zbpipe.costs import CostModel, Link
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
-from zbpipe.runtime.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.transport import Receives, Transport
 
 WARM_UP = 1

@@ -9,7 +9,7 @@ metadata inference before the first step, a loss that runs its own backward duri
 pipeline all give complete gradients.
 
 Inside of a compiled region nothing can be kept on the side. There x and dY leave as the gradients of two inputs, the
-slots, which `zbpipe.runtime.compiled` provides.
+slots, which `zbpipe.runtime.split.compiled` provides.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.products import LINEAR, PendingGradient, WeightGradients, WeightProduct, WeightProducts, rows
-from zbpipe.runtime.slots import Exit, Use, autocast, linear_in_slots, use_of_linear, use_of_product
+from zbpipe.runtime.split.products import LINEAR, PendingGradient, WeightGradients, WeightProduct, WeightProducts, rows
+from zbpipe.runtime.split.slots import Exit, Use, autocast, linear_in_slots, use_of_linear, use_of_product
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the layers in `module` put their weight gradients off while `gradients` records.
 
     These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.products.WeightProduct`); an empty one keeps a layer's weight gradients in I. Parameters, buffers
-    and their names stay as they are. What cannot be put off gets its gradient in I, from autograd: weights with hooks,
-    weights that are more than a cast or a transpose of a parameter, tensor subclasses but DTensor, and the parameters
-    of all other layers. A layer that was prepared before follows the new `gradients`.
+    `zbpipe.runtime.split.products.WeightProduct`); an empty one keeps a layer's weight gradients in I. Parameters,
+    buffers and their names stay as they are. What cannot be put off gets its gradient in I, from autograd: weights
+    with hooks, weights that are more than a cast or a transpose of a parameter, tensor subclasses but DTensor, and
+    the parameters of all other layers. A layer that was prepared before follows the new `gradients`.
     """
     for layer in module.modules():
         if _torch.is_optimized(layer):

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
+from zbpipe.demo.launch import Outcome, train_on_cpu
 from zbpipe.registry import lookup
-from zbpipe.titan.launch import Outcome, train_on_cpu
 from zbpipe.titan.versions import installed
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
 from zbpipe.testing import schedules
-from zbpipe.validate import require_valid
+from zbpipe.validation import require_valid
 
 Rows = list[list[Op]]
 # The searched schedules take a while to draw; a busy machine is no failure.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.products import PendingGradient
+from zbpipe.runtime.split.products import PendingGradient
 
 
 def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> None:

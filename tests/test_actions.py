@@ -18,8 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from zbpipe import CostModel, Schedule, generate, plan, registry, simulate, testing
-from zbpipe.cli import main
-from zbpipe.lowered import (
+from zbpipe.actions import (
     Action,
     Rows,
     blocked_queues,
@@ -29,6 +28,7 @@ from zbpipe.lowered import (
     parse,
     validate_lowered,
 )
+from zbpipe.cli import main
 from zbpipe.passes import free_sends_early, place_receives, with_messages
 from zbpipe.runtime._torch import lower, lowered_table, rows_of
 from zbpipe.transport import Receives

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from titan_jobs import require_titan
 
 from zbpipe import CostModel, Link, Placement, plan, simulate, validate
-from zbpipe.layers import Layer, LayerCosts, Split, even_sizes, split_of
-from zbpipe.planner.layers import as_limit, balanced, plan_layers, split_layers
+from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.planner.partition import as_limit, balanced, plan_layers, split_layers
 from zbpipe.planner.plan import PLACEMENTS
 
 LITTLE = 1e5

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from zbpipe.costs import least_room, shares_within
 from zbpipe.ir import Placement
-from zbpipe.layers import LayerCosts, Split, even_sizes, require_enough, split_of
+from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.planner.plan import (
     DEFAULT_PLACEMENTS,
     Limit,

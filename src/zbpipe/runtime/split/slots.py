@@ -1,8 +1,8 @@
 """The way out of a compiled region: x and dY of a product leave as the "gradients" of inputs that take no memory.
 
 A compiled backward is a pure function, so nothing in it can put (x, dY) aside. But a function may return them. The
-layers in a region find an `Exit` for each product, which `zbpipe.runtime.compiled` provides for one call: inputs in the
-shapes of x and of y, the slots. What runs here is traced by the compiler.
+layers in a region find an `Exit` for each product, which `zbpipe.runtime.split.compiled` provides for one call: inputs
+in the shapes of x and of y, the slots. What runs here is traced by the compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.products import LINEAR, WeightProduct, rows
+from zbpipe.runtime.split.products import LINEAR, WeightProduct, rows
 
 
 class Spec(NamedTuple):

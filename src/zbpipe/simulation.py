@@ -12,13 +12,13 @@ from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 
+from zbpipe.actions import Rows
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.lowered import Rows
 from zbpipe.passes import action, place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives, Transport, run
-from zbpipe.validate import require_valid
+from zbpipe.validation import require_valid
 
 _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""

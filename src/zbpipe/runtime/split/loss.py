@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpipe.titan.versions import METRICS, installed
+from zbpipe.titan.versions import installed
 
+METRICS = "metrics.jsonl"
+"""Where the models of the demo leave their metrics, one JSON object a step, below the job's folder."""
 _POLL_SECONDS = 0.2
 
 
@@ -49,7 +51,7 @@ def train_on_cpu(
         num_ranks: processes; they share the cores evenly.
         folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
         timeout: seconds after which the job is ended.
-        model: its name in `zbpipe.titan.demo_config`, or for torchtitan 0.2 in `zbpipe.titan.demo_spec`.
+        model: its name in `zbpipe.demo.models03`, or for torchtitan 0.2 in `zbpipe.demo.models02`.
         on_step: called with the metrics of each step as soon as they are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ def train_on_cpu(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
         *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
-        *installed().demo_arguments(folder, model),
+        *demo_arguments(folder, model),
         *arguments,
     ]
     with (folder / "output.log").open("w") as log:
@@ -90,6 +92,33 @@ def train_on_cpu(
     if timed_out:
         return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
     return Outcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+
+
+def demo_arguments(folder: Path, model: str) -> list[str]:
+    """The installed TorchTitan's command line for a model of the demo, with all output in `folder`."""
+    return _ARGUMENTS[installed().name](folder, model)
+
+
+def _arguments_02(folder: Path, model: str) -> list[str]:
+    return [
+        *("--experimental.custom_import", "zbpipe.demo.models02", "--model.name", model),
+        *("--model.flavor", "debugmodel", "--model.hf_assets_path", str(Path(__file__).parent)),
+        *("--training.dataset", "python_stdlib", "--training.seq_len", "256", "--debug.seed", "0"),
+        *("--training.mixed_precision_param", "float32", "--training.steps", "10"),
+        *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
+        *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
+    ]
+
+
+def _arguments_03(folder: Path, model: str) -> list[str]:
+    return [
+        *("--module", "zbpipe.demo.models03", "--config", model, "--dump_folder", str(folder)),
+        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
+    ]
+
+
+_ARGUMENTS = {"0.2.2": _arguments_02, "0.3.0": _arguments_03}
+"""By the name of a `zbpipe.titan.versions.Version`."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,9 +16,10 @@ from torchtitan.config import JobConfig
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from zbpipe.titan import _titan02, python_text
-from zbpipe.titan.json_lines import JsonLines
-from zbpipe.titan.versions import METRICS
+from zbpipe.demo import python_text
+from zbpipe.demo.json_lines import JsonLines
+from zbpipe.demo.launch import METRICS
+from zbpipe.titan import _titan02
 
 
 def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, **kwargs: Any) -> MetricsProcessor:

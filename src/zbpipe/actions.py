@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from zbpipe.ir import NUMBER, Op, OpKind, Schedule, cells
-from zbpipe.validate import Finding, Rule, feeders, first_positions, validate, waiting_circles
+from zbpipe.validation import Finding, Rule, feeders, first_positions, validate, waiting_circles
 
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.compiled import defer_in_compiled_regions
-from zbpipe.runtime.deferred import defer_weights, deferral_of, deferrals
-from zbpipe.runtime.ownership import take_over
-from zbpipe.runtime.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.compiled import defer_in_compiled_regions
+from zbpipe.runtime.split.layers import defer_weights, deferral_of, deferrals
+from zbpipe.runtime.split.ownership import take_over
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
 """How I and W share the backward: by zbpipe's deferred weight gradients, where "strict" refuses a stage that has none

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from zbpipe.titan.demo import ACTIVATION_CHECKPOINT, RANKS, Run, largest_difference
+from zbpipe.demo.comparison import ACTIVATION_CHECKPOINT, RANKS, Run, largest_difference
 
 
 class ConsoleProgress:

@@ -17,8 +17,9 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from zbpipe.titan import _titan03, python_text
-from zbpipe.titan.json_lines import JsonLines
+from zbpipe.demo import python_text
+from zbpipe.demo.json_lines import JsonLines
+from zbpipe.titan import _titan03
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]

@@ -56,8 +56,8 @@ def validate(file: Path, memory_limit: float | None) -> None:
     Example:
       zbpipe validate mine.csv --memory-limit 4
     """
+    from zbpipe.actions import check_table
     from zbpipe.files import read_text
-    from zbpipe.lowered import check_table
     from zbpipe.views.style import counted
 
     try:

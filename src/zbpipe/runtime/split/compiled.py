@@ -2,8 +2,8 @@
 
 A compiled backward is a pure function, so a layer in it cannot put (x, dY) aside. But a function may return them: each
 product takes more inputs, slots, tensors without memory in the shapes of x and of y, and its backward returns x and dY
-as their "gradients" (`zbpipe.runtime.slots`). For autograd they are outputs of one node before the region, and the
-backward of that node is where x and dY arrive.
+as their "gradients" (`zbpipe.runtime.split.slots`). For autograd they are outputs of one node before the region, and
+the backward of that node is where x and dY arrive.
 
 The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
 without the compiler: torch's metadata inference before the first step, or `zbpipe.runtime.warm_up`.
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.deferred import PLAIN, Deferral, Due, deferrals, due
-from zbpipe.runtime.products import PendingGradient
-from zbpipe.runtime.slots import Exit, Slots, Spec, Use, WeightWithExit, dtype_in_slot, spec
+from zbpipe.runtime.split.layers import PLAIN, Deferral, Due, deferrals, due
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.slots import Exit, Slots, Spec, Use, WeightWithExit, dtype_in_slot, spec
 
 _MOST_SHAPES = 16
 """A region that meets still more shapes of inputs compiles those without slots."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
 from zbpipe.runtime import _torch, checks
-from zbpipe.runtime.profiler import (
+from zbpipe.runtime.measure.profiler import (
     Links,
     Messages,
     RankTable,
@@ -21,8 +21,8 @@ from zbpipe.runtime.profiler import (
     rank_of,
     seconds_by_kind,
 )
-from zbpipe.runtime.recording import StepRecord, Wanted, collect
-from zbpipe.simulate import simulate
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.views.perfetto import perfetto
 

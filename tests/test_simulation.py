@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
+from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel, Link, least_room
-from zbpipe.planner.bound import lower_bound
-from zbpipe.simulate import simulate
+from zbpipe.simulation import simulate
 from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
 from zbpipe.timeline import Idle, Timeline
 

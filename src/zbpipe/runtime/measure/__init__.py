@@ -1,0 +1,1 @@
+"""What a step took: times, memory and messages, recorded on every rank, as costs and as a trace."""
