@@ -225,8 +225,9 @@ def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any],
     """The output of the stage's module, in the context that torch's forward of that microbatch would give it."""
     if not getattr(stage, "_forward_contexts", None):  # torch before 2.15 has none
         return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-    info = pipelining_stage.PipelineStageInfo(stage_index=stage.stage_index, microbatch_index=microbatch)
-    return stage._call_with_forward_context(info, stage.forward_maybe_with_nosync, *args, **kwargs)
+    known = cast(Any, pipelining_stage)
+    info = known.PipelineStageInfo(stage_index=stage.stage_index, microbatch_index=microbatch)
+    return cast(Any, stage)._call_with_forward_context(info, stage.forward_maybe_with_nosync, *args, **kwargs)
 
 
 def run_backward(

@@ -307,7 +307,7 @@ class _SplitBackward(_torch.Stage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
-        return _torch.to_other_ranks(super()._get_init_p2p_neighbors_ops())  # type: ignore[misc]
+        return _torch.to_other_ranks(super()._get_init_p2p_neighbors_ops())  # type: ignore[misc, unused-ignore]
 
     # torch's executor hands gradients from stage to stage on one rank in eval, too, where there are none.
 
