@@ -109,6 +109,7 @@ def files() -> dict[str, str]:
         for size in SIZES:
             result[f"{traits.name}-p{size[0]}-m{size[1]}.csv"] = generate(traits.name, *size).to_csv()
         result[f"{traits.name}.svg"] = svg(_run(generate(traits.name, *PICTURED)))
+    result["1F1B-and-ZBV.svg"] = svg(*(_run(generate(name, *PICTURED)) for name in ("1F1B", "ZBV")))
     return result
 
 

@@ -70,7 +70,7 @@ class AutoSchedule(RegisteredSchedule):
     what happens.
 
     Args:
-        stages, n_microbatches, loss_fn, args, options: as for every schedule of zbpipe's.
+        stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
         memory_limit: activations that a rank may hold, in microbatches of a rank's average share of the model, as
             1F1B on p ranks holds p; default: p.
         profile_steps: how many steps are timed of each, the start and the plan.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement
@@ -46,40 +47,71 @@ class _Scale:
         return _LEFT + time * self.per_second
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline, *below: Timeline) -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
     A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
-    where there is room. Pointing at it shows the op's name and times.
+    where there is room. Pointing at it shows the op's name and times. Further timelines stand below the first one, all
+    on one time scale, so that a shorter step is a shorter picture.
     """
-    scale = _scale(timeline)
-    legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
-    heading = list(_heading(timeline))
-    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in _headings(timeline)))
-    width = max(width, legend_width)
-    height = _TOP + _ROW * len(timeline.spans) + _BOTTOM
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}"'
-            f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}">',
-            f"<title>{escape(timeline.schedule.name)}, {size(timeline)}</title>",
-            *_styles(timeline),
-            f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
-            *heading,
-            *_axis(scale, len(timeline.spans)),
-            *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
-            *legend,
-            "</svg>\n",
-        ]
+    per_second = max(_per_second(each) for each in (timeline, *below))
+    pictures = [_picture(each, per_second) for each in (timeline, *below)]
+    if not below:
+        return pictures[0].text()
+    width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
+    tops = accumulate((picture.height for picture in pictures), initial=0.0)
+    lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
+    paper = f'<rect width="{_px(width)}" height="{_px(height)}" fill="#fff"/>'
+    return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """One timeline with what belongs to it."""
+
+    width: float
+    height: float
+    content: list[str]
+
+    def text(self) -> str:
+        return "\n".join([*self.lines(), ""])
+
+    def lines(self, y: float = 0.0) -> list[str]:
+        """As an element of its own, `y` below the top of what holds it."""
+        shifted = f' y="{_px(y)}"' if y else ""
+        return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
+
+
+def _opening(width: float, height: float) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}"'
+        f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
 
 
-def _scale(timeline: Timeline) -> _Scale:
+def _picture(timeline: Timeline, per_second: float) -> _Picture:
+    scale = _Scale(per_second, timeline.makespan or 1.0)
+    legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
+    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in _headings(timeline)))
+    width = max(width, legend_width)
+    height = _TOP + _ROW * len(timeline.spans) + _BOTTOM
+    content = [
+        f"<title>{escape(timeline.schedule.name)}, {size(timeline)}</title>",
+        *_styles(timeline),
+        f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
+        *_heading(timeline),
+        *_axis(scale, len(timeline.spans)),
+        *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
+        *legend,
+    ]
+    return _Picture(width, height, content)
+
+
+def _per_second(timeline: Timeline) -> float:
     """Wide enough for the shortest op to show its microbatch, and for the picture to look like one; not without end."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
     makespan = timeline.makespan or 1.0
-    plot = min(max(makespan * box / shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX)
-    return _Scale(plot / makespan, makespan)
+    return min(max(makespan * box / shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
 
 
 def _px(length: float) -> str:
@@ -142,7 +174,7 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     yield f'<text x="{_LEFT - 8}" y="{_px(middle)}" text-anchor="end">rank {rank}</text>'
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_px(scale.plot)}" height="{_BOX}"/>'
     yield f'<text class="faint" x="{_px(scale.x(scale.makespan) + 8)}" y="{_px(middle)}">peak {peak}</text>'
-    yield f'<g class="ops" id="rank{rank}">'
+    yield '<g class="ops">'
     for span in timeline.spans[rank]:
         yield from _box(span, nth[span.op.stage], scale, y)
     yield "</g>"

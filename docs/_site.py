@@ -1,0 +1,36 @@
+"""Makes the site look like the repository, so that one relative link works on GitHub and in the site.
+
+mkdocs takes pages from docs/ alone. Here they get the paths that they have in the repository, the pages elsewhere join
+them, and so does every file that a page links to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+ELSEWHERE = ("*.md", "benchmarks/*.md", "schedules/*.md", "examples/**/*.md", "titan_integration/**/*.md")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Every file of docs/ by its path in the repository, and the pages and files from elsewhere."""
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    pages = [path for pattern in ("docs/*.md", *ELSEWHERE) for path in ROOT.glob(pattern)]
+    linked = {target for page in pages for target in _linked(page) if target.is_file()}
+    own = [
+        File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))
+        for path in sorted({*pages, *linked})
+    ]
+    return Files([*theme, *own])
+
+
+def _linked(page: Path) -> set[Path]:
+    """Files of this repository that a page links to, or shows as pictures."""
+    targets = (Path(os.path.normpath(page.parent / target)) for target in _LINK.findall(page.read_text()))
+    return {target for target in targets if target.is_relative_to(ROOT)}
