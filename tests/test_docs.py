@@ -1,73 +1,262 @@
-"""What the documents say, works."""
+"""What the documents say, works: every code block runs, or is checked as far as it can be without a cluster."""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import csv
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 import torch
+from click.testing import CliRunner
+from documents import PAGES, ROOT, Block, blocks
 
 import zbpipe
-from zbpipe import registry
+import zbpipe.run
+from zbpipe import cli, registry
+from zbpipe.runtime.options import Options, add_arguments
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 
-ROOT = Path(__file__).parent.parent
+_NAMED_FILE = re.compile(r"This is `(\S+)`[^`]*$")
+_LANGUAGES = {"", "python", "sh", "bash", "toml", "csv", "yaml"}
+"""What is checked below. A block without a language is what a program prints."""
+ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the files that the pages name right above a block: "This is `stages.toml`:"."""
+    folder = tmp_path_factory.mktemp("documents")
+    for block in (block for block in ALL_BLOCKS if block.language in ("toml", "csv")):
+        above = "\n".join((ROOT / block.page).read_text().splitlines()[: block.line - 2])
+        if named := _NAMED_FILE.search(above):
+            (folder / named[1]).write_text(block.code)
+    assert {file.name for file in folder.iterdir()} == {"stages.toml", "layers.toml", "mine.csv"}
+    # As a job would write it.
+    (folder / "costs.toml").write_text((folder / "stages.toml").read_text())
+    return folder
 
 
-def test_adding_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's function and its table, in a fresh interpreter; the page's commands on the table."""
-    page = ROOT / "docs" / "adding-a-schedule.md"
-    (function,) = blocks(page, "python")
+def test_every_block_is_in_a_language_that_is_checked() -> None:
+    assert [f"{block}: {block.language}" for block in ALL_BLOCKS if block.language not in _LANGUAGES] == []
+    assert len(ALL_BLOCKS) > 60
+
+
+@pytest.fixture(scope="module")
+def failures(folder: Path) -> dict[str, str]:
+    """What failed in the Python of each page. One process runs them all."""
+    program = [sys.executable, documents.__file__]
+    result = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, str] = json.loads(result.stderr.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
+    assert not failures[page], failures[page]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """In words, without comments, pipes, and the variables in front."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    bare = (re.sub(r"(^|\s)#.*|\s[|>].*", "", line).strip() for line in lines)
+    alone = (re.sub(r"^([A-Z_0-9]+=\S*\s*)+", "", part) for line in bare for part in line.split(" && "))
+    return [shlex.split(part.replace("$ZBPIPE", "titan_integration/primus")) for part in alone if part]
+
+
+def run_zbpipe(words: list[str], folder: Path) -> None:
+    result = CliRunner().invoke(cli.main, words[1:])
+    assert result.exit_code == 0, result.output
+
+
+def is_a_target(words: list[str], folder: Path) -> None:
+    assert re.search(f"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@cache
+def help_of_pip(command: str) -> str:
+    program = [sys.executable, "-m", "pip", command, "--help"]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stdout
+
+
+def installs(words: list[str], folder: Path) -> None:
+    """Options that pip has, and extras that zbpipe has."""
+    if words[1] == "index":
+        return
+    assert [word for word in words if word.startswith("-") and word not in help_of_pip(words[1])] == []
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [extra for word in words for extra in re.findall(r"^\.\[(.*)\]", word) if extra not in extras] == []
+
+
+def launches(words: list[str], folder: Path) -> list[list[str]]:
+    """torchrun knows its own options, and zbpipe.run those that follow. What TorchTitan has to read is returned."""
+    from torch.distributed.run import get_args_parser
+
+    words = [word for word in words if word != "..."]
+    found = get_args_parser().parse_args(words[1:])
+    assert found.module
+    if found.training_script == "zbpipe.run":
+        zbpipe.run._parser().parse_args(found.training_script_args)
+        return []
+    assert found.training_script == "zbpipe.titan.train"
+    return [found.training_script_args]
+
+
+def runs_python(words: list[str], folder: Path) -> None:
+    """A program of this repository, whose source has the options."""
+    if words[1] in ("-c", "-m") or words[1].startswith("../"):
+        assert words[1] != "-m" or words[2] in ("venv", "titan_integration.memory", "zbpipe")
+        return
+    program = ROOT / words[1]
+    assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in program.read_text()] == []
+
+
+def is_a_script(words: list[str], folder: Path) -> None:
+    """What its arguments do is tested in test_titan_integration.py."""
+    assert (ROOT / words[0]).is_file()
+
+
+def is_of_others(words: list[str], folder: Path) -> None:
+    """Nothing that can be looked up here."""
+
+
+PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
+    "zbpipe": run_zbpipe,
+    "make": is_a_target,
+    "pip": installs,
+    "torchrun": launches,
+    "python": runs_python,
+    "python3": runs_python,
+    "titan_integration/run_train.sh": is_a_script,
+    "titan_integration/first_run.sh": is_a_script,
+    **dict.fromkeys(
+        (".", "cd", "docker", "exit", "export", "git", "srun", "primus-cli", "./runner/primus-cli"), is_of_others
+    ),
+}
+"""By the first word of a command: what is tested of it. A command that begins with another word is an error."""
+
+
+@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash")], ids=str)
+def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
+    subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+    monkeypatch.chdir(folder)
+    for words in commands(block):
+        PROGRAMS[words[0]](words, folder)
+
+
+def test_titans_arguments() -> None:
+    """TorchTitan reads them, after zbpipe has taken its own."""
+    pytest.importorskip("torchtitan")
+    launched = [words for block in ALL_BLOCKS if block.language == "sh" for words in commands(block)]
+    of_titan = [arguments for words in launched if words[0] == "torchrun" for arguments in launches(words, ROOT)]
+    assert len(of_titan) > 3
     program = (
-        function
-        + "\nprint(zbpipe.generate('lateweights', 2, 1), zbpipe.stage_indices('LateWeights', rank=1, num_ranks=2))"
+        "import json, sys; from torchtitan.train import ConfigManager; from zbpipe.titan import command_line\n"
+        "for words in json.load(sys.stdin):\n"
+        "    model = [] if '--module' in words else ['--module', 'llama3', '--config', 'llama3_debugmodel']\n"
+        "    ConfigManager().parse_args([*model, *command_line.parse(words)[1]])"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout == "rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0 (1,)\n"
+    result = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(of_titan), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
-    (table,) = blocks(page, "csv")
-    (tmp_path / "mine.csv").write_text(table)
-    monkeypatch.chdir(tmp_path)
-    assert zbpipe.validate(zbpipe.generate("mine.csv", 2, 2)) == []
-    commands = [line for line in blocks(page, "sh")[0].splitlines() if line.startswith("zbpipe")]
-    for command in commands:
-        subprocess.run([sys.executable, "-m", *command.split()], check=True, capture_output=True, timeout=60)
+
+@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("toml", "csv", "yaml")], ids=str)
+def test_a_block_of_data(block: Block) -> None:
+    match block.language:
+        case "toml":
+            assert tomllib.loads(block.code)
+        case "csv":
+            assert zbpipe.validate(zbpipe.Schedule.from_csv(block.code)) == []
+            assert list(csv.reader(block.code.splitlines()))
+        case "yaml":
+            yaml = pytest.importorskip("yaml")
+            [example] = (ROOT / block.page).parent.glob("*.yaml")
+            known = set(re.findall(r"(\w+):", example.read_text()))
+            assert {key for key in _keys(yaml.safe_load(block.code)) if key not in known} == set()
+
+
+def _keys(tree: Any) -> set[str]:
+    if not isinstance(tree, dict):
+        return set()
+    return {key for key, value in tree.items() for key in (key, *_keys(value))}
+
+
+def test_the_reference_has_everything() -> None:
+    """The names of the package, the commands, the options of a job."""
+    documented = re.findall(r"^::: zbpipe\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted({*zbpipe.__all__, "testing"})
+    page = (ROOT / "docs/command-line.md").read_text()
+    assert [name for name in cli.main.commands if f"zbpipe {name}" not in page] == []
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser, "--zbpipe.")
+    listed = re.findall(r"^\| `(--zbpipe\.[\w-]+)", (ROOT / "docs/options.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(action.option_strings[0] for action in parser._actions)
+    assert f"default: {Options.trace_step}" in (ROOT / "docs/options.md").read_text()
+
+
+def test_every_relative_link_leads_to_a_file() -> None:
+    """`make docs` also looks for the places within pages."""
+    missing = [
+        f"{page}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+        if not os.path.isfile((ROOT / page).parent / target)
+    ]
+    assert missing == []
+
+
+def run(program: str) -> str:
+    """What a fresh interpreter prints."""
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+def test_adding_a_schedule() -> None:
+    """The page's function and its table give the schedules that they look like."""
+    (function,) = blocks("docs/adding-a-schedule.md", "python")
+    shown = "print(zbpipe.generate('lateweights', 2, 1), zbpipe.stage_indices('LateWeights', rank=1, num_ranks=2))"
+    assert run(f"{function.code}\n{shown}") == "rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0 (1,)\n"
 
 
 def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
     """By the entry point that the page shows."""
-    (function,) = blocks(ROOT / "docs" / "adding-a-schedule.md", "python")
-    (entry_point,) = blocks(ROOT / "docs" / "adding-a-schedule.md", "toml")
-    name, module = re.findall(r'(\w+) = "([\w.]+)"', entry_point)[0]
+    (function,) = blocks("docs/adding-a-schedule.md", "python")
+    (entry_point,) = blocks("docs/adding-a-schedule.md", "toml")
+    name, module = re.findall(r'(\w+) = "([\w.]+)"', entry_point.code)[0]
     package = tmp_path / Path(*module.split(".")).with_suffix(".py")
     package.parent.mkdir(parents=True)
-    package.write_text(function)
+    package.write_text(function.code)
     metadata = tmp_path / "my_package-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[zbpipe.algorithms]\n{name} = {module}\n")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe; print(zbpipe.generate('LateWeights', 1, 1))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout == "rank 0: 0F0 0I0 0W0\n"
+    added = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"
+    assert run(f"{added}; print(zbpipe.generate('LateWeights', 1, 1))") == "rank 0: 0F0 0I0 0W0\n"
 
 
 def test_deferring_a_layer() -> None:
     """The page's layer leaves its weight gradient to W, and gets the right one."""
     names: dict[str, Any] = {}
-    (code,) = blocks(ROOT / "docs" / "deferring-a-layer.md", "python")
-    exec(code, names)
+    (block,) = blocks("docs/deferring-a-layer.md", "python")
+    exec(block.code, names)
     layer = names["PerHead"](3, 4)
     plain = copy.deepcopy(layer)
     store = WeightGradients()

@@ -1,0 +1,116 @@
+"""The code blocks of README and docs, and a program that runs those in Python: `python documents.py`.
+
+A comment right above a block says how it runs, where that is not "as it stands":
+
+    <!-- test: on one rank -->                  with a process group of one rank, parts of a model, data and a schedule
+    <!-- test: on one rank, after training -->  the same, after some steps of that schedule
+    <!-- test: compiled only, WHY -->           it is only compiled
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "titan_integration/**/*.md")
+    for page in ROOT.glob(pattern)
+)
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_MARK = re.compile(r"<!-- test: (.*) -->\n *$")
+_STEPS = 6
+"""As many as the profiler of the pages needs, and one to spare."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    """Of its first line of code."""
+    language: str
+    code: str
+    mark: str
+    """What the comment above it says."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str, *languages: str) -> list[Block]:
+    """Those in one of `languages`, in their order; all without any."""
+    return [block for block in _blocks(page) if not languages or block.language in languages]
+
+
+def _blocks(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text()
+    for found in _FENCE.finditer(text):
+        indent, language, code = found.groups()
+        mark = _MARK.search(text[: found.start()])
+        code = re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
+        line = text.count("\n", 0, found.start(3)) + 1
+        yield Block(page, line, language, code, mark[1] if mark else "")
+
+
+def run_python(page: str) -> str:
+    """The Python of a page, block by block with the same names; the traceback of what failed, or nothing."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for block in blocks(page, "python"):
+            code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+            if block.mark.startswith("compiled only, "):
+                continue
+            if block.mark.startswith("on one rank"):
+                names = _on_one_rank() | names
+            elif block.mark:
+                raise ValueError(f"{block} has the unknown mark {block.mark!r}")
+            if block.mark.endswith("after training"):
+                for _ in range(_STEPS):
+                    names["schedule"].step(names["batch"], target=names["target"])
+            exec(code, names)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def _on_one_rank() -> dict[str, Any]:
+    """What the pages suppose: a job that has begun, a model in parts, a batch, and a schedule."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage
+
+    import zbpipe
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cpu")
+    stages = [PipelineStage(nn.Linear(8, 8), index, 2, device) for index in range(2)]
+    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    return {
+        **{"torch": torch, "zbpipe": zbpipe, "PipelineStage": PipelineStage, "device": device, "schedule": schedule},
+        **{"rank": 0, "num_ranks": 1, "n_microbatches": 4, "batch": torch.randn(16, 8), "target": torch.randn(16, 8)},
+        **{"loss_fn": nn.functional.mse_loss, "build_part": lambda index: nn.Linear(8, 8)},
+    }
+
+
+def main() -> None:
+    """Run all pages in this folder, and print what failed, by page."""
+    import zbpipe
+
+    failures = {}
+    for page in PAGES:
+        failures[page] = run_python(page)
+        zbpipe.uninstall()
+    print(json.dumps(failures), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
