@@ -140,15 +140,15 @@ _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests wrote each section of this page from what they saw. Those that CI runs fail when they see something else. All on
-the CPU, over gloo. Not tried on a GPU.
+Tests write this page: each section says what the tests of its target saw. Those that CI runs fail when they see
+something else. Everything ran on the CPU over gloo, nothing on a GPU.
 """
 
 TITAN = """\
-"Works" means: TorchTitan's debug model, started by `zbpipe.titan.train` from a seed checkpoint, has in each of three
-optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) of the same job without a pipeline
-and without a compiler. Two pipeline ranks, four microbatches, float32, unless a row says otherwise. Nothing is compiled
-a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W, unless a
-row says so.
+"Works" means: in each of three optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) are
+those of the same job without a pipeline and without a compiler. The job is TorchTitan's debug model, started by
+`zbpipe.titan.train` from a seed checkpoint, on two pipeline ranks with four microbatches in float32. Nothing is
+compiled a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W.
+Where a job differs, its row says so.
 """
 """What all sections of TorchTitan say."""

@@ -177,7 +177,7 @@ COLUMNS = {
 }
 SCHEDULES = ("ZBV", "VHalf", "VMin", "ZBH1", "Auto", "plan.csv", "wave.csv", "1F1B")
 ABOUT = """\
-Seen with {versions}. "Works" means: AutoModel's own pipeline of a model with 4, 8 or 16 layers, eight microbatches,
+Tested with {versions}. "Works" means: AutoModel's own pipeline of a model with 4, 8 or 16 layers, eight microbatches,
 float32, has the gradients (within 1e-4) and the losses (within 1e-5) of the model without a pipeline. FSDP2 and
 experts: 2 pipeline ranks times 2 data-parallel ones. Experts: AutoModel's Qwen3 mixture of experts with its
 `MoEFSDPSyncMixin`, `wrap_outer_model` on, or off with gradients added up over two batches. plan.csv is a plan in a V,
@@ -187,7 +187,8 @@ The example in examples/automodel, cut down to a small Llama, reports the losses
 pipeline over three optimizer steps, and the loss of validation.
 """
 UNTRIED = """\
-Not tried: torch.compile, tensor, context and expert parallelism. With torch 2.15 AutoModel 0.7.0 fails by itself.
+Not tried: torch.compile, tensor, context and expert parallelism. With torch 2.15 AutoModel 0.7.0 fails also
+without zbpipe.
 """
 
 

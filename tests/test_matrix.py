@@ -186,23 +186,23 @@ def section() -> Section:
     }
     return Section(
         compatibility.target("torchtitan"),
-        f"Seen with {compatibility.seen_with('torch', 'torchtitan')} by `make matrix`, which CI runs;"
-        f" `make compatibility` writes it.\n\n{compatibility.TITAN}",
+        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make matrix`, which CI runs;"
+        f" `make compatibility` writes this section.\n\n{compatibility.TITAN}",
         [
             compatibility.by_checkpointing(
                 "Schedule, activation checkpointing, torch.compile",
-                "Llama 3. Compiled means TorchTitan's `--compile.enable`: every block, by Inductor, and the loss.",
+                'Llama 3. "Compiled" means TorchTitan\'s `--compile.enable`: every block, by Inductor, and the loss.',
                 outcomes,
                 SCHEDULES,
             ),
             compatibility.features(
-                "And more",
-                'Selective checkpointing, TorchTitan\'s default, in all rows. "Ranks" are processes.',
+                "More features",
+                'All rows have selective checkpointing, TorchTitan\'s default. "Ranks" are processes.',
                 [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
             ),
             compatibility.features(
                 "What does not work",
-                "Refused means: at construction, before any message is sent; in TorchTitan's jobs by every rank.",
+                '"Refused" means at construction, before any message is sent, and in TorchTitan\'s jobs by every rank.',
                 [Row(refusal.feature, refusal.how, seen[name]) for name, refusal in REFUSALS.items()],
             ),
         ],

@@ -61,7 +61,7 @@ COMBINATIONS = {
     # On the CPU TorchTitan multiplies expert by expert. The first of four stages has none.
     "moe": Cell(
         "ZBV, mixture of experts (DeepSeek V3; loss within 1e-4, norm within 1e-3); the weight gradients of experts"
-        " that are multiplied one by one, as on the CPU, are computed in I, said once a stage",
+        " that are multiplied one by one, as on the CPU, are computed in I, which the log says once a stage",
         model=DEEPSEEK,
         tolerances=_BF16_EXPERTS,
         stages_that_compute_in_i=3,
@@ -125,23 +125,23 @@ def section() -> Section:
     }
     return Section(
         compatibility.target("torchtitan"),
-        f"Seen with {compatibility.seen_with('torch', 'torchtitan')} by tests/test_titan02.py. `make test-titan02` runs"
-        f" it with torch 2.13, in CI, too; `make test-titan02 WRITE=--write-compatibility` writes this section.\n\n"
+        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by tests/test_titan02.py. CI runs it with torch"
+        f" 2.13 by `make test-titan02`; `make test-titan02 WRITE=--write-compatibility` writes this section.\n\n"
         f"{compatibility.TITAN}\n\nIn torchtitan 0.2.2 every pipeline, torch's 1F1B as well, has the gradients of the"
-        " sum of the loss over all tokens of a step, and not of its mean. So the norms are divided by the number of"
-        " tokens before they are compared, and all jobs clip to the same norm.",
+        " sum of the loss over all tokens of a step, not of its mean. So the tests divide the norms by the number of"
+        " tokens before they compare them, and all jobs clip to the same norm.",
         [
             compatibility.by_checkpointing(
                 "Schedule, activation checkpointing, torch.compile",
-                "Llama 3. Selective checkpointing is by op. Compiled means TorchTitan's `--compile.enable`: every"
+                'Llama 3. Selective checkpointing is by op. "Compiled" means TorchTitan\'s `--compile.enable`: every'
                 " block, by Inductor, and the loss.",
                 outcomes,
                 ["ZBV"],
             ),
             compatibility.features(
-                "And more",
-                "Full checkpointing in the rows of a schedule alone on 2 ranks, selective checkpointing by op in all"
-                ' others, unless they say so. "Ranks" are processes.',
+                "More features",
+                "Rows with nothing but a schedule on 2 ranks have full checkpointing, all others selective"
+                ' checkpointing by op, unless they say so. "Ranks" are processes.',
                 [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
             ),
             compatibility.features(

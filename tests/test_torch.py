@@ -153,11 +153,11 @@ def section() -> Section:
 
 _BY = {"2.13": "`make test-oldest`, which CI runs"}
 _ABOUT = """\
-Seen with {torch} by {by}: stages and a loop of one's own, `zbpipe.build_pipeline_schedule`, four ranks.
+Tested with {torch} by {by}: a training loop without a framework, `zbpipe.build_pipeline_schedule`, four ranks.
 
 "Works" means: in the second of two steps all gradients (within 1e-4) and losses (within 1e-5) are those of the same
-model in one piece, without compiler and checkpointing. Four microbatches, float32. Compiled is every block, by
-Inductor; sharded is every block, and the stage.
+model in one piece, without compiler and checkpointing. Four microbatches, float32. "Compiled" means every block, by
+Inductor; sharded are every block and the stage.
 """
 
 
