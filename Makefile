@@ -47,12 +47,12 @@ matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
-environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-docs/mark  ## all that CI needs; with -j side by side
+environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-docs/dev  ## all that CI needs; with -j side by side
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py
 
-docs: $(VENV)-docs/mark  ## build the documentation into site/; any warning is an error
+docs: $(VENV)-docs/dev  ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(VENV)-docs/bin/mkdocs build --quiet --strict
 
 format: $(VENV)/dev  ## put the code into its standard form
@@ -96,7 +96,7 @@ $(VENV)-automodel/dev: pyproject.toml | $(VENV)-automodel/bin/python
 	@touch $@
 
 # The extra `docs` alone: pip would bring zbpipe and torch with it.
-$(VENV)-docs/mark: pyproject.toml | $(VENV)-docs/bin/python
+$(VENV)-docs/dev: pyproject.toml | $(VENV)-docs/bin/python
 	$| -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		| $| -m pip install --quiet --requirement /dev/stdin
 	@touch $@
