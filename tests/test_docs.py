@@ -73,7 +73,7 @@ def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
 def commands(block: Block) -> list[list[str]]:
     """In words, without comments, pipes, and the variables in front."""
     lines = block.code.replace("\\\n", " ").splitlines()
-    bare = (re.sub(r"(^|\s)#.*|\s[|>].*", "", line).strip() for line in lines)
+    bare = (re.sub(r"(^|\s)#.*|\s[|>].*|\.venv/bin/", "", line).strip() for line in lines)
     alone = (re.sub(r"^([A-Z_0-9]+=\S*\s*)+", "", part) for line in bare for part in line.split(" && "))
     return [shlex.split(part.replace("$ZBPIPE", "titan_integration/primus")) for part in alone if part]
 
@@ -144,7 +144,8 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
     "titan_integration/run_train.sh": is_a_script,
     "titan_integration/first_run.sh": is_a_script,
     **dict.fromkeys(
-        (".", "cd", "docker", "exit", "export", "git", "srun", "primus-cli", "./runner/primus-cli"), is_of_others
+        (".", "cd", "docker", "export", "git", "srun", "pre-commit", "primus-cli", "./runner/primus-cli"),
+        is_of_others,
     ),
 }
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
