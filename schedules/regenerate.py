@@ -1,9 +1,10 @@
-"""Make this folder anew: the CSV files, the pictures and the README. Run it with `make gallery`."""
+"""Writes this folder: the CSV files, the pictures and the README. Run it with `make gallery`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import fill
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
@@ -23,8 +24,8 @@ ABOUT = {
         "GPipe, arXiv 1811.06965, section 2",
     ),
     "1F1B": (
-        "The default in most trainers, and the yardstick for all others: memory bounded by the number of ranks, and a"
-        " bubble that only more microbatches make smaller.",
+        "The default in most trainers, and the baseline for all others: memory bounded by the number of ranks, and a"
+        " bubble whose share of the step only more microbatches make smaller.",
         "PipeDream-Flush, arXiv 2006.09503, section 3; Megatron-LM, arXiv 2104.04473, section 2.2",
     ),
     "Interleaved1F1B": (
@@ -48,7 +49,7 @@ ABOUT = {
     ),
     "ZBH2": (
         "For one stage per rank and memory to spare: no rank idles between its first op and its last if F, I and W"
-        " take equal time. The skew at the start counts unless ranks run on into the next step.",
+        " take equal time. The skew at the start costs time unless each rank starts its next step at once.",
         "Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3",
     ),
     "ZB1P": (
@@ -90,11 +91,13 @@ INTRODUCTION = """# The schedules
 
 Every schedule that zbpipe knows by name, at 4 pipeline ranks and 8 microbatches, simulated with F, I and W taking
 equal time and communication none. A row is a rank, time goes from left to right, the number in a box is the microbatch.
-*Bubble* is the share of all ranks' time in which they idle; *activations* is the most that any rank holds, in units of
-what it keeps of one microbatch.
+*Bubble* is the share of all ranks' time in which they idle. *Activations* is the most that any rank holds, in units of
+what it keeps of one microbatch. [Concepts](../docs/concepts.md) explains F, I and W.
 
 The CSV files hold each schedule for (ranks, microbatches) = (2, 4), (4, 8) and (8, 16), in torch's compute-only format:
-torch's `_load_csv`, TorchTitan and zbpipe read them. `make gallery` makes this folder anew.
+torch's `_load_csv`, TorchTitan and zbpipe read them. `make gallery` writes this folder.
+
+![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
 
 | schedule | stages per rank | bubble | activations |
 |---|---|---|---|
@@ -127,7 +130,7 @@ def _readme(known: list[Traits]) -> str:
             f"| [{traits.name}](#{traits.name.lower()}) | {traits.stages_per_rank} | {bubble} | {activations} |\n"
         )
         paragraphs.append(
-            f"\n## {traits.name}\n\n{when} Bubble {bubble}, activations {activations}. ({paper}.)\n\n"
+            f"\n## {traits.name}\n\n{fill(f'{when} Bubble {bubble}, activations {activations}. ({paper}.)', 120)}\n\n"
             f"![{traits.name}]({traits.name}.svg)\n"
         )
     return INTRODUCTION + "".join(rows) + "".join(paragraphs)

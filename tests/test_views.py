@@ -202,6 +202,23 @@ def test_the_same_timeline_gives_the_same_svg_in_every_process() -> None:
     assert pictures == {svg(timeline("ZBV", 3, 4, 1, 1.1, 0.7)).encode()}
 
 
+def test_timelines_below_each_other_have_one_time_scale() -> None:
+    """A box of 1F1B's forward, which runs twice as long as one of ZBV's, is twice as wide."""
+    together = ElementTree.fromstring(svg(timeline("1F1B"), timeline("ZBV")))
+    pictures = together.findall(f"{SVG}svg")
+    assert [picture.findtext(f"{SVG}text") for picture in pictures] == ["1F1B", "ZBV"]
+    first, second = (
+        next(
+            box
+            for box in picture.iter(f"{SVG}rect")
+            if box.get("class") == "F0" and box.find(f"{SVG}title") is not None
+        )
+        for picture in pictures
+    )
+    assert float(first.get("width", 0)) == 2 * float(second.get("width", 0))
+    assert float(pictures[1].get("y", 0)) == float(pictures[0].get("height", 0))
+
+
 def test_names_are_text_not_markup() -> None:
     shown = timeline("ZBV", 2, 2)
     shown = replace(shown, schedule=replace(shown.schedule, name=HOSTILE))
