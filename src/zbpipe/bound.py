@@ -83,6 +83,7 @@ class _Window(NamedTuple):
 
 
 def _alone(placement: Placement, costs: CostModel) -> _Path:
+    """F down all stages and I up again: repeats the rule of `ir.inputs`, and a test holds it against the simulator."""
     rank_of, stages = placement.rank_of, range(costs.num_stages)
     path = _Path([], [], [0.0] * len(stages), [0.0] * len(stages))
     now = 0.0

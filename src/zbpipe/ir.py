@@ -82,6 +82,56 @@ class Op(NamedTuple):
         return cls(int(match["stage"]), OpKind(match["kind"]), int(match["microbatch"]))
 
 
+F, I, W, B = OpKind  # noqa: E741 -- `inputs` runs for every op, and `OpKind.F` takes longer than all else in it
+
+
+def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
+    """What has to be over before `op` can start: one op of each group.
+
+    F takes the output of the stage before, W what I left behind; I and B take their own F and the gradient of the stage
+    after, which comes out of an I or out of a B. This is the rule for all of zbpipe. The planner's flat numbers and the
+    bound repeat it for speed, and tests hold them against it.
+
+        >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
+        [['1F0'], ['2I0', '2B0']]
+
+    Args:
+        op: of any stage and microbatch.
+        num_stages: of the whole pipeline.
+    """
+    stage, kind, microbatch = op
+    if kind is F:
+        return ((Op(stage - 1, F, microbatch),),) if stage > 0 else ()
+    if kind is W:
+        return ((Op(stage, I, microbatch),),)
+    forward = (Op(stage, F, microbatch),)
+    if stage == num_stages - 1:
+        return (forward,)
+    return (forward, (Op(stage + 1, I, microbatch), Op(stage + 1, B, microbatch)))
+
+
+def users(op: Op, num_stages: int) -> tuple[Op, ...]:
+    """The ops that `op` feeds, `inputs` the other way round. Of an I and a B a schedule has one.
+
+        >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
+        ['1W0', '0I0', '0B0']
+
+    Args:
+        op: of any stage and microbatch.
+        num_stages: of the whole pipeline.
+    """
+    stage, kind, microbatch = op
+    found: list[Op] = []
+    if kind is F:
+        found = [Op(stage + 1, F, microbatch)] if stage < num_stages - 1 else []
+        found += [Op(stage, each, microbatch) for each in (I, B)]
+    if kind is I:
+        found = [Op(stage, W, microbatch)]
+    if kind in (I, B) and stage > 0:
+        found += [Op(stage - 1, each, microbatch) for each in (I, B)]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage: `rank_of[stage]` is a pipeline rank; ranks count from 0 without a gap."""

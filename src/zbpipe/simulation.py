@@ -12,12 +12,13 @@ from dataclasses import replace
 from math import inf
 from types import MappingProxyType
 
-from zbpipe.actions import Rows
+from zbpipe.actions import Rows, action_of
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.passes import action, place_receives, with_messages
+from zbpipe.ir import Op, OpKind, Schedule, inputs
+from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives, Transport, run
+from zbpipe.turns import Turns
 from zbpipe.validation import require_valid
 
 _MOST_SPANS = 2**22
@@ -102,8 +103,10 @@ def _with_queues(ideal: Timeline, messages: Rows, transport: Transport, receives
     schedule, costs = ideal.schedule, ideal.costs
     rows = place_receives(messages, receives, ideal)
     times = run(rows, schedule.placement, costs, transport)
-    spans = tuple(tuple(Span(op, times.start[action(op)], times.end[action(op)]) for op in ops) for ops in schedule)
-    op_of = {action(op): op for ops in schedule for op in ops}
+    spans = tuple(
+        tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops) for ops in schedule
+    )
+    op_of = {action_of(op): op for ops in schedule for op in ops}
     waited_for = {(0, op): (0, op_of[times.waited_for[each]]) for each, op in op_of.items() if each in times.waited_for}
     return Timeline(
         schedule, costs, spans, transport=transport, receives=receives, waited_for=MappingProxyType(waited_for)
@@ -169,52 +172,22 @@ def _require_sense(schedule: Schedule, costs: CostModel, num_steps: int) -> None
 
 
 def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[float], spans: list[list[Span]]) -> None:
-    """Advance every rank through its list once; a rank that has to wait is taken up again when its input is there."""
-    rank_of, last = schedule.placement.rank_of, schedule.placement.num_stages - 1
-    num_microbatches = schedule.num_microbatches
-    kinds = tuple(OpKind)
-    seconds = {kind: [costs.seconds(stage, kind) for stage in range(last + 1)] for kind in kinds}
-    # When a stage's output, and the gradient of its input, reach the rank that needs them; None: not computed yet.
-    forward: list[list[float | None]] = [[None] * num_microbatches for _ in range(last + 1)]
-    backward: list[list[float | None]] = [[None] * num_microbatches for _ in range(last + 1)]
-    down = [costs.transfer(rank_of[s], rank_of[min(s + 1, last)]) for s in range(last + 1)]
-    up = [costs.transfer(rank_of[s], rank_of[max(s - 1, 0)]) for s in range(last + 1)]
-    position = [0] * schedule.num_ranks
-    sleepers: dict[tuple[bool, int, int], int] = {}
-    awake = list(range(schedule.num_ranks))
-    while awake:
-        rank = awake.pop()
-        ops, clock, done = schedule.ops[rank], clocks[rank], spans[rank]
-        while position[rank] < len(ops):
-            op = ops[position[rank]]
-            stage, kind, microbatch = op
-            if kind is OpKind.F:
-                arrived = forward[stage - 1][microbatch] if stage else 0.0
-                source = (True, stage - 1, microbatch)
-            elif kind is OpKind.W:
-                arrived, source = None if backward[stage][microbatch] is None else 0.0, (False, stage, microbatch)
-            elif stage == last or forward[stage][microbatch] is None:
-                arrived, source = None if forward[stage][microbatch] is None else 0.0, (True, stage, microbatch)
-            else:
-                arrived, source = backward[stage + 1][microbatch], (False, stage + 1, microbatch)
-            if arrived is None:
-                sleepers[source] = rank
-                break
-            start = clock if clock > arrived else arrived
-            clock = start + seconds[kind][stage]
-            done.append(Span(op, start, clock, step))
-            position[rank] += 1
-            if kind is OpKind.F:
-                forward[stage][microbatch] = clock + down[stage]
-                sleeper = sleepers.pop((True, stage, microbatch), None)
-            elif kind is OpKind.W:
-                continue
-            else:
-                backward[stage][microbatch] = clock + up[stage]
-                sleeper = sleepers.pop((False, stage, microbatch), None)
-            if sleeper is not None:
-                awake.append(sleeper)
-        clocks[rank] = clock
-    if any(position[rank] < len(ops) for rank, ops in enumerate(schedule)):
+    """Advance every rank through its list once."""
+    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
+    seconds = {(stage, kind): costs.seconds(stage, kind) for stage in range(num_stages) for kind in OpKind}
+    lag = {
+        (giver, taker): costs.transfer(rank_of[giver], rank_of[taker])
+        for giver in range(num_stages)
+        for taker in range(max(giver - 1, 0), min(giver + 2, num_stages))
+    }
+    end: dict[Op, float] = {}
+    turns = Turns(schedule.ops, lambda op: inputs(op, num_stages))
+    for rank, op, feeders in turns:
+        start = clocks[rank]
+        for feeder in feeders:
+            start = max(start, end[feeder] + lag[feeder.stage, op.stage])
+        end[op] = clocks[rank] = start + seconds[op.stage, op.kind]
+        spans[rank].append(Span(op, start, end[op], step))
+    if turns.waiting:
         require_valid(schedule)
         raise ValueError(f"schedule {schedule.name} cannot run")

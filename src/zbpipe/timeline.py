@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.ir import Op, OpKind, Schedule, inputs
 from zbpipe.transport import Receives, Transport
 
 
@@ -159,7 +160,7 @@ def _latest_before(
     rank, position = place
     span = timeline.spans[rank][position]
     before = (rank, position - 1) if position else None
-    for op in _inputs(span.op, schedule.placement.num_stages):
+    for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
         found = places.get((span.step, op))
         if found is None:
             continue
@@ -167,12 +168,3 @@ def _latest_before(
         if before is None or arrival > timeline.spans[before[0]][before[1]].end:
             before = found
     return before
-
-
-def _inputs(op: Op, num_stages: int) -> tuple[Op, ...]:
-    """The ops of other stages whose result `op` takes."""
-    if op.kind is OpKind.F:
-        return (Op(op.stage - 1, OpKind.F, op.microbatch),) if op.stage else ()
-    if op.kind is OpKind.W or op.stage == num_stages - 1:
-        return ()
-    return (Op(op.stage + 1, OpKind.I, op.microbatch), Op(op.stage + 1, OpKind.B, op.microbatch))

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from zbpipe import bound
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
 from zbpipe.planner.kernel import Job, starts
 from zbpipe.simulation import simulate
+from zbpipe.turns import Turns
 
 T = TypeVar("T")
 _KINDS = (OpKind.F, OpKind.I, OpKind.W)
@@ -47,7 +48,10 @@ class Problem:
 
     @cached_property
     def job(self) -> Job:
-        """With times as multiples of a power of two, a billionth of the longest, so that sums of them are exact."""
+        """The flat numbers, in which `feeder` and `fed` repeat the rule of `ir.inputs`; a test holds them against it.
+
+        Times are multiples of a power of two, a billionth of the longest, so that sums of them are exact.
+        """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
         _, exponent = frexp(max(*costs.f, *costs.i, *costs.w))
@@ -110,26 +114,11 @@ class Problem:
         Raises:
             ValueError: the schedule is not valid.
         """
-        rows = [[number for op in ops for number in self._numbers(op)] for ops in schedule]
-        done: set[int] = set()
-        order: list[int] = []
-        position = [0] * len(rows)
-        awake = list(range(len(rows)))
-        while awake:
-            rank = awake.pop()
-            row = rows[rank]
-            while position[rank] < len(row):
-                number = row[position[rank]]
-                node, microbatch = divmod(number, self.num_microbatches)
-                feeder, user = self.job.feeder[node], self.job.fed[node]
-                if feeder >= 0 and feeder * self.num_microbatches + microbatch not in done:
-                    break
-                done.add(number)
-                order.append(number)
-                position[rank] += 1
-                if user >= 0 and self.job.rank[user] != rank:
-                    awake.append(self.job.rank[user])
-        if not len(order) == len(done) == self.num_ops:
+        num_stages = self.placement.num_stages
+        rows = [[half for op in ops for half in _halves(op)] for ops in schedule]
+        turns = Turns(rows, lambda op: inputs(op, num_stages))
+        order = [self._number(op) for _, op, _ in turns]
+        if turns.waiting or not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate tells why")
         return self.in_time(order)
 
@@ -144,12 +133,12 @@ class Problem:
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether no rank ever holds more than its limit, if each B runs as an I and a W."""
-        takes, microbatches = self.job.takes, self.num_microbatches
-        return all(
-            max(accumulate(takes[number // microbatches] for op in ops for number in self._numbers(op)), default=0.0)
-            <= limit
-            for ops, limit in zip(schedule, self.job.limit, strict=True)
-        )
+
+        def peak(ops: Iterable[Op]) -> float:
+            halves = (half for op in ops for half in _halves(op))
+            return max(accumulate(self.costs.adds(half.stage, half.kind) for half in halves), default=0.0)
+
+        return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
     def _to_come(self, stage: int) -> float:
         """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""
@@ -158,9 +147,13 @@ class Problem:
         backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]
         return max(accumulate((*forward, *backward), initial=0.0))
 
-    def _numbers(self, op: Op) -> list[int]:
-        kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
-        return [(3 * op.stage + _KINDS.index(kind)) * self.num_microbatches + op.microbatch for kind in kinds]
+    def _number(self, op: Op) -> int:
+        return (3 * op.stage + _KINDS.index(op.kind)) * self.num_microbatches + op.microbatch
+
+
+def _halves(op: Op) -> tuple[Op, ...]:
+    """A B as an I and a W."""
+    return (op._replace(kind=OpKind.I), op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
 
 
 def _flat(rows: Iterable[tuple[T, ...]]) -> list[T]:

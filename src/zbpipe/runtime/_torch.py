@@ -50,8 +50,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe.actions import Rows, parse
-from zbpipe.ir import Op, Schedule
+from zbpipe.actions import Action, Rows, other_end, parse
+from zbpipe.ir import Op, OpKind, Schedule, inputs
 from zbpipe.transport import Transport
 
 PipelineSchedule = _PipelineSchedule
@@ -373,17 +373,15 @@ def _key(action: _Action) -> tuple[str, int, int | None]:
 def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
     """What `action` waits for, or to whom it sends."""
     kind, stage, microbatch = _key(action)
-    forward = kind.endswith("F")
-    if "SEND" in kind:
-        return f" to rank {_rank_of(stage + (1 if forward else -1), runtime)}"
-    sender = _rank_of(stage - 1 if forward else stage + 1, runtime)
+    kind = kind.removeprefix("WAIT_")
     if kind in _MESSAGES:
-        return f" from rank {sender}"
-    kinds, source = (("F",), stage - 1) if forward else (("I", "B"), stage + 1)
-    ops = (op for row in runtime.pipeline_order.values() for op in row if op)
-    found = (op for op in ops if op[0] == source and op[2] == microbatch and op[1].value in kinds)
-    awaited = next(found, f"stage {source}")
-    return f", waiting for {awaited} from rank {sender}"
+        way = "to" if kind.startswith("SEND") else "from"
+        return f" {way} rank {_rank_of(other_end(Action(stage, kind, microbatch or 0)).stage, runtime)}"
+    *_, feeders = inputs(Op(stage, OpKind(kind), microbatch or 0), runtime._num_stages)
+    ops = {str(op) for row in runtime.pipeline_order.values() for op in row}
+    source = feeders[0].stage
+    awaited = next((str(op) for op in feeders if str(op) in ops), f"stage {source}")
+    return f", waiting for {awaited} from rank {_rank_of(source, runtime)}"
 
 
 def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
