@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from zbpipe import algorithms  # noqa: F401 -- registers them
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.layer_costs import Layer, LayerCosts

@@ -48,6 +48,17 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
         )
 
 
+def require_whole(**numbers: object) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        ValueError: the first of them, by its name.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{name} has to be a whole number, got {number!r}")
+
+
 class OpKind(StrEnum):
     """What a rank computes in one op; the value is the letter of the text form."""
 

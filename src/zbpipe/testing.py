@@ -126,25 +126,27 @@ def schedules(
     Raises:
         ValueError: unknown name, or numbers that the schedule cannot have.
     """
-    traits = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
+    algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
     num_microbatches = draw(st.integers(1, max_microbatches)) if microbatches is None else microbatches
-    if stages_per_rank is None and traits.any_stages_per_rank:
+    if stages_per_rank is None and algorithm.any_stages_per_rank:
         stages_per_rank = draw(st.integers(1, _MOST_STAGES_PER_RANK))
     # By name where there is one: `name` may be the path of a table.
-    return registry.generate(name or traits.name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+    return registry.generate(name or algorithm.name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
 
 
-def _candidates(stages_per_rank: int | None) -> list[registry.Traits]:
+def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
     """The schedules that run with so many stages a rank, plain ones first, because hypothesis shrinks towards these."""
     fitting = [
-        traits
-        for traits in registry.schedules().values()
-        if stages_per_rank in (None, traits.stages_per_rank) or traits.any_stages_per_rank
+        algorithm
+        for algorithm in registry.schedules().values()
+        if stages_per_rank in (None, algorithm.stages_per_rank) or algorithm.any_stages_per_rank
     ]
     if not fitting:
         raise ValueError(f"no registered schedule runs {stages_per_rank} stages per rank")
-    return sorted(fitting, key=lambda traits: (traits.stages_per_rank, traits.placement, traits.name.lower()))
+    return sorted(
+        fitting, key=lambda algorithm: (algorithm.stages_per_rank, algorithm.placement, algorithm.name.lower())
+    )
 
 
 @st.composite

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 
 KNOWN = "0.7.0"
 """The version that all of this was tried with."""
@@ -35,7 +35,7 @@ _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of what was replaced."""
 
 
-def adapt(traits: Traits) -> None:
+def adapt(traits: Algorithm) -> None:
     """Have AutoModel, if it is in this process, cut and place stages as `traits` says, and find the loss there.
 
     Raises:
@@ -66,7 +66,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _require_known(functional: Any, traits: Traits) -> None:
+def _require_known(functional: Any, traits: Algorithm) -> None:
     for name, arguments in _TAKES.items():
         function = getattr(functional, name, None)
         if function is None or tuple(inspect.signature(function).parameters)[: len(arguments)] != arguments:
@@ -78,7 +78,7 @@ def _require_known(functional: Any, traits: Traits) -> None:
             )
 
 
-def _require_all_buffers(traits: Traits) -> None:
+def _require_all_buffers(traits: Algorithm) -> None:
     if getattr(sys.modules.get(_BUFFER_POOL), "_INSTALLED", False):
         raise ValueError(
             "pp_recv_buffer_pool has NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few for"
@@ -89,7 +89,7 @@ def _require_all_buffers(traits: Traits) -> None:
 class _Stages:
     """In the place of AutoModel's functions, with their arguments."""
 
-    def __init__(self, traits: Traits) -> None:
+    def __init__(self, traits: Algorithm) -> None:
         self._traits = traits
 
     def how_many(
@@ -127,7 +127,7 @@ class _Stages:
         return placement.stages_on(pp_rank)
 
 
-def _tell_all_ranks(traits: Traits, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _tell_all_ranks(traits: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Recipes report the reduced loss of a pipeline's last rank; a V has it on the first. So all get to know it."""
 
     @wraps(reduce)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from zbpipe.ir import Placement
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, checks, job
 from zbpipe.runtime.options import Options
 
@@ -26,7 +26,7 @@ from zbpipe.runtime.options import Options
 class Face(ABCMeta):
     """Classes that stand for a schedule: equal to torch's V-shaped one where the schedule is a V."""
 
-    traits: Traits
+    traits: Algorithm
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
@@ -52,7 +52,7 @@ class Face(ABCMeta):
         return hash(cls.__bases__[0])
 
 
-def face_of(traits: Traits, options: Options) -> type[_torch.PipelineSchedule]:
+def face_of(traits: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
     """What frameworks are to see of a schedule of zbpipe's.
 
     Args:
@@ -64,7 +64,7 @@ def face_of(traits: Traits, options: Options) -> type[_torch.PipelineSchedule]:
     return cast(type[_torch.PipelineSchedule], face)
 
 
-def _nearest(traits: Traits) -> type[_torch.PipelineSchedule]:
+def _nearest(traits: Algorithm) -> type[_torch.PipelineSchedule]:
     """Which of torch's classes has frameworks place the stages as the schedule does, as far as one has."""
     if traits.stages_per_rank == 1:
         return PipelineScheduleSingle

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules
 from zbpipe import registry
 from zbpipe.frameworks import automodel
 from zbpipe.frameworks.faces import face_of
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import job
 from zbpipe.runtime.options import ForTorch, Options
 
@@ -57,7 +57,7 @@ class _Installation:
             self._faces[traits.name] = face_of(traits, self._options)
         return self._faces[traits.name]
 
-    def _tell(self, asked: str, name: str, traits: Traits | None) -> None:
+    def _tell(self, asked: str, name: str, traits: Algorithm | None) -> None:
         """Once for each name: frameworks ask several times."""
         if asked in self.asked:
             return

@@ -9,7 +9,7 @@ from typing import Literal
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, least_room, shares_within
-from zbpipe.ir import Placement, Schedule, require_size
+from zbpipe.ir import Placement, Schedule, require_size, require_whole
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found, Progress, Search, absolute
@@ -127,7 +127,7 @@ def plan(
             placements, or a limit too small for even one microbatch.
     """
     transport = Transport.parse(transport)
-    registry.require_whole(ranks=ranks, microbatches=microbatches)
+    require_whole(ranks=ranks, microbatches=microbatches)
     if min(ranks, microbatches) < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
@@ -275,7 +275,7 @@ def _seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], st
                 yield problem, order, traits.name
 
 
-def _order(problem: Problem, traits: registry.Traits) -> list[int] | None:
+def _order(problem: Problem, traits: registry.Algorithm) -> list[int] | None:
     """The named schedule for this problem, None if there is none."""
     placement = problem.placement
     stages = len(placement.stages_on(0)) if traits.any_stages_per_rank else None

@@ -64,7 +64,7 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
             raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
-def stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
+def stages_per_rank(traits: registry.Algorithm, stages: Sequence[PipelineStage]) -> int | None:
     """As many as were built where the schedule leaves it open, else the schedule's own number."""
     return len(stages) if traits.any_stages_per_rank else None
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import costs_file
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import OpKind
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
@@ -31,7 +31,7 @@ Spell = Callable[[str], str]
 logger = logging.getLogger(__name__)
 
 
-def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: bool = True) -> None:
+def require_sense(traits: Algorithm, options: Options, spell: Spell, *, will_run: bool = True) -> None:
     """Refuse options that are not made for the schedule, or name a file that cannot be written.
 
     Args:
@@ -67,7 +67,7 @@ def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: b
 
 
 def require_size(
-    traits: Traits, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
+    traits: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
 ) -> None:
     """Refuse options that do not fit a job of this size.
 
@@ -97,7 +97,7 @@ def require_size(
             )
 
 
-def _steps_needed(traits: Traits, options: Options) -> dict[str, int]:
+def _steps_needed(traits: Algorithm, options: Options) -> dict[str, int]:
     measures = traits.name == AutoSchedule.schedule_name and options.costs_out
     timed = options.profile_steps or (USUAL_STEPS if measures else 0)
     return {
@@ -107,7 +107,7 @@ def _steps_needed(traits: Traits, options: Options) -> dict[str, int]:
     }
 
 
-def _runs_i_and_w(traits: Traits, num_ranks: int, n_microbatches: int) -> bool:
+def _runs_i_and_w(traits: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
     return any(op.kind is OpKind.I for ops in traits.generate(num_ranks, n_microbatches) for op in ops)
 
 
@@ -126,7 +126,7 @@ def _require_files(options: Options, spell: Spell) -> None:
 
 
 def build(
-    traits: Traits,
+    traits: Algorithm,
     stages: PipelineStage | Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None,

@@ -25,7 +25,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import BaseModelArgs, TrainSpec
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -107,7 +107,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _modules_of_stages(traits: Traits, parallelism: Any, model_args: Any) -> list[list[str]]:
+def _modules_of_stages(traits: Algorithm, parallelism: Any, model_args: Any) -> list[list[str]]:
     """The names of the modules in each stage: the user's own, or cut evenly as TorchTitan does."""
     number = plug.num_stages(traits, parallelism, model_args.n_layers)
     by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
@@ -153,7 +153,7 @@ def _cut_by_hand(job_config: JobConfig, modules: Sequence[Sequence[str]]) -> Job
 _ANY_ONE_STAGE_SCHEDULE = "1F1B"
 
 
-def _helpers(traits: Traits, options: Options) -> Mapping[str, Callable[..., Any]]:
+def _helpers(traits: Algorithm, options: Options) -> Mapping[str, Callable[..., Any]]:
     """What places the stages and builds the schedule as the registry says.
 
     With torch's names TorchTitan does so itself, unless it would not pass on an option.

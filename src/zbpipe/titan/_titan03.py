@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.split.products import GROUPED_MM
@@ -73,7 +73,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
+def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any]]:
     """What cuts the model, places its stages and builds the schedule as the registry says.
 
     With torch's names TorchTitan does so itself, unless it would not pass on an option.

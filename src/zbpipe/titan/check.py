@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from zbpipe.registry import Traits, lookup
+from zbpipe.registry import Algorithm, lookup
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.validation import require_valid
@@ -55,7 +55,7 @@ def _spell(option: str) -> str:
     return f"--zbpipe.{option.replace('_', '-')}"
 
 
-def _check_schedule(traits: Traits, config: Any) -> None:
+def _check_schedule(traits: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
     batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     if batch % microbatch:
@@ -73,7 +73,7 @@ def _check_schedule(traits: Traits, config: Any) -> None:
         require_valid(traits.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
 
 
-def _warn_of_first_step(traits: Traits, config: Any) -> None:
+def _warn_of_first_step(traits: Algorithm, config: Any) -> None:
     """TorchTitan's limit for the first step also counts while a rank waits for stages that compile."""
     seconds, placement = config.comm.init_timeout_seconds, traits.place(config.parallelism.pipeline_parallel_degree)
     # Those of zbpipe's schedules compile on all ranks at the same time; see `zbpipe.runtime.warm_up`.

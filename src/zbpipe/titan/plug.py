@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.registry import Traits, lookup
+from zbpipe.registry import Algorithm, lookup
 from zbpipe.runtime import _torch, agreement, job
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.options import Options
@@ -33,12 +33,12 @@ PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], boo
 logger = logging.getLogger(__name__)
 
 
-def known(schedule: str) -> Traits | None:
+def known(schedule: str) -> Algorithm | None:
     """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.check` has refused the rest."""
     return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)
 
 
-def num_stages(traits: Traits, parallelism: Any, num_layers: int) -> int:
+def num_stages(traits: Algorithm, parallelism: Any, num_layers: int) -> int:
     """Into how many stages a model with so many layers is cut.
 
     Raises:
@@ -60,7 +60,7 @@ def num_stages(traits: Traits, parallelism: Any, num_layers: int) -> int:
     return number
 
 
-def stages_on(traits: Traits, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
+def stages_on(traits: Algorithm, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
     """The stages of a pipeline rank, when the model is cut into `num_parts`.
 
     Raises:
@@ -76,7 +76,7 @@ def stages_on(traits: Traits, pp_rank: int, pp_degree: int, num_parts: int) -> t
 
 
 def build(
-    traits: Traits,
+    traits: Algorithm,
     stages: list[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor],
@@ -159,7 +159,7 @@ def _add_metrics(
     processor.log = log_with_pipeline
 
 
-def first_rank_of_last_stage(traits: Traits, parallel_dims: Any) -> int:
+def first_rank_of_last_stage(traits: Algorithm, parallel_dims: Any) -> int:
     """Of all ranks, by TorchTitan's `ParallelDims`."""
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
