@@ -352,7 +352,7 @@ def test_a_deadlock_is_refused(broken: Broken) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     schedule = generate("ZBV", 2, 2)
-    with pytest.raises(ValueError, match="schedule ZBV has 4 stages, but the costs are for 2"):
+    with pytest.raises(ValueError, match="the costs are for 2 stages, but the placement has 4"):
         simulate(schedule, CostModel.uniform(Placement.loop(2)))
     with pytest.raises(ValueError, match="num_steps=0 makes no timeline"):
         simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)

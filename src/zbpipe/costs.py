@@ -89,7 +89,7 @@ class CostModel:
     """
     link: Link = field(default_factory=Link)
     """The way between any two ranks."""
-    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     """Links that differ, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""

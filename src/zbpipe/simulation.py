@@ -8,18 +8,18 @@ rank no time. That is the ideal transport; with the others messages wait for eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from types import MappingProxyType
 
 from zbpipe.actions import Rows, action_of
-from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Schedule, inputs
+from zbpipe.costs import CostModel, as_cost_model
+from zbpipe.ir import Op, OpKind, Schedule, inputs, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives, Transport, run
 from zbpipe.turns import Turns
-from zbpipe.validation import require_valid
+from zbpipe.validation import require_schedule, require_valid
 
 _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""
@@ -31,7 +31,7 @@ _WORTH_IT = 1 - 1e-3
 
 def simulate(
     schedule: Schedule,
-    costs: CostModel,
+    costs: CostModel | Sequence[float],
     *,
     num_steps: int = 1,
     synchronous: bool = True,
@@ -40,9 +40,12 @@ def simulate(
 ) -> Timeline:
     """Run `schedule` on paper.
 
+        >>> zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1.0, 1.2, 0.8)).bubble < 0.1
+        True
+
     Args:
         schedule: a valid one.
-        costs: for its stages.
+        costs: of its stages; or three numbers `(f, i, w)`, the seconds that each rank takes for one microbatch.
         num_steps: how often the schedule runs, one step after the other.
         synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
             gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
@@ -51,10 +54,13 @@ def simulate(
             transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose it.
 
     Raises:
+        TypeError: `schedule` or `costs` is something else.
         ValueError: costs for another number of stages, no step at all or millions of ops in all steps, a schedule
             that cannot run, an unknown transport, or messages that wait for each other in a circle.
     """
-    _require_sense(schedule, costs, num_steps)
+    require_schedule(schedule)
+    costs = as_cost_model(costs, schedule.placement)
+    _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
     if receives is not None:
         receives = Receives.parse(receives)
@@ -108,9 +114,7 @@ def _with_queues(ideal: Timeline, messages: Rows, transport: Transport, receives
     )
     op_of = {action_of(op): op for ops in schedule for op in ops}
     waited_for = {(0, op): (0, op_of[times.waited_for[each]]) for each, op in op_of.items() if each in times.waited_for}
-    return Timeline(
-        schedule, costs, spans, transport=transport, receives=receives, waited_for=MappingProxyType(waited_for)
-    )
+    return Timeline(schedule, costs, spans, transport=transport, receives=receives, waited_for=waited_for)
 
 
 def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
@@ -123,7 +127,7 @@ def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
     steps = range(num_steps)
     spans = tuple(tuple(later(span, step) for step in steps for span in row) for row in timeline.spans)
     waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
-    return replace(timeline, spans=spans, num_steps=num_steps, waited_for=MappingProxyType(waited_for))
+    return replace(timeline, spans=spans, num_steps=num_steps, waited_for=waited_for)
 
 
 def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
@@ -149,25 +153,22 @@ def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timelin
 
     spans = tuple(tuple(map(apart, row)) for row in timeline.spans)
     waited_for = {step_of(op): step_of(before) for (_, op), (_, before) in timeline.waited_for.items()}
-    return replace(
-        timeline, schedule=schedule, spans=spans, num_steps=num_steps, waited_for=MappingProxyType(waited_for)
-    )
+    return replace(timeline, schedule=schedule, spans=spans, num_steps=num_steps, waited_for=waited_for)
 
 
-def _require_sense(schedule: Schedule, costs: CostModel, num_steps: int) -> None:
-    if costs.num_stages != schedule.placement.num_stages:
-        raise ValueError(
-            f"schedule {schedule.name} has {schedule.placement.num_stages} stages, but the costs are for"
-            f" {costs.num_stages}"
-        )
+def _require_sense(schedule: Schedule, num_steps: int) -> None:
+    require_whole(num_steps=num_steps)
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} makes no timeline: simulate at least one step")
     num_ops = sum(map(len, schedule))
     if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
         most = max(_MOST_SPANS // num_ops, 1)
         raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    # Not even a forward for each: room for all of them may be more than there is.
-    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:
+    # No stage has costs for a foreign op, and a schedule with fewer ops than forwards is no schedule.
+    stages = range(schedule.placement.num_stages)
+    if num_ops < len(stages) * schedule.num_microbatches or any(
+        op.stage not in stages for ops in schedule for op in ops
+    ):
         require_valid(schedule)
 
 

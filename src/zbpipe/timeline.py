@@ -36,9 +36,18 @@ class Idle(NamedTuple):
     """After its last forward (or first backward, whichever is later)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """A schedule that ran. All times are seconds from the beginning of the first step."""
+    """A schedule that ran. All times are seconds from the beginning of the first step.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
+    >>> timeline
+    Timeline('ZBV', p=4, m=8, makespan=25.5)
+    >>> timeline.spans[0][0]
+    Span(op=Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), start=0.0, end=0.5, step=0)
+    >>> timeline.peak_activations
+    (4.0, 4.0, 4.0, 4.0)
+    """
 
     schedule: Schedule
     costs: CostModel
@@ -48,8 +57,16 @@ class Timeline:
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """Where its receives stand; None where that makes no difference."""
-    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: MappingProxyType({}))
+    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=dict, hash=False)
     """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "waited_for", MappingProxyType(dict(self.waited_for)))
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
+        return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
     @cached_property
     def makespan(self) -> float:

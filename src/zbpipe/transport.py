@@ -19,14 +19,23 @@ class _Named(StrEnum):
     def parse(cls, text: str) -> Self:
         """The one called `text`, with spaces, dashes or underscores between the words.
 
+            >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
+            True
+
         Raises:
+            TypeError: `text` is no text.
             ValueError: there is none such.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_listed(cls)}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:
-            known = ", ".join(repr(each.value) for each in cls)
-            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {known}") from None
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {_listed(cls)}") from None
+
+
+def _listed(words: type[StrEnum]) -> str:
+    return ", ".join(repr(each.value) for each in words)
 
 
 class Transport(_Named):
