@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zbpipe.planner.plan import Limit, Plan
     from zbpipe.timeline import Timeline
     from zbpipe.transport import Transport
-    from zbpipe.views.report import Standing
+    from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
 
@@ -184,7 +184,7 @@ def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
 
 class _Result(NamedTuple):
     plan: Plan
-    named: list[Standing]
+    named: list[ComparedSchedule]
     """The schedules with a name that have costs."""
     layers: LayerPlan | None
     """If there are layers to split."""
@@ -216,13 +216,14 @@ def _search(
     return _Result(plan(ranks, microbatches, costs, limit, **how), _standings(named, limit), None)
 
 
-def _standings(timelines: Iterable[Timeline], limit: Limit | None) -> list[Standing]:
+def _standings(timelines: Iterable[Timeline], limit: Limit | None) -> list[ComparedSchedule]:
     """Whether they keep to the limit."""
     from zbpipe.planner.plan import limits_of
-    from zbpipe.views.report import Standing
+    from zbpipe.views.report import ComparedSchedule
 
     return [
-        Standing.of(timeline, limits_of(timeline.schedule.placement, timeline.costs, limit)) for timeline in timelines
+        ComparedSchedule.of(timeline, limits_of(timeline.schedule.placement, timeline.costs, limit))
+        for timeline in timelines
     ]
 
 
@@ -248,7 +249,7 @@ def _record(result: _Result) -> dict[str, Any]:
 
 def _text(result: _Result) -> Iterator[str]:
     """What the search found, and the table."""
-    from zbpipe.views.report import Standing, beside
+    from zbpipe.views.report import ComparedSchedule, beside
     from zbpipe.views.style import number, percent, summary
 
     found = result.plan
@@ -260,7 +261,7 @@ def _text(result: _Result) -> Iterator[str]:
         f" this one is at most {percent(found.gap)} above the best"
     )
     yield ""
-    yield from beside(Standing.of(found.timeline, found.limits), result.named)
+    yield from beside(ComparedSchedule.of(found.timeline, found.limits), result.named)
     if result.layers is not None:
         yield "schedules with a name: with TorchTitan's even split of the layers"
         yield ""

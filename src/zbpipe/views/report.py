@@ -37,7 +37,7 @@ def record(timeline: Timeline) -> dict[str, Any]:
 
 def report(timeline: Timeline) -> str:
     """The record for people: the summary, what bounds the makespan, and a table of the ranks."""
-    gap = Standing.of(timeline, None).gap
+    gap = ComparedSchedule.of(timeline, None).gap
     rows = [
         (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
         for rank, (busy, idle, peak) in enumerate(
@@ -80,8 +80,8 @@ def costs(job: JobCosts) -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A schedule in a comparison."""
+class ComparedSchedule:
+    """What a table says of one schedule among others."""
 
     figures: Mapping[str, Any]
     """Its `record`: many timelines at a time would take too much memory."""
@@ -89,7 +89,7 @@ class Standing:
     """By rank the most activations that it may hold, in its share of one microbatch."""
 
     @classmethod
-    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> Standing:
+    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> ComparedSchedule:
         return cls(record(timeline), limits)
 
     @property
@@ -117,7 +117,7 @@ class Standing:
         return max(excess)[1] if excess else None
 
     @property
-    def rank(self) -> tuple[bool, float, float, str]:
+    def sort_key(self) -> tuple[bool, float, float, str]:
         """The lower the better: what fits comes first, then what is short, then what takes little memory."""
         makespan = float(f"{self.figures['makespan']:.9g}")
         return not self.fits, makespan, float(f"{self.peak:.9g}"), self.figures["schedule"].lower()
@@ -126,49 +126,49 @@ class Standing:
         return {**self.figures, "gap": self.gap, "fits": self.fits}
 
 
-def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
+def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[ComparedSchedule]:
     """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
-    return sorted((Standing.of(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
+    return sorted((ComparedSchedule.of(timeline, limits) for timeline in timelines), key=lambda each: each.sort_key)
 
 
-def comparison(standings: Sequence[Standing]) -> Iterator[str]:
+def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
     """The lines of the table, with a mark at what does not fit."""
     rows = [
         (
-            standing.figures["schedule"],
-            str(standing.figures["stages_per_rank"]),
-            number(standing.figures["makespan"]),
-            percent(standing.figures["bubble"]),
-            number(standing.peak),
-            percent(standing.gap),
-            *_mark(standing),
+            each.figures["schedule"],
+            str(each.figures["stages_per_rank"]),
+            number(each.figures["makespan"]),
+            percent(each.figures["bubble"]),
+            number(each.peak),
+            percent(each.gap),
+            *_mark(each),
         )
-        for standing in standings
+        for each in compared
     ]
     yield from table(("schedule", "stages", "makespan", "bubble", "peak", "gap"), rows)
     yield ""
     yield f"stages: per rank; peak: activations on the worst rank ({UNIT_OF_ACTIVATIONS}); gap: to the lower bound"
 
 
-def _mark(standing: Standing) -> Iterator[str]:
-    if standing.broken is not None:
-        yield f"  over the limit of {number(standing.broken)}"
+def _mark(each: ComparedSchedule) -> Iterator[str]:
+    if each.broken is not None:
+        yield f"  over the limit of {number(each.broken)}"
 
 
-def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
+def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterator[str]:
     """The lines of a table of a plan among other schedules, with a mark at what does not fit."""
     rows = [
         (
-            standing.figures["schedule"],
-            str(standing.figures["stages_per_rank"]),
-            number(standing.figures["makespan"]),
-            "" if standing is plan else longer(standing.figures["makespan"], plan.figures["makespan"]),
-            number(standing.figures["longest_rank_span"]),
-            percent(standing.figures["bubble"]),
-            number(standing.peak),
-            *_mark(standing),
+            each.figures["schedule"],
+            str(each.figures["stages_per_rank"]),
+            number(each.figures["makespan"]),
+            "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"]),
+            number(each.figures["longest_rank_span"]),
+            percent(each.figures["bubble"]),
+            number(each.peak),
+            *_mark(each),
         )
-        for standing in sorted((plan, *others), key=lambda standing: standing.rank)
+        for each in sorted((plan, *others), key=lambda each: each.sort_key)
     ]
     yield from table(("schedule", "stages", "makespan", "to the plan", "span", "bubble", "peak"), rows)
     yield ""
