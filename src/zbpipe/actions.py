@@ -25,7 +25,11 @@ COMPUTE = frozenset(OpKind)
 
 
 class Action(NamedTuple):
-    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none)."""
+    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none).
+
+    >>> print(Action(3, "SEND_F", 0), Action(3, "UNSHARD", -1))
+    3SEND_F0 3UNSHARD
+    """
 
     stage: int
     kind: str
@@ -50,17 +54,29 @@ _MESSAGE_OF = {
 
 
 def action_of(op: Op) -> Action:
-    """How torch's lists name it."""
+    """How torch's lists name it.
+
+    >>> action_of(Op.parse("3F0"))
+    Action(stage=3, kind='F', microbatch=0)
+    """
     return Action(op.stage, op.kind.value, op.microbatch)
 
 
 def op_of(action: Action) -> Op:
-    """The op that an action in `COMPUTE` names."""
+    """The op that an action in `COMPUTE` names.
+
+    >>> str(op_of(Action(3, "F", 0)))
+    '3F0'
+    """
     return Op(action.stage, OpKind(action.kind), action.microbatch)
 
 
 def send_of(op: Op) -> Action:
-    """The send of what an F, I or B makes for another rank."""
+    """The send of what an F, I or B makes for another rank.
+
+    >>> print(send_of(Op.parse("3I0")))
+    3SEND_B0
+    """
     return Action(op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch)
 
 
@@ -76,7 +92,11 @@ def other_end(action: Action) -> Action:
 
 
 def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank."""
+    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank.
+
+    >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
+    2SEND_F0 3SEND_B0
+    """
     if action.kind not in _MESSAGE_OF:
         return None
     kind, step = _MESSAGE_OF[action.kind]
@@ -84,12 +104,19 @@ def message_of(action: Action) -> Action | None:
 
 
 def has_communication(table: str) -> bool:
-    """Whether the table is one with communication, and not torch's compute-only one."""
+    """Whether the table is one with communication, and not torch's compute-only one.
+
+    >>> has_communication("0F0,0SEND_F0")
+    True
+    """
     return any(kind in table for kind in ("SEND", "RECV", "SHARD", "REDUCE"))
 
 
 def parse(table: str) -> Rows:
     """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
+
+        >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
+        0UNSHARD 0F1 0B0
 
     Raises:
         ValueError: a cell is no action.
@@ -117,6 +144,10 @@ def _parse_cell(rank: int, cell: str) -> Action:
 def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding]]:
     """The compute ops of a table, with or without communication, and everything that is wrong with it.
 
+        >>> schedule, findings = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+        >>> print(*findings)
+        missing: rank 1, 1RECV_F0: the message is never received
+
     Args:
         table: torch's CSV.
         name: for the schedule.
@@ -133,7 +164,11 @@ def check_table(table: str, name: str, memory_limit: float | None = None) -> tup
 
 
 def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Finding]:
-    """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
+    """Everything that is wrong with the compute ops, the messages between ranks, and their order.
+
+    >>> validate_lowered(parse("0F0,0B0"))
+    []
+    """
     compute = _compute_ops(rows, "table")
     checks = _Table(rows, compute)
     # Who waits for whom shows better among the messages.
@@ -149,7 +184,12 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
 
 
 def mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message which was meant for another one: they give wrong numbers and no error."""
+    """Receives that take a message which was meant for another one: they give wrong numbers and no error.
+
+    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
+    >>> print(*mixed_up_messages(rows))
+    order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
+    """
     return list(_Table(rows, _compute_ops(rows, "")).crossed())
 
 
@@ -163,6 +203,9 @@ def blocked_queues(rows: Rows) -> list[Finding]:
     That is the strictest reading of NCCL and RCCL: all messages of a rank stand in one queue, where each begins when
     the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds
     sound.
+
+        >>> blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
+        []
     """
     rank_of = _compute_ops(rows, "").placement.rank_of
     try:
@@ -182,6 +225,10 @@ def waits(
 
     A message is one thing at both ends, called as its send. It waits for the computations before it and the message
     before it in its queue, at both ends; a computation for the one before it and for its message.
+
+        >>> found = waits(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1), lambda peer: 0)
+        >>> {str(node): [str(each) for each in before] for node, before in found.items()}
+        {'0F0': [], '0SEND_F0': ['0F0'], '1F0': ['0SEND_F0']}
 
     Args:
         rows: of a table that `validate_lowered` finds sound.

@@ -29,6 +29,10 @@ def lower_bound(
 ) -> float:
     """A time below which no order of the ops can bring the synchronous step, in seconds.
 
+        >>> placement = Placement.v(4)
+        >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+        25.5
+
     Args:
         placement: where the stages are.
         costs: for its stages.
@@ -50,7 +54,12 @@ def lower_bound(
 def span_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """The same for the longest time from a rank's first op to its last, whatever the other ranks do meanwhile."""
+    """The same for the longest time from a rank's first op to its last, whatever the other ranks do meanwhile.
+
+    >>> placement = Placement.loop(4)
+    >>> span_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    24.0
+    """
     path = _alone(placement, costs)
     longest = 0.0
     for stages, limit in _ranks(placement, limits):

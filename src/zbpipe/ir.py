@@ -57,6 +57,10 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
 def require_whole(**numbers: object) -> None:
     """Refuse what is no whole number.
 
+        >>> require_whole(ranks=2.5)
+        Traceback (most recent call last):
+        ValueError: ranks has to be a whole number, got 2.5
+
     Raises:
         ValueError: the first of them, by its name.
     """
@@ -403,6 +407,9 @@ def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
 
 def cells(table: str) -> list[list[str]]:
     """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
+
+        >>> cells("0F0,0B0\\n1F0,1B0")
+        [['0F0', '0B0'], ['1F0', '1B0']]
 
     Raises:
         TypeError: the table is no text.

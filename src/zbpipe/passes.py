@@ -55,6 +55,11 @@ def with_messages(schedule: Schedule) -> Rows:
 def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
     """`rows` with their receives moved.
 
+        >>> schedule = zbpipe.generate("1F1B", 2, 2)
+        >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
+        >>> print(*place_receives(with_messages(schedule), Receives.LATE, timeline)[1])
+        1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
+
     Args:
         rows: with torch's early receives.
         receives: where to.
@@ -76,6 +81,9 @@ def unknown_costs(placement: Placement) -> CostModel:
 
     A little time for the messages puts those that would start at the same time into the order in which they are needed.
     With none at all V-Half loses 13 % in one queue where messages do take time.
+
+        >>> unknown_costs(Placement.loop(2)).transfer(0, 1)
+        0.01
     """
     return CostModel.uniform(placement, comm=0.01)
 
@@ -160,6 +168,11 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
     A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
     wait holds anything up. torch before 2.14 has no waits for sends.
+
+        >>> from zbpipe.actions import parse
+        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+        >>> print(*free_sends_early(rows, Placement.loop(2))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
     places = {each: n for row in rows for n, each in enumerate(row)}
     return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
@@ -191,7 +204,12 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
 
 
 def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
-    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
+    """All ops of one step by when they end, and in a tie none before one whose result it takes.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
+    >>> print(*in_order_of_ends(timeline))
+    0F0 1F0 1B0 0B0
+    """
     schedule, spans = timeline.schedule, timeline.spans
     num_stages = schedule.placement.num_stages
     turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)

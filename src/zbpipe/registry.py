@@ -31,7 +31,12 @@ Generate = Callable[..., Schedule]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a name stands for: a function that makes schedules, and what is known of them before one is made."""
+    """What a name stands for: a function that makes schedules, and what is known of them before one is made.
+
+    >>> zbv = lookup("ZBV")
+    >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
+    ('ZBV', 'v', 2, 'zbpipe')
+    """
 
     name: str
     placement: Literal["loop", "v", "table"]
@@ -91,8 +96,11 @@ def register(
 ) -> Callable[[Generate], Generate]:
     """Decorator that makes a schedule known under `name`, in any case.
 
-        @zbpipe.register("LateWeights", summary="all W at the end")
-        def late_weights(ranks: int, microbatches: int) -> zbpipe.Schedule: ...
+        >>> @zbpipe.register("AllAtOnce", summary="one rank, one backward a microbatch", listed=False)
+        ... def all_at_once(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        ...     return zbpipe.generate("GPipe", ranks, microbatches)
+        >>> print(zbpipe.generate("allatonce", 1, 2))
+        rank 0: 0F0 0F1 0B0 0B1
 
     Args:
         name: what users write.

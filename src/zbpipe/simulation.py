@@ -83,7 +83,12 @@ def simulate(
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere."""
+    """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere.
+
+    >>> schedule = zbpipe.generate("ZBV", 4, 8)
+    >>> print(best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE))
+    timed
+    """
     best = None if transport is Transport.IDEAL else _shortest(schedule, costs, transport)
     return _PREFERRED[0] if best is None or best.receives is None else best.receives
 

@@ -16,7 +16,11 @@ from zbpipe.transport import Receives, Transport
 
 
 class Span(NamedTuple):
-    """One op on a rank, from `start` to `end` in seconds."""
+    """One op on a rank, from `start` to `end` in seconds.
+
+    >>> Span(Op.parse("3F0"), start=1.0, end=2.0).step
+    0
+    """
 
     op: Op
     start: float
@@ -26,7 +30,11 @@ class Span(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when."""
+    """Seconds in which a rank has nothing to do, by when.
+
+    >>> zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1)).idle[1]
+    Idle(warmup=1.0, steady=0.0, cooldown=2.0)
+    """
 
     warmup: float
     """Before its first backward."""

@@ -39,7 +39,11 @@ def _listed(words: type[StrEnum]) -> str:
 
 
 class Transport(_Named):
-    """What messages of a rank wait for, besides the computations that make them."""
+    """What messages of a rank wait for, besides the computations that make them.
+
+    >>> Transport.ONE_QUEUE == "one queue"
+    True
+    """
 
     IDEAL = "ideal"
     """Nothing: each is on its way as soon as it is made."""
@@ -54,7 +58,11 @@ class Transport(_Named):
 
 
 class Receives(_Named):
-    """When a rank posts its receives."""
+    """When a rank posts its receives.
+
+    >>> Receives.parse("Late") is Receives.LATE
+    True
+    """
 
     EARLY = "early"
     """As torch does: where the other rank sends, if all computations take the same time."""
@@ -74,7 +82,11 @@ _QUEUES: Mapping[Transport, Queues] = {
 
 
 class Times(NamedTuple):
-    """When computations run."""
+    """When computations run.
+
+    >>> Times(start={}, end={}, waited_for={}).start
+    {}
+    """
 
     start: Mapping[Action, float]
     end: Mapping[Action, float]
@@ -85,6 +97,12 @@ class Times(NamedTuple):
 
 def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport) -> Times:
     """When everything in `rows` runs if messages wait for each other.
+
+        >>> from zbpipe.passes import with_messages
+        >>> schedule = zbpipe.generate("1F1B", 2, 1)
+        >>> costs = CostModel.uniform(schedule.placement, comm=0.5)
+        >>> run(with_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
+        7.0
 
     Args:
         rows: computations with sends and receives, of all ranks.

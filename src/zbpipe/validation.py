@@ -25,7 +25,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a schedule, and where."""
+    """One thing wrong with a schedule, and where.
+
+    >>> print(Finding("order", 2, 7, Op.parse("3W0"), "it needs 3I0"))
+    order: rank 2, position 7, 3W0: it needs 3I0
+    """
 
     rule: Rule
     rank: int
@@ -101,6 +105,10 @@ def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[floa
 def require_schedule(schedule: Schedule) -> None:
     """Refuse what is no schedule, for instance its name.
 
+        >>> require_schedule("ZBV")
+        Traceback (most recent call last):
+        TypeError: 'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or ...
+
     Raises:
         TypeError: with the way out.
     """
@@ -113,6 +121,11 @@ def require_schedule(schedule: Schedule) -> None:
 
 def require_valid(schedule: Schedule) -> None:
     """Refuse a schedule that `validate` objects to.
+
+        >>> require_valid(Schedule.from_csv("0F0,0W0"))
+        Traceback (most recent call last):
+        ValueError: schedule csv cannot run, 1 finding(s):
+          missing: rank 0, 0I0: no rank runs it, but 0W0 is there
 
     Raises:
         ValueError: with all findings, one a line.
@@ -162,7 +175,11 @@ def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 
 def first_positions(row: Sequence[T]) -> dict[T, int]:
-    """By item where it first stands."""
+    """By item where it first stands.
+
+    >>> first_positions("abca")
+    {'a': 0, 'b': 1, 'c': 2}
+    """
     first: dict[T, int] = {}
     for position, item in enumerate(row):
         first.setdefault(item, position)
@@ -215,6 +232,10 @@ def waiting_circles(
     """Run all rows without a clock, and tell which ranks end up waiting for each other in a circle.
 
     Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
+
+        >>> places = {"a": [(0, 0)], "b": [(1, 0)]}
+        >>> list(waiting_circles(["a", "b"], places, lambda item: [("b",)] if item == "a" else [("a",)]))
+        [(0, 0, 'rank 0 (position 0, a) waits for b on rank 1 (position 0), ...')]
 
     Args:
         rows: what each rank does.

@@ -47,6 +47,10 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`; a timeline that is too long for one line goes on in a further band below.
 
+        >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
+        >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
+        rank 0 F0F1····B0  ··B1
+
     Args:
         timeline: what to show.
         width: columns of the terminal.

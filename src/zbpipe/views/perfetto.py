@@ -23,6 +23,10 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
     activations that it holds, in its share of one microbatch. Arrows lead from each op to the one on another rank that
     takes its result.
 
+        >>> trace = json.loads(perfetto(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))))
+        >>> sorted(trace)
+        ['displayTimeUnit', 'otherData', 'traceEvents']
+
     Args:
         timeline: what the file is about.
         others: of as many ranks; each rank's stand below its own, under these names: `perfetto(planned, measured=...)`.

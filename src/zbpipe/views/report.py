@@ -16,7 +16,11 @@ _ROUNDING = 1e-9
 
 
 def record(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch."""
+    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch.
+
+    >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
+    25.5
+    """
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -36,7 +40,11 @@ def record(timeline: Timeline) -> dict[str, Any]:
 
 
 def report(timeline: Timeline) -> str:
-    """The record for people: the summary, what bounds the makespan, and a table of the ranks."""
+    """The record for people: the summary, what bounds the makespan, and a table of the ranks.
+
+    >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
+    ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
+    """
     gap = ComparedSchedule.of(timeline, None).gap
     rows = [
         (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
@@ -179,12 +187,21 @@ def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterat
 
 
 def longer(time: float, than: float) -> str:
-    """By how much: `+3.1%`; nothing where nothing takes time."""
+    """By how much: `+3.1%`; nothing where nothing takes time.
+
+    >>> longer(10.31, than=10)
+    '+3.1%'
+    """
     return f"{time / than - 1:+.1%}" if than else ""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are."""
+    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are.
+
+    >>> print(*table(("name", "time"), [("ZBV", "25.5")]), sep="\\n")
+    name  time
+    ZBV   25.5
+    """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return ["  ".join(_aligned(line, widths, left)).rstrip() for line in lines]

@@ -52,12 +52,20 @@ def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """By stage: which of its rank's stages it is, from 0."""
+    """By stage: which of its rank's stages it is, from 0.
+
+    >>> nth_stage(Placement.v(2))
+    (0, 0, 1, 1)
+    """
     return tuple(placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of))
 
 
 def most_stages(placement: Placement) -> int:
-    """How many stages the rank with the most has."""
+    """How many stages the rank with the most has.
+
+    >>> most_stages(Placement.v(2))
+    2
+    """
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -68,17 +76,29 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def number(value: float) -> str:
-    """Six digits at most, none to spare: `25.5`, `4`."""
+    """Six digits at most, none to spare: `25.5`, `4`.
+
+    >>> number(25.5), number(4.0)
+    ('25.5', '4')
+    """
     return f"{value:.6g}"
 
 
 def percent(share: float) -> str:
-    """`5.9%`; a share that rounding errors took below zero is zero."""
+    """`5.9%`; a share that rounding errors took below zero is zero.
+
+    >>> percent(0.0588)
+    '5.9%'
+    """
     return f"{max(share, 0.0):.1%}"
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 rank`, `4 ranks`, `8 microbatches`."""
+    """`1 rank`, `4 ranks`, `8 microbatches`.
+
+    >>> counted(1, "rank"), counted(8, "microbatch")
+    ('1 rank', '8 microbatches')
+    """
     plural = "es" if thing.endswith("ch") else "s"
     return f"{count} {thing}{'' if count == 1 else plural}"
 
@@ -102,7 +122,11 @@ def outcome(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: the schedule, its size, and its outcome."""
+    """One line: the schedule, its size, and its outcome.
+
+    >>> print(summary(zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1))))
+    1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)
+    """
     return f"{timeline.schedule.name}, {size(timeline)}: {outcome(timeline)}"
 
 
@@ -122,7 +146,11 @@ def shortest_to_show(timeline: Timeline) -> float:
 
 
 def ticks(until: float, most: int) -> Sequence[float]:
-    """At most `most` + 1 round times from 0 to `until`, evenly apart."""
+    """At most `most` + 1 round times from 0 to `until`, evenly apart.
+
+    >>> ticks(25.5, most=5)
+    (0.0, 10.0, 20.0)
+    """
     if until <= 0:
         return (0.0,)
     rough = until / max(most, 1)

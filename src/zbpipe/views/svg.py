@@ -51,6 +51,9 @@ def svg(timeline: Timeline) -> str:
 
     A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
     where there is room. Pointing at it shows the op's name and times.
+
+        >>> svg(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).startswith("<svg")
+        True
     """
     scale = _scale(timeline)
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
