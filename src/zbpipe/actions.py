@@ -1,9 +1,9 @@
-"""torch's compute-and-communication table: are sends and receives matched, in an order that cannot deadlock?
+"""torch's table with communication: its actions, and checks that sends and receives match and cannot deadlock.
 
 A cell is an action as torch writes it: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
-`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not hold its rank up; a receive waits for its
-send, and a wait for a send waits for the receive. Messages carry no names on the way, so one rank has to receive them
-in the order in which the other sends them.
+`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank; a receive waits for its
+send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
+which the other rank sends them.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
 
 
 def mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message which was meant for another one: they give wrong numbers and no error.
+    """Receives that take a message meant for another receive: the numbers get wrong without an error.
 
     >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
     >>> print(*mixed_up_messages(rows))
@@ -198,7 +198,7 @@ Queues = Callable[[int], Hashable]
 
 
 def blocked_queues(rows: Rows) -> list[Finding]:
-    """A circle of messages that wait for each other if a rank sends and receives one at a time, in its order.
+    """A circle of messages that wait for each other if each rank sends and receives one message at a time, in order.
 
     That is the strictest reading of NCCL and RCCL: all messages of a rank stand in one queue, where each begins when
     the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds

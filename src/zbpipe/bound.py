@@ -1,4 +1,4 @@
-"""What no schedule can do better: bounds from work, dependencies and memory.
+"""Times that no schedule can beat: lower bounds from work, dependencies and memory.
 
 Every rank has to do its work, and it cannot be busy all the time:
 
@@ -27,7 +27,7 @@ from zbpipe.ir import Placement
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """A time below which no order of the ops can bring the synchronous step, in seconds.
+    """Seconds of a synchronous step that no order of the ops can beat.
 
         >>> placement = Placement.v(4)
         >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
@@ -38,7 +38,7 @@ def lower_bound(
         costs: for its stages.
         num_microbatches: from 1 on.
         limits: what each rank may hold, in the unit of `costs.activations`; default: any amount. Where I takes more
-            than it frees, a backward in one piece may do with less, and the bound does not count on that.
+            than it frees, a full backward may need less memory; the bound ignores that.
     """
     path = _alone(placement, costs)
     finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]

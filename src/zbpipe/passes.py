@@ -1,7 +1,7 @@
-"""Lists of computations with their messages, and the passes that place receives and waits in them.
+"""Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
 
-torch adds the messages to a schedule by itself; `with_messages` makes the same of it without torch. What a pass makes
-of lists that torch lowered, which also gather and reduce weights, is the same for their messages.
+torch adds the messages by itself; `with_messages` gives the same lists without torch. The passes take both: lists from
+torch also gather and reduce weights, which makes no difference to their messages.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
 
 def unknown_costs(placement: Placement) -> CostModel:
-    """By which receives are placed before anything was measured: equal times, and messages that take a hundredth.
+    """The costs by which to place receives before anything was measured: equal times, messages take a hundredth.
 
-    A little time for the messages puts those that would start at the same time into the order in which they are needed.
-    With none at all V-Half loses 13 % in one queue where messages do take time.
+    This little time puts messages that would start at the same time into the order in which they are needed. Without
+    it V-Half loses 13 % in one queue where messages do take time.
 
         >>> unknown_costs(Placement.loop(2)).transfer(0, 1)
         0.01
@@ -91,8 +91,8 @@ def unknown_costs(placement: Placement) -> CostModel:
 def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
 
-    torch's own `defer_pp_recv` goes further back, past other messages: on a V it then takes F and I, which come from
-    the same rank, for one another, and with all messages of a rank in one queue it can hang.
+    torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
+    rank, and with all messages of a rank in one queue it can hang.
     """
     held: list[Action] = []
     reordered: list[Action] = []
@@ -166,8 +166,8 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 
     torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
-    A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
-    wait holds anything up. torch before 2.14 has no waits for sends.
+    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. torch
+    before 2.14 has no waits for sends.
 
         >>> from zbpipe.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")

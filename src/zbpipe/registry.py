@@ -44,7 +44,7 @@ class Algorithm:
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`, perhaps with the keywords `stages_per_rank` and `costs`."""
+    """`(ranks, microbatches) -> Schedule`; it may take the keywords `stages_per_rank` and `costs`."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
@@ -114,21 +114,17 @@ def register(
         ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
             or the placement is impossible.
     """
-    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
-        raise ValueError(
-            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
-            " a dash in front"
-        )
+    _require_name(name)
     require_whole(stages_per_rank=stages_per_rank)
+    if placement not in ("loop", "v") or stages_per_rank < 1:
+        raise ValueError(
+            f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
+            " placement is 'loop' or 'v', and a rank holds at least 1 stage"
+        )
     if source not in ("torch", "zbpipe") or not isinstance(summary, str):
         raise ValueError(
             f"{name!r} with source={source!r} and summary={summary!r} cannot be registered: a source is 'torch' or"
             " 'zbpipe', and a summary is one line of text"
-        )
-    if placement not in ("loop", "v") or stages_per_rank < 1 or name.lower().endswith(".csv"):
-        raise ValueError(
-            f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
-            " placement is 'loop' or 'v', a rank holds at least 1 stage, and names ending in .csv are files"
         )
 
     def add(generate: Generate) -> Generate:
@@ -144,6 +140,16 @@ def register(
         return generate
 
     return add
+
+
+def _require_name(name: str) -> None:
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    if name.lower().endswith(".csv"):
+        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
 
 
 def schedules() -> Mapping[str, Algorithm]:
@@ -243,6 +249,12 @@ def generate(
         costs = as_cost_model(costs, placement)
     keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
     made = algorithm.generate(ranks, microbatches, **{name: keywords[name] for name in algorithm.keywords})
+    _require_as_asked(made, algorithm, placement, microbatches)
+    return made
+
+
+def _require_as_asked(made: object, algorithm: Algorithm, placement: Placement, microbatches: int) -> None:
+    """Refuse what a registered function returns if it is something else than it was asked for."""
     if not isinstance(made, Schedule):
         raise ValueError(
             f"the function registered as {algorithm.name!r} has to return a zbpipe.Schedule, got {type(made)}"
@@ -257,7 +269,6 @@ def generate(
             f"the function registered as {algorithm.name!r} has to return a schedule for {microbatches} microbatches,"
             f" got one for {made.num_microbatches}"
         )
-    return made
 
 
 def _read_table(path: str) -> Algorithm:

@@ -1,9 +1,8 @@
 """Schedule x CostModel -> Timeline: what runs when.
 
-Every rank runs its list in order. An op starts when its rank is free and its inputs have arrived: F(s, m) needs
-F(s - 1, m); I(s, m) or B(s, m) needs F(s, m) and I(s + 1, m) or B(s + 1, m); W(s, m) needs I(s, m). A value from
-another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends cost the
-rank no time. That is the ideal transport; with the others messages wait for each other (see `zbpipe.transport`).
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`zbpipe.ir.inputs`) have arrived.
+A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
+cost the rank no time. That is the ideal transport; with the others messages wait for each other (`zbpipe.transport`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_SPANS = 2**22
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """In a tie the first wins."""
 _WORTH_IT = 1 - 1e-3
-"""A way to receive that saves less than a thousandth of a step is no reason to leave one that is preferred."""
+"""A way to receive has to save a thousandth of a step to be chosen over one that is preferred."""
 
 
 def simulate(
@@ -65,13 +64,7 @@ def simulate(
     if receives is not None:
         receives = Receives.parse(receives)
     if transport is Transport.IDEAL:
-        clocks = [0.0] * schedule.num_ranks
-        spans: list[list[Span]] = [[] for _ in clocks]
-        for step in range(num_steps):
-            if synchronous:
-                clocks = [max(clocks)] * schedule.num_ranks
-            _run_step(schedule, costs, step, clocks, spans)
-        return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
+        return _without_queues(schedule, costs, num_steps, synchronous)
     best = _shortest(schedule, costs, transport) if receives is None else None
     receives = (best.receives if best else receives) or _PREFERRED[0]
     if synchronous or num_steps == 1:
@@ -82,8 +75,19 @@ def simulate(
     return _in_steps(in_a_row, schedule, num_steps)
 
 
+def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, synchronous: bool) -> Timeline:
+    """With a transport in which messages wait for nothing."""
+    clocks = [0.0] * schedule.num_ranks
+    spans: list[list[Span]] = [[] for _ in clocks]
+    for step in range(num_steps):
+        if synchronous:
+            clocks = [max(clocks)] * schedule.num_ranks
+        _run_step(schedule, costs, step, clocks, spans)
+    return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
+
+
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where receives have to stand for the shortest step with this transport; with the ideal one anywhere.
+    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference.
 
     >>> schedule = zbpipe.generate("ZBV", 4, 8)
     >>> print(best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE))
@@ -94,7 +98,7 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 
 
 def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
-    """One step with its receives where they are best; None if messages wait in a circle wherever they stand."""
+    """One step with receives at their best places; None if messages wait in a circle at all places."""
     ideal, messages = simulate(schedule, costs), with_messages(schedule)
     best, shortest = None, inf
     for receives in _PREFERRED:

@@ -156,7 +156,7 @@ def runnable_schedules(
     *,
     max_microbatches: int = 6,
 ) -> Schedule:
-    """Valid schedules in any order at all, some backwards in one piece and some in two: most of them no good.
+    """Valid schedules in any order that can run, with full and with split backwards: most of them slow.
 
         @given(runnable_schedules())
         def test_my_tool_copes_with_whatever_can_run(schedule): ...

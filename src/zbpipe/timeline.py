@@ -111,12 +111,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds at a time, in the unit of `costs.activations`."""
+        """By rank the peak of `memory`, in the unit of `costs.activations`."""
         return tuple(max(held for _, held in self.memory(rank)) for rank in range(len(self.spans)))
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The same by rank in units of its share of one microbatch: what all its stages keep of one."""
+        """By rank the peak of `memory` in units of its share of one microbatch: what all its stages keep of one."""
         shares = (
             sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
             for rank in range(len(self.spans))
@@ -130,7 +130,7 @@ class Timeline:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds below which no schedule with this placement, these costs and so many microbatches can be."""
+        """Seconds that no schedule with this placement, these costs and this number of microbatches can beat."""
         one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
         return max(one_step, *self.busy)
 

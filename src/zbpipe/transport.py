@@ -13,7 +13,7 @@ from zbpipe.ir import OpKind, Placement
 
 
 class _Named(StrEnum):
-    """Words that people write."""
+    """Names that users write."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -24,7 +24,7 @@ class _Named(StrEnum):
 
         Raises:
             TypeError: `text` is no text.
-            ValueError: there is none such.
+            ValueError: there is no such name.
         """
         if not isinstance(text, str):
             raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_listed(cls)}")

@@ -76,7 +76,7 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def number(value: float) -> str:
-    """Six digits at most, none to spare: `25.5`, `4`.
+    """With at most six digits.
 
     >>> number(25.5), number(4.0)
     ('25.5', '4')
@@ -85,7 +85,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`5.9%`; a share that rounding errors took below zero is zero.
+    """In percent; a share that rounding took below zero counts as zero.
 
     >>> percent(0.0588)
     '5.9%'
@@ -94,7 +94,7 @@ def percent(share: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 rank`, `4 ranks`, `8 microbatches`.
+    """A count with its noun.
 
     >>> counted(1, "rank"), counted(8, "microbatch")
     ('1 rank', '8 microbatches')
@@ -104,7 +104,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def size(timeline: Timeline) -> str:
-    """`4 ranks, 8 microbatches`, how many stages a rank where it is not one, and how messages go unless ideally."""
+    """`4 ranks, 8 microbatches`; the stages per rank if there are several, the transport if it is not the ideal one."""
     schedule = timeline.schedule
     stages = most_stages(schedule.placement)
     per_rank = f", {stages} stages per rank" if stages > 1 else ""
@@ -139,7 +139,7 @@ def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
 
 
 def shortest_to_show(timeline: Timeline) -> float:
-    """Seconds of the shortest op that a picture makes room for; one that is far below the longest gets no say."""
+    """Seconds of the shortest op that a picture makes room for. Ops far shorter than the longest do not count."""
     lengths = {span.end - span.start for spans in timeline.spans for span in spans}
     longest = max(lengths, default=0.0) or 1.0
     return min((length for length in lengths if length >= longest / 6), default=longest)

@@ -78,7 +78,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def _scale(timeline: Timeline) -> _Scale:
-    """Wide enough for the shortest op to show its microbatch, and for the picture to look like one; not without end."""
+    """Wide enough for the shortest op to show its microbatch, within limits."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
     makespan = timeline.makespan or 1.0
     plot = min(max(makespan * box / shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX)
