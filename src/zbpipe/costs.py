@@ -197,3 +197,29 @@ def shares_within(memory: float | Sequence[float], placement: Placement, costs: 
     shares = [sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in ranks]
     # One that keeps nothing could hold any number; 1 is the least that a limit can say.
     return tuple(room / share if share else 1.0 for room, share in zip(rooms, shares, strict=True))
+
+
+def as_cost_model(costs: CostModel | Sequence[float], placement: Placement) -> CostModel:
+    """`costs` itself, or for `(f, i, w)` the same costs on every rank, as `CostModel.uniform` makes them.
+
+        >>> as_cost_model((1, 1, 2), Placement.loop(4)) == CostModel.uniform(Placement.loop(4), w=2)
+        True
+
+    Raises:
+        TypeError: `costs` is neither.
+        ValueError: a CostModel for another number of stages, or a number that cannot be a cost.
+    """
+    if isinstance(costs, CostModel):
+        if costs.num_stages != placement.num_stages:
+            raise ValueError(
+                f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
+                " number a stage"
+            )
+        return costs
+    # A TypeError with the way out for whatever callers hand in that has no types.
+    numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
+    if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
+        raise TypeError(
+            f"costs have to be a zbpipe.CostModel or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+        )
+    return CostModel.uniform(placement, *numbers)
