@@ -325,6 +325,23 @@ def test_the_span_of_the_ranks_can_be_the_objective() -> None:
     assert found.makespan >= 27
 
 
+@settings(patient, max_examples=30)
+@given(st.data())
+def test_the_inner_loops_measure_the_span_of_the_ranks(data: st.DataObject) -> None:
+    """On loops and Vs as the simulation does, on other placements never less."""
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    tested = replace(problem(placement, costs, data.draw(st.integers(1, 6))), by_span=True)
+    scheduler = ListScheduler(tested, PLAIN)
+    for _, order in scheduler.by_kind():
+        length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 2_000, 1)
+        span = tested.length(better)
+        if placement in [place(placement.num_ranks) for place in PLACEMENTS.values()]:
+            assert length == pytest.approx(span, rel=1e-6)
+        assert length >= span * (1 - 1e-6)
+        assert tested.lower_bound <= span * (1 + 1e-9)
+
+
 def test_same_seed_and_budget_same_plan() -> None:
     def schedule(seed: int) -> Schedule:
         return plan(3, 6, (1, 1.2, 0.8), 2, placements=["v"], budget=3e5, seed=seed).schedule
@@ -354,7 +371,7 @@ def test_machine_code_gives_the_same_results() -> None:
         job = engine.prepare(tested.job)
         scheduler = ListScheduler(tested, engine)
         length, order = scheduler.run(Shape.plain(scheduler.legs))
-        annealed = engine.anneal(job, engine.integers(order), 0.0, False, 0.1, 100_000, 7)
+        annealed = engine.anneal(job, engine.integers(order), 0.0, 0.1, 100_000, 7)
         return length, order, scheduler.justify(order), annealed
 
     assert results(fastest()) == results(PLAIN)
@@ -398,7 +415,7 @@ def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) 
     tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 6)), 2.0)
     scheduler = ListScheduler(tested, PLAIN)
     before, order = scheduler.run(Shape.plain(scheduler.legs))
-    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, False, 0.2, 20_000, data.draw(st.integers(1, 99)))
+    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 20_000, data.draw(st.integers(1, 99)))
     schedule = tested.schedule("annealed", better)
     check_schedule(schedule)
     assert tested.fits(schedule)

@@ -129,7 +129,6 @@ class Search:
             job,
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
-            problem.by_span,
             heat,
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),
