@@ -99,7 +99,7 @@ def split_layers(
 
 
 def balanced(costs: LayerCosts, placement: Placement) -> _Sizes:
-    """Layers by stage, so that the rank with the most work has little, and the next one, too."""
+    """Layers by stage, so that the rank with the most work has as little as possible, then the next one, and so on."""
 
     def loads(sizes: _Sizes) -> list[float]:
         return sorted(_work(costs, placement, sizes), reverse=True)
@@ -115,7 +115,7 @@ def balanced(costs: LayerCosts, placement: Placement) -> _Sizes:
 
 
 class _Trials:
-    """How good splits are on one placement, each looked at once."""
+    """How long the steps of splits are on one placement; each split is searched once."""
 
     def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
         # Queues and proofs are for the plan itself.
@@ -139,7 +139,7 @@ class _Trials:
         return self.known[sizes]
 
     def better_neighbour(self, sizes: _Sizes, progress: Progress) -> _Sizes | None:
-        """The first one found, those with the lowest bound before the others. None if there is none, or no try left."""
+        """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
         length = self.length(sizes)
         moved = _moved(sizes, *self._heavy_and_light(sizes))
         for bound, each in sorted((self.bound(each), each) for each in moved):
@@ -174,7 +174,7 @@ class _Trials:
 
 
 def _moved(sizes: _Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[_Sizes]:
-    """One layer less on a stage and one more on another; all layers between the two move on by one."""
+    """Splits with one layer less on a stage and one more on another; the layers between the two move on by one."""
     for giver, taker in product(givers, takers):
         if giver != taker and sizes[giver] > 1:
             moved = list(sizes)
@@ -192,5 +192,5 @@ def _work(costs: LayerCosts, placement: Placement, sizes: _Sizes) -> list[float]
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:
-    """Progress of a part of the work, told as that of the whole."""
+    """Report the progress of a part of the work as progress of the whole."""
     return lambda done, best: progress(begin + share * done, best)

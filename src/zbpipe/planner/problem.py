@@ -18,12 +18,12 @@ from zbpipe.simulation import simulate
 T = TypeVar("T")
 _KINDS = (OpKind.F, OpKind.I, OpKind.W)
 _ROUNDING = 1e-9
-"""Of a limit: by so much sums of activations may exceed it."""
+"""The share of a limit by which sums of activations may exceed it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled, on one placement."""
+    """What to schedule on one placement."""
 
     name: str
     """Of the placement."""
@@ -77,8 +77,8 @@ class Problem:
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
             takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
-            # Room for a microbatch to go on through the rank's stages, or all ranks could fill up with microbatches of
-            # which none can.
+            # Room for one microbatch to finish on the rank. Otherwise every rank could fill up with microbatches that
+            # cannot go on.
             reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
             origin=self._first_starts(exact, transfer) if self.by_span else [0.0] * self.placement.num_ranks,
@@ -131,7 +131,7 @@ class Problem:
                 if user >= 0 and self.job.rank[user] != rank:
                     awake.append(self.job.rank[user])
         if not len(order) == len(done) == self.num_ops:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate tells why")
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
         return self.in_time(order)
 
     def in_time(self, order: list[int]) -> list[int]:
@@ -139,12 +139,12 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """The makespan in seconds, or the longest span of a rank if that is to be short."""
+        """The makespan in seconds, or the longest span of a rank if that is the time to minimise."""
         timeline = simulate(self.schedule("", order), self.costs)
         return timeline.longest_rank_span if self.by_span else timeline.makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank ever holds more than its limit, if each B runs as an I and a W."""
+        """Whether every rank keeps to its limit, if each B runs as an I and a W."""
         takes, microbatches = self.job.takes, self.num_microbatches
         return all(
             max(accumulate(takes[number // microbatches] for op in ops for number in self._numbers(op)), default=0.0)
@@ -168,7 +168,7 @@ class Problem:
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
-        """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""
+        """The most that a microbatch adds on its rank after the F of this stage, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
         forward = [self.costs.adds(other, OpKind.F) for other in stages if other > stage]
         backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]
