@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_docs import ROOT, blocks
 
 from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, Placement, dump_costs, load_costs
+from zbpipe.costs import as_cost_model
 from zbpipe.costs_file import from_data
 from zbpipe.testing import placements
 from zbpipe.transport import Transport
@@ -103,6 +104,17 @@ def test_what_is_no_job_is_refused(fields: dict[str, Any], words: str) -> None:
     costs = CostModel((1, 1), (1, 1), (1, 1), (1, 1))
     with pytest.raises(TypeError, match=re.escape(f"a job cannot have {words}")):
         JobCosts(**{"costs": costs} | fields)
+
+
+def test_a_job_has_costs_for_the_stages_of_a_placement() -> None:
+    layers = LayerCosts(tuple(Layer((f"layers.{n}",), 1, 1, 1, 1) for n in range(3)))
+    assert as_cost_model(JobCosts(layers), Placement.loop(2)).f == (2, 1)
+    stages = CostModel((1, 1), (1, 1), (1, 1), (1, 1))
+    assert as_cost_model(JobCosts(stages), Placement.loop(2)) == stages
+    with pytest.raises(ValueError, match="the costs are for 2 stages, but the placement has 4"):
+        JobCosts(stages).on(Placement.v(2))
+    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
+        JobCosts(layers).on(Placement.v(2))
 
 
 def test_equal_jobs_have_equal_hashes() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from zbpipe.frozen import FrozenDict
 from zbpipe.ir import OpKind, Placement
@@ -320,8 +320,15 @@ def limits_by_rank(memory_limit: Any, ranks: int) -> tuple[float, ...]:
     return limits
 
 
-def as_cost_model(costs: CostModel | Sequence[float], placement: Placement) -> CostModel:
-    """`costs` itself, or for `(f, i, w)` the same costs on every rank, as `CostModel.uniform` makes them.
+@runtime_checkable
+class Placeable(Protocol):
+    """What has costs for the stages of a placement: `zbpipe.JobCosts`."""
+
+    def on(self, placement: Placement) -> CostModel: ...
+
+
+def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Placement) -> CostModel:
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` the same costs on every rank.
 
         >>> as_cost_model((1, 1, 2), Placement.loop(4)) == CostModel.uniform(Placement.loop(4), w=2)
         True
@@ -330,6 +337,8 @@ def as_cost_model(costs: CostModel | Sequence[float], placement: Placement) -> C
         TypeError: `costs` is neither.
         ValueError: a CostModel for another number of stages, or a number that cannot be a cost.
     """
+    if isinstance(costs, Placeable):
+        return costs.on(placement)
     if isinstance(costs, CostModel):
         if costs.num_stages != placement.num_stages:
             raise ValueError(

@@ -71,7 +71,7 @@ class JobCosts:
             if max(sender, receiver) >= ranks:
                 raise ValueError(f"links has one from {sender} to {receiver}, but the ranks are 0 to {ranks - 1}")
 
-    def stages(self, placement: Placement) -> CostModel:
+    def on(self, placement: Placement) -> CostModel:
         """The costs of a placement's stages; of layers, with TorchTitan's even split.
 
         Raises:

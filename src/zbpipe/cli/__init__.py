@@ -1,4 +1,8 @@
-"""The `zbpipe` command. Everything heavy is imported by the command that needs it."""
+"""The `zbpipe` command.
+
+A command imports what it needs inside its functions, so that the others answer fast; none hides a circle. It has a
+parameter for each of its options, which is why some have more than 7.
+"""
 
 import click
 

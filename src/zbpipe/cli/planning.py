@@ -147,7 +147,7 @@ def _search(context: click.Context, job: JobCosts | None, **asked: Any) -> tuple
     from zbpipe.views.report import Standing
 
     by_rank = uniform(asked.pop("costs"), asked.pop("comm"))
-    costs_of = by_rank if job is None else job.stages
+    costs_of = by_rank if job is None else job.on
     if job is not None and job.placement is not None:
         asked["ranks"] = asked["ranks"] or job.placement.num_ranks
     if asked["ranks"] is None:

@@ -140,7 +140,7 @@ class AutoSchedule(RegisteredSchedule):
         num_ops = 3 * self._placement.num_stages * self._n_microbatches
         budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
         try:
-            limits = memory_limits(self._limit, self.schedule, job.stages(self._placement))
+            limits = memory_limits(self._limit, self.schedule, job.on(self._placement))
             job = replace(job, placement=self._placement, memory_limit=limits, transport=self.transport)
             found = plan(self._placement.num_ranks, self._n_microbatches, job, budget=budget)
         except ValueError as error:
