@@ -99,7 +99,7 @@ class LayerCosts:
         return CostModel(*costs, self.freed_by_i, self.link, self.links, self.message_bytes)
 
     def even(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages if they get equally many layers, as by TorchTitan's default.
+        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
 
         Raises:
             ValueError: fewer layers than stages.
