@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,12 +19,12 @@ from zbpipe.turns import Turns
 T = TypeVar("T")
 _KINDS = (OpKind.F, OpKind.I, OpKind.W)
 _ROUNDING = 1e-9
-"""Of a limit: by so much sums of activations may exceed it."""
+"""The share of a limit by which sums of activations may exceed it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled, on one placement."""
+    """What to schedule on one placement."""
 
     name: str
     """Of the placement."""
@@ -34,7 +34,7 @@ class Problem:
     limits: tuple[float, ...]
     """What each rank may hold, in the unit of `costs.activations`."""
     by_span: bool = False
-    """Whether the longest span of a rank is to be short, rather than the makespan."""
+    """Whether to minimise the longest span of a rank, in place of the makespan."""
 
     @property
     def num_ops(self) -> int:
@@ -81,10 +81,11 @@ class Problem:
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
             takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
-            # Room for a microbatch to go on through the rank's stages, or all ranks could fill up with microbatches of
-            # which none can.
+            # Room for one microbatch to finish on the rank. Otherwise every rank could fill up with microbatches that
+            # cannot go on.
             reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
+            origin=self._first_starts(exact, transfer) if self.by_span else [0.0] * self.placement.num_ranks,
         )
 
     @cached_property
@@ -119,7 +120,7 @@ class Problem:
         turns = Turns(rows, lambda op: inputs(op, num_stages))
         order = [self._number(op) for _, op, _ in turns]
         if turns.waiting or not len(order) == len(set(order)) == self.num_ops:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate tells why")
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
         return self.in_time(order)
 
     def in_time(self, order: list[int]) -> list[int]:
@@ -127,7 +128,7 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """The makespan in seconds, or the longest span of a rank if that is to be short."""
+        """The makespan in seconds, or the longest span of a rank if that is the time to minimise."""
         timeline = simulate(self.schedule("", order), self.costs)
         return timeline.longest_rank_span if self.by_span else timeline.makespan
 
@@ -140,8 +141,23 @@ class Problem:
 
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
+    def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
+        """By rank, when the first microbatch gets there if nothing holds it up.
+
+        On loops and Vs every rank starts then, because its first op is the F of that microbatch. So its span is the end
+        of its last op less this, and one engine minimises both times. On other placements a rank may start later, and
+        its span is less than the search counts.
+        """
+        first: dict[int, float] = {}
+        now = 0.0
+        for stage, rank in enumerate(self.placement.rank_of):
+            now += transfer(stage - 1, stage) if stage else 0.0
+            first.setdefault(rank, now)
+            now += exact(self.costs.f[stage])
+        return [first[rank] for rank in sorted(first)]
+
     def _to_come(self, stage: int) -> float:
-        """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""
+        """The most that a microbatch adds on its rank after the F of this stage, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
         forward = [self.costs.adds(other, OpKind.F) for other in stages if other > stage]
         backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]

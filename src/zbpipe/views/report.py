@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs import CostModel
-from zbpipe.costs_file import JobCosts
+from zbpipe.job_costs import JobCosts
 from zbpipe.timeline import Timeline
-from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
+from zbpipe.views.style import UNIT_OF_ACTIVATIONS, memory, most_stages, number, percent, summary
 
 _ROUNDING = 1e-9
 """What floating point may add to a sum of times or activations, as a share of it."""
 
 
 def record(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch.
+    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
     >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
     25.5
@@ -33,6 +33,7 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
+        "peak_memory": list(timeline.peak_memory),
         "lower_bound": timeline.lower_bound,
         "longest_rank_span": timeline.longest_rank_span,
         "idle": [idle._asdict() for idle in timeline.idle],
@@ -94,7 +95,7 @@ class ComparedSchedule:
     figures: Mapping[str, Any]
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
-    """By rank the most activations that it may hold, in its share of one microbatch."""
+    """By rank the most activations that it may hold, in the unit of the costs' activations."""
 
     @classmethod
     def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> ComparedSchedule:
@@ -119,7 +120,7 @@ class ComparedSchedule:
         """The limit that is exceeded by the most, None if all are kept to."""
         excess = [
             (peak - limit, limit)
-            for peak, limit in zip(self.figures["peak_activations"], self.limits or (), strict=bool(self.limits))
+            for peak, limit in zip(self.figures["peak_memory"], self.limits or (), strict=bool(self.limits))
             if peak > limit * (1 + _ROUNDING)
         ]
         return max(excess)[1] if excess else None
@@ -135,7 +136,7 @@ class ComparedSchedule:
 
 
 def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[ComparedSchedule]:
-    """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
+    """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
     return sorted((ComparedSchedule.of(timeline, limits) for timeline in timelines), key=lambda each: each.sort_key)
 
 
@@ -160,7 +161,7 @@ def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
 
 def _mark(each: ComparedSchedule) -> Iterator[str]:
     if each.broken is not None:
-        yield f"  over the limit of {number(each.broken)}"
+        yield f"  over the limit of {memory(each.broken)}"
 
 
 def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterator[str]:
