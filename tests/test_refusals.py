@@ -27,7 +27,7 @@ import zbpipe
 from zbpipe import CostModel, OpKind, registry, simulate
 from zbpipe.actions import Action, Rows
 from zbpipe.passes import free_sends_early, place_receives, with_messages
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, messages
 from zbpipe.runtime.build import schedule_class
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.transport import Transport
@@ -175,7 +175,7 @@ def ways_to_receive() -> list[str]:
 
     usual = [built(), built(defer_pp_recv=True), built(defer_pp_recv=False), built(receives="nearest")]
     modelled = [built(transport=transport) for transport in Transport]
-    _torch.ON_ROCM = True
+    messages.ON_ROCM = True
     return [*usual, *modelled, built()]
 
 
@@ -213,9 +213,9 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
 def test_the_usual_transport_of_a_device(
     device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "ON_ROCM", rocm)
+    monkeypatch.setattr(messages, "ON_ROCM", rocm)
     stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
-    assert _torch.usual_transport(stage) is expected
+    assert messages.usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:

@@ -17,6 +17,7 @@ from zbpipe.costs import CostModel, shares_within
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.plan import plan
+from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -100,12 +101,12 @@ class AutoSchedule(RegisteredSchedule):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         self.outcome: Outcome | None = None
         """None as long as it is at it."""
-        self._limit = float(self._placement.num_ranks if memory_limit is None else memory_limit)
+        self._limit = float(self.placement.num_ranks if memory_limit is None else memory_limit)
         self._group = group
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
-        self.adopt(start_within(self._limit, self._placement, n_microbatches))
+        self.adopt(start_within(self._limit, self.placement, n_microbatches))
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def _plan(self, costs: JobCosts) -> None:
@@ -137,14 +138,14 @@ class AutoSchedule(RegisteredSchedule):
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
     def _search(self, costs: CostModel) -> _Proposal:
-        num_ops = 3 * costs.num_stages * self._n_microbatches
+        num_ops = 3 * costs.num_stages * _torch.num_microbatches(self)
         try:
             found = plan(
-                self._placement.num_ranks,
-                self._n_microbatches,
+                self.placement.num_ranks,
+                _torch.num_microbatches(self),
                 costs,
                 lambda placement, model: memory_limits(self._limit, self.schedule, model),
-                placements=[self._placement],
+                placements=[self.placement],
                 budget=self._budget or (_WORK if num_ops > _MANY_OPS else None),
                 transport=self.transport,
             )

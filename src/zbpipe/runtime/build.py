@@ -94,4 +94,4 @@ def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
         ValueError: it would fail at the first W, or with `donated_buffer=False` give wrong gradients.
     """
     if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
-        split.require_not_compiled(schedule._stages, f"torch's own {name}")
+        split.require_not_compiled(_torch.stages_of(schedule), f"torch's own {name}")

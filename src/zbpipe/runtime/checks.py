@@ -139,7 +139,7 @@ def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> Non
         runtime: about to take the step.
         target: of the whole batch, as given to `step`; None on most ranks.
     """
-    if runtime._has_backward and runtime._loss_fn is None:
+    if _torch.trains(runtime) and not _torch.has_loss(runtime):
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
             " or call eval, which runs forwards only"
@@ -165,10 +165,10 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
             raise ValueError(f"a step has {n_microbatches} microbatches, but the {what} give {len(each)}: {_WAY_OUT}")
-    stages = runtime._stages
+    stages = _torch.stages_of(runtime)
     if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
         raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
-    if stages[-1].is_last and runtime._loss_fn is not None and targets is None:
+    if stages[-1].is_last and _torch.has_loss(runtime) and targets is None:
         raise ValueError(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )

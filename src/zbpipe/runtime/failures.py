@@ -140,7 +140,7 @@ def ended_at_once() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not _torch.has_communicators():
+        if not _has_communicators():
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         with suppress(Exception):
@@ -158,6 +158,11 @@ def _failure(error: BaseException, where: str, explained: str | None = None) -> 
     interrupted = not isinstance(error, Exception)
     words = f" was interrupted ({text}){where}" if interrupted else f"{where}: {text[:_LONGEST]}"
     return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
+
+
+def _has_communicators() -> bool:
+    """Whether this process is in a group of NCCL's kind (RCCL goes by its name): one that a peer's end can hang."""
+    return dist.is_initialized() and "ccl" in dist.get_backend_config()
 
 
 def _in_words(failure: Failure, first: Failure) -> str:

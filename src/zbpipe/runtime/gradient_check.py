@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
 
 from zbpipe.ir import Op, OpKind, Schedule
 from zbpipe.runtime import _torch
@@ -483,7 +482,7 @@ def _samples(args: tuple[Any, ...]) -> int:
 
 
 def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
-    outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    outputs = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
     return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
 
 

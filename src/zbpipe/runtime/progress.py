@@ -114,7 +114,7 @@ class Progress:
         """Around what `schedule` runs in a step."""
         device = _torch.device_of(_torch.stages_of(schedule)[0])
         # A captured step runs later, again and again, and events in it would be part of the graph.
-        if _torch.is_capturing(device):
+        if _is_capturing(device):
             yield
             return
         self._steps += 1
@@ -166,6 +166,11 @@ class Progress:
         with suppress(RuntimeError):
             return self._launched.ran() if self._launched else None
         return None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` goes into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _launched_on(device: torch.device) -> Launched | None:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.substitution import replaced
 
 
 class State:
@@ -38,7 +38,8 @@ class State:
             (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
             for tensor, local in _tensors_of(module, weights)
         ]
-        self._attributes = [(own, dict(own)) for part in module.modules() for own in (vars(part), part._buffers)]
+        attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
+        self._attributes = [(own, dict(own)) for own in attributes]
         self._device = device
         self._random = [get() for get, _ in _generators(device)]
 
@@ -108,7 +109,7 @@ class Microbatch:
     ) -> None:
         self.stage = stage
         self.index = index
-        self.state = State(stage.submod, stage.device, like)
+        self.state = State(stage.submod, _torch.device_of(stage), like)
         """Before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
@@ -123,7 +124,7 @@ class Microbatch:
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The stage's own forward, `call`, of which inputs and choices are remembered."""
-        self._args, self._kwargs = tree_map_only(Tensor, self._copy, (args, kwargs))
+        self._args, self._kwargs = _torch.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
             for module, (compiled, eager) in _regions(self.stage.submod):
                 watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
@@ -144,13 +145,13 @@ class Microbatch:
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
         """What the stage's backward starts from (see `_torch.wrap_calls`)."""
-        self._output_grads = tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
+        self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def gradients(self) -> Gradients:
         """What one ordinary backward gives; afterwards everything is as it was."""
         module = self.stage.submod
-        now = State(module, self.stage.device, self.state)
+        now = State(module, _torch.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
         with torch.no_grad(), _torch.versions_kept(written), _torch.without_gradients(module):
             self.state.put_back()
@@ -195,11 +196,11 @@ def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
 
     Regions run with the compiler where F did: otherwise random numbers and roundings would be others.
     """
-    with ExitStack() as replaced:
+    with ExitStack() as plain:
         for deferral in deferrals(module).values():
-            replaced.enter_context(_torch.replaced(deferral, linear=F.linear, products={}, slots=None))
+            plain.enter_context(replaced(deferral, linear=F.linear, products={}, slots=None))
         for part, (compiled, eager) in _regions(module):
-            replaced.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
+            plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
         yield
 
 

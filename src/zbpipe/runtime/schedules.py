@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.runtime import _torch, agreement, checks, failures, ties
+from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
@@ -21,7 +23,7 @@ from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
 
 
-class RegisteredSchedule(_torch.ScheduleRuntime):
+class RegisteredSchedule(_torch.OwnRuntime):
     """A schedule from zbpipe's registry on torch's schedule runtime. Subclasses say which one.
 
     Torch lowers the schedule's list of compute actions to sends and receives and executes it.
@@ -90,15 +92,15 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         self.defers_loss = defers_loss
         """Whether backwards inside of the loss leave their weight gradients to W."""
-        self.transport = transport or _torch.usual_transport(stages[0])
+        self.transport = transport or usual_transport(stages[0])
         """What messages wait for."""
         self._asked_receives = asked_receives
         self._costs = costs
         self._frees_sends_early = options.get("max_outstanding_sends") is None
-        self._placement = placement
+        self.placement = placement
+        """Which rank has which stage."""
         self._failures = failures.Steps()
-        # Without a loss_fn torch would take `step` for `eval`.
-        self._has_backward = True
+        self.always_train()
         self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
         self._is_agreed = False
         """Whether all ranks are known to have the same lists."""
@@ -107,7 +109,7 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         """Whether the compiler has seen the stages."""
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
-            split.split_backward(self._stages, split_backward, gradients)
+            split.split_backward(_torch.stages_of(self), split_backward, gradients)
         checks.require_scaled_once(self, traits.name)
 
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
@@ -135,23 +137,25 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
 
     def _lower(self, schedule: Schedule) -> Receives:
         """Have torch lower it, and place its receives; returns where."""
-        checks.require_runnable(schedule, self._placement, self._n_microbatches)
+        checks.require_runnable(schedule, self.placement, _torch.num_microbatches(self))
         _torch.lower(self, schedule)
-        costs = self._costs or passes.unknown_costs(self._placement)
+        costs = self._costs or passes.unknown_costs(self.placement)
         receives = self._asked_receives or best_receives(schedule, costs, self.transport)
         rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
-            rows = passes.free_sends_early(rows, self._placement)
+            rows = passes.free_sends_early(rows, self.placement)
         checks.require_sound_messages(rows, schedule.name)
         _torch.use_rows(self, rows)
         return receives
 
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        # To infer shapes torch runs every stage once, on whatever is in memory. A loss or a layer that calls `backward`
-        # itself leaves gradients then.
-        with _torch.gradients_put_aside(self._stages):
-            super()._initialize_stages(*args, **kwargs)
-        if self._has_backward and not self._is_warm:
+    def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Before the first step, on all ranks at once: learn shapes, and compile."""
+        with ExitStack() as kept:
+            # A loss or a layer that calls `backward` itself leaves gradients of what is in memory.
+            for stage in _torch.stages_of(self):
+                kept.enter_context(_torch.without_gradients(stage.submod))
+            super().initialize_stages(*args, **kwargs)
+        if _torch.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
 
@@ -167,22 +171,21 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             checks.require_loss_and_target(self, target)
             return super().step(*args, target=target, **kwargs)
 
-    def _step_microbatches(
-        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        checks.require_microbatches_alike(self, arg_mbs, kwarg_mbs, target_mbs)
+    def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
+        """One step, of microbatches that are split already: what cannot run is refused, what fails is explained."""
+        checks.require_microbatches_alike(self, args, kwargs, targets)
+        stages = _torch.stages_of(self)
         with self._failures.named(self, self.schedule.name):
             if not self._is_agreed:
-                stage = self._stages[0]
-                agreement.require_same(self, self.schedule.name, stage.group, stage.device)
+                agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._is_agreed = True
-            if self._has_backward and not self._looked_at_models:
+            if _torch.trains(self) and not self._looked_at_models:
                 if _torch.has_split_backward(self):
-                    split.require_no_early_reduction(self._stages)
-                    split.require_memory_that_lasts(self._stages)
-                ties.warn_if_parted(self._stages, self._placement)
+                    split.require_no_early_reduction(stages)
+                    split.require_memory_that_lasts(stages)
+                ties.warn_if_parted(stages, self.placement)
                 self._looked_at_models = True
-            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+            super().run_microbatches(args, kwargs, targets, *more, **more_by_name)
 
 
 class ScheduleZBH1(RegisteredSchedule):

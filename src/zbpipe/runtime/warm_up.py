@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.reference import State
@@ -49,7 +48,7 @@ def warm_up(
         inputs = _copied(args) if stage.is_first else _torch.zeros_for(stage)
         if inputs is None or (stage.is_last and target is None):
             continue
-        state = State(stage.submod, stage.device, weights=False)
+        state = State(stage.submod, _torch.device_of(stage), weights=False)
         try:
             # A region whose shapes are new runs without the compiler once.
             for _ in range(2):
@@ -64,7 +63,7 @@ def warm_up(
 
 
 def _copied(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+    return _torch.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
 
 
 def _run(
@@ -81,6 +80,7 @@ def _run(
         if stage.is_last:
             outputs = _torch.loss_of(schedule, outputs, target, loss_kwargs)
         else:
-            gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in tree_leaves(outputs))
-        tensors = [each for each in tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
+            leaves = _torch.tree_leaves(outputs)
+            gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in leaves)
+        tensors = [each for each in _torch.tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
         _torch.run_backward(stage, outputs, gradients, tensors)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,13 @@ from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.transport import Receives, Transport
+from zbpipe.runtime.messages import messages_of
 
 WARM_UP = 1
 """Steps that are not looked at: they compile, allocate, and connect the ranks."""
 _ROUNDS = 5
 _LARGE = 1 << 20
 """Bytes of the larger message that measures a link, at least; the job's own may be larger."""
-
-
-class Messages(NamedTuple):
-    """How those of a running schedule go."""
-
-    transport: Transport
-    receives: Receives
-
-
-def messages_of(schedule: _torch.PipelineSchedule) -> Messages:
-    """What they wait for, and where the ranks post their receives, of zbpipe's schedules and torch's."""
-    usual = _torch.usual_transport(_torch.stages_of(schedule)[0])
-    by_torch = Receives.LATE if _torch.receives_late(schedule) else Receives.EARLY
-    return Messages(getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch))
 
 
 Links = Mapping[tuple[int, int], Link]
@@ -180,7 +166,7 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
     other. Half of the way there and back is taken as the way in each direction.
     """
     group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
-    me, device = stages[0].group_rank, stages[0].device
+    me, device = stages[0].group_rank, _torch.device_of(stages[0])
     large = max(_most_of_all_ranks(message_bytes, device, group), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}

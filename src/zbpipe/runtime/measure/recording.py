@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
@@ -129,7 +128,7 @@ class _Collector:
 
 def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     step = type(schedule).step.__get__(schedule)
-    if not schedule._has_backward:  # schedule.eval
+    if not _torch.trains(schedule):
         return step(*args, **kwargs)
     watchers, surrounding = _attached(schedule)
     asked = [(watcher, watcher.before()) for watcher in watchers]
@@ -155,12 +154,13 @@ class _Recorder:
         self._name = _name_of(schedule)
         stage = _torch.stages_of(schedule)[0]
         self._group = stage.group
-        self._clock: _Clock = _HostClock() if stage.device.type == "cpu" else _DeviceClock(stage.device)
+        self._device = _torch.device_of(stage)
+        on_cpu = self._device.type == "cpu"
+        self._clock: _Clock = _HostClock() if on_cpu else _DeviceClock(self._device)
         # On the CPU it takes torch's profiler, of which there can be one at a time only.
-        with_memory = with_memory and not (stage.device.type == "cpu" and _torch.profiler_is_on())
+        with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
         self._watched = min(1, _torch.num_microbatches(schedule) - 1) if with_memory else -1
         """The microbatch of which memory is measured: the second, because the first makes `.grad`."""
-        self._device = stage.device
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._kept: dict[Op, int] = {}
         self._message_bytes = 0
@@ -257,4 +257,4 @@ def _taken(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def _num_bytes(values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in _torch.tree_leaves(values) if isinstance(leaf, Tensor))

@@ -13,15 +13,14 @@ from zbpipe.ir import Schedule
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.measure.profiler import (
     Links,
-    Messages,
     RankTable,
     combined,
     measure_links,
-    messages_of,
     rank_of,
     seconds_by_kind,
 )
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.messages import Messages, messages_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.views.perfetto import perfetto

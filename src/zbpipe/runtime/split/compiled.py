@@ -55,7 +55,7 @@ class _Site(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The parameter that is there now: FSDP changes it."""
-        return self.deferral.layer._parameters[self.use.weight_name]  # type: ignore[return-value]
+        return _torch.own_parameter(self.deferral.layer, self.use.weight_name)
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
         """For the next call."""

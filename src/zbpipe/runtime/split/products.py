@@ -98,7 +98,7 @@ class PendingGradient:
 
     def changed(self) -> tuple[str, ...]:
         """What was changed in place since: "x", "dY", both or none."""
-        now = (self.x._version, self.dy._version)
+        now = (_torch.version_of(self.x), _torch.version_of(self.dy))
         if now == self.versions:
             return ()
         return tuple(name for name, one, other in zip(("x", "dY"), now, self.versions, strict=True) if one != other)
@@ -206,7 +206,7 @@ class WeightGradients:
         """Take over `gradient`; False if nothing is recording and it has to be computed now."""
         if self._recording is None:
             return False
-        gradient.versions = (gradient.x._version, gradient.dy._version)
+        gradient.versions = (_torch.version_of(gradient.x), _torch.version_of(gradient.dy))
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
@@ -212,7 +211,7 @@ def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
 def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
     if not is_split(stage):
         # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
-        stage.__class__ = _split_class(type(stage))
+        stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
@@ -220,11 +219,11 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
 
 
 @cache
-def _split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
+def split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
     return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {"__module__": __name__})
 
 
-class _SplitBackward(_torch.Stage):
+class _SplitBackward(_torch.OwnStage):
     """Comes before the stage's own class and takes the two halves of a split backward; the rest is torch's.
 
     torch has the hook `dw_builder` for this, but a stage that has one keeps its outputs alive until backward.
@@ -248,7 +247,7 @@ class _SplitBackward(_torch.Stage):
         output = super().forward_one_chunk(*args, **kwargs)
         # The first F shows all of its graph, because compiled regions run without the compiler then.
         if self._num_split == 0 and not self._factors and self.has_backward:
-            self._factors = _torch.parameters_in_products(tree_leaves(output))
+            self._factors = _torch.parameters_in_products(_torch.tree_leaves(output))
         return output
 
     def backward_one_chunk(
@@ -274,7 +273,7 @@ class _SplitBackward(_torch.Stage):
         take_over(pending, _torch.received(self, bwd_chunk_id))
         self._pending[bwd_chunk_id] = pending
         # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
-        if loss is not None and not loss._is_view():
+        if loss is not None and not _torch.is_view(loss):
             loss.detach_()
         self._num_split += 1
         if self._num_split == _TELL_AFTER:
@@ -304,10 +303,6 @@ class _SplitBackward(_torch.Stage):
         for parameter in self.submod.parameters():
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
-        return _torch.to_other_ranks(super()._get_init_p2p_neighbors_ops())  # type: ignore[misc, unused-ignore]
 
     # torch's executor hands gradients from stage to stage on one rank in eval, too, where there are none.
 

@@ -1,0 +1,97 @@
+"""Where torch's executor is, or was when it failed. Only its frames tell. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _batch_p2p,
+    _PipelineScheduleRuntime,
+    _wait_batch_p2p,
+)
+
+from zbpipe.runtime._torch.pipelining import stages_of
+
+
+def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
+    """At which step of its schedule, as torch numbers them from 0, and at which action `error` came out of `runtime`.
+
+    With the message it waited for, if it was waiting for one. No other trace of this leaves torch's executor.
+    """
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
+
+
+def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
+    """The same for a step that another thread, by its ident, runs just now; None if that thread is gone."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
+
+
+def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
+    executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
+    found = frames[executor].f_locals
+    if "time_step" not in found:
+        return "before step 0"
+    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
+    action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
+    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
+        return f"after step {total - 1}, waiting for its last sends"
+    message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
+    return f"step {found['time_step']} of {total}, {action}{message}"
+
+
+def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:
+    """What is behind an `error` that came out of `runtime`, where torch's own words do not say what to do."""
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
+            " not allow: set use_reentrant=False, or tell the shapes by PipelineStage(..., input_args=...,"
+            " output_args=...)"
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    action = next((frame.f_locals.get("action") for frame in frames if frame.f_code is _EXECUTOR), None)
+    sending = next((frame.f_locals["p2p_ops"] for frame in frames if frame.f_code is _batch_p2p.__code__), ())
+    index = next((n for n, operation in enumerate(sending) if not operation.tensor.is_contiguous()), None)
+    kind, stage, _ = _key(action) if action else ("", 0, None)
+    if index is None or kind not in ("SEND_F", "RECV_F") or "contiguous" not in str(error):
+        return None
+    return (
+        f"output {index} of stage {stage - (kind == 'RECV_F')} is not contiguous, and only contiguous tensors can be"
+        " sent: call .contiguous() on it in the stage's forward"
+    )
+
+
+_EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
+_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
+
+
+def _key(action: _Action) -> tuple[str, int, int | None]:
+    """What it does, its stage and its microbatch."""
+    return action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
+    """What `action` waits for, or to whom it sends."""
+    kind, stage, microbatch = _key(action)
+    forward = kind.endswith("F")
+    if "SEND" in kind:
+        return f" to rank {_rank_of(stage + (1 if forward else -1), runtime)}"
+    sender = _rank_of(stage - 1 if forward else stage + 1, runtime)
+    if kind in _MESSAGES:
+        return f" from rank {sender}"
+    kinds, source = (("F",), stage - 1) if forward else (("I", "B"), stage + 1)
+    ops = (op for row in runtime.pipeline_order.values() for op in row if op)
+    found = (op for op in ops if op[0] == source and op[2] == microbatch and op[1].value in kinds)
+    awaited = next(found, f"stage {source}")
+    return f", waiting for {awaited} from rank {sender}"
+
+
+def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
+    """In the job, not in the pipeline."""
+    group = stages_of(runtime)[0].group
+    rank = runtime.stage_index_to_group_rank[stage]
+    return rank if group is None else dist.get_global_rank(group, rank)
