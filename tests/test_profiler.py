@@ -290,6 +290,18 @@ def test_watching_keeps_no_schedule_alive() -> None:
     assert run_ranks(2, freed_after_it_was_watched) == [True, True]
 
 
+def test_who_has_seen_enough_leaves(one_rank: None) -> None:
+    job = sleepy_job("ZBV")
+    zbpipe.Profiler(job.schedule, steps=1)
+    zbpipe.GradientCheck(job.schedule, steps=2)
+    watched = job.schedule._attached
+    left = []
+    for _ in range(4):
+        job.step()
+        left.append((len(watched.watchers), len(watched.surrounding)))
+    assert left == [(1, 1), (1, 0), (1, 0), (0, 0)]
+
+
 def evaluated() -> tuple[int, int]:
     """How many steps a watcher saw out of a step, an eval, and a step."""
     job = sleepy_job("ZBV")

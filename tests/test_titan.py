@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +28,7 @@ from zbpipe import cli, costs_file
 from zbpipe.demo import comparison, launch
 from zbpipe.demo.launch import Outcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
-from zbpipe.titan import versions
+from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import parse
 
@@ -219,6 +223,28 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert wrong[-1].split(",")[-1] in capsys.readouterr().err
 
 
+def test_each_option_has_a_sentence_in_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before TorchTitan's own help, which its parser shows."""
+    from zbpipe.titan import train
+
+    trainer = SimpleNamespace(train=lambda: print("TorchTitan's own help"))
+    monkeypatch.setattr(train.versions, "installed", lambda: SimpleNamespace(load=lambda: trainer))
+    monkeypatch.setattr(train.zbpipe.titan, "plug_in", lambda options: None)
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    train._train()
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.endswith("TorchTitan's own help")
+    names = [each.name for kind in (Options, ForTorch) for each in fields(kind) if each.name != "for_torch"]
+    starts = sorted(text.rindex(f" --zbpipe.{name.replace('_', '-')} ") for name in names)
+    for start, end in pairwise([*starts, text.index("TorchTitan's own help")]):
+        assert text[start:end].rstrip()[-1] == ".", text[start:end]
+    monkeypatch.setattr(sys, "argv", ["train"])
+    train._train()
+    assert capsys.readouterr().out == "TorchTitan's own help\n"
+
+
 def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     """TorchTitan's chunked loss runs the head's backward in F."""
     expected = titan.without_pipeline()
@@ -374,19 +400,65 @@ def prepare() -> None:
     _titan03.plug_in(Options(), on_cpu=True)
 
 
-def ranks_with_loss() -> dict[str, int]:
+def ranks_with_loss() -> tuple[dict[str, int], tuple[str, object]]:
     prepare()
+    import torchtitan.train
+
     from zbpipe.titan import _titan03
+
+    words = io.StringIO()
+    with redirect_stdout(words), pytest.raises(SystemExit) as end:
+        torchtitan.train.ConfigManager().parse_args(["--help"])
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
-    return {name: _titan03.rank_with_loss(dims, name) for name in names}
+    found = {name: _titan03.rank_with_loss(dims, name) for name in names}
+    return found, (words.getvalue(), end.value.code)
 
 
 def test_loss_and_metrics_come_from_the_rank_with_the_last_stage() -> None:
-    (found,) = run_ranks(1, ranks_with_loss)
+    """And help without a model, which TorchTitan refuses by itself, says what is missing."""
+    ((found, (help_text, code)),) = run_ranks(1, ranks_with_loss)
+    assert (code, "add --module and --config" in help_text) == (0, True)
     assert [found[name] for name in ("ZBV", "zbvzerobubble", "DualPipeV")] == [0, 0, 0]
     assert [found[name] for name in ("1F1B", "Interleaved1F1B", "PipelineScheduleMulti")] == [6, 6, 6]
+
+
+def test_a_job_that_builds_twice_reports_its_last_pipeline_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan's class of metrics is wrapped once, whatever is built."""
+    logged: list[dict[str, Any]] = []
+
+    class Processor:
+        parallel_dims = None
+
+        def should_log(self, step: int) -> bool:
+            return step % 2 == 0
+
+        def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+            logged.append(extra_metrics or {})
+
+    class Pipeline:
+        armed, asked = False, 0
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def collect(self) -> dict[str, Any]:
+            self.asked += 1
+            return {"number": self.number}
+
+    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
+    built: list[Any] = [Pipeline(number) for number in range(2)]
+    wrapped = []
+    for each in built:
+        monitor.report(each, Processor, lambda dims: -1, to_come=0)
+        wrapped.append((Processor.should_log, Processor.log))
+    assert wrapped[0] == wrapped[1]
+    assert Processor().should_log(2)
+    Processor().log(2)
+    assert [each.armed for each in built] == [False, True]
+    assert [each.asked for each in built] == [0, 1]
+    assert logged == [{"number": 1}]
 
 
 def read_text(num_shards: int) -> list[list[list[int]]]:

@@ -235,7 +235,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
 
 def looked_at() -> list[list[int]]:
     """Of the steps 3 to 9 of a resumed job that logs every fourth: those recorded, and those whose record is told."""
-    from zbpipe.titan import plug
+    from zbpipe.titan import monitor
 
     recorded, told = [], []
 
@@ -253,11 +253,11 @@ def looked_at() -> list[list[int]]:
             return {"of": self.record}
 
     pipeline: Any = Pipeline()
-    plug._add_metrics(pipeline, Processor, lambda dims: -1, to_come=1)
+    monitor.report(pipeline, Processor, lambda dims: -1, to_come=1)
     processor: Any = Processor()
     processor.parallel_dims = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plug.dist, "get_rank", lambda: 0)
+        patch.setattr(monitor.dist, "get_rank", lambda: 0)
         for step in range(3, 10):
             if pipeline.armed:
                 recorded.append(step)

@@ -15,7 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from zbpipe.frameworks.installation import asked_for, install
+from zbpipe.frameworks.installation import asked_for, install_with
 from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
 from zbpipe.runtime.options import add_arguments, from_arguments
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
     options = from_arguments(vars(found))
     try:
-        install(found.schedule, everywhere=found.schedule is not None, **options.given())
+        install_with(options, found.schedule, everywhere=found.schedule is not None)
     except ValueError as error:
         parser.error(str(error))
     with ended_at_once(), told_to_other_ranks():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.registry import Traits
+from zbpipe.runtime import checks
 
 KNOWN = "0.7.0"
 """The version that all of this was tried with."""
@@ -103,13 +104,9 @@ class _Stages:
         traits = self._traits
         cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
         chosen = cut // pp_size if cut and cut % pp_size == 0 and traits.any_stages_per_rank else None
-        num_stages = traits.place(pp_size, chosen).num_stages
-        if cut is not None and cut != num_stages:
-            raise ValueError(
-                f"layers_per_stage={layers_per_stage} cuts the model's {num_layers} layers into {cut} stages, but"
-                f" {traits.name} on {pp_size} ranks has {num_stages}: leave the field out"
-            )
-        return num_stages, num_stages // pp_size
+        placement = traits.place(pp_size, chosen)
+        checks.require_cut(traits.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
+        return placement.num_stages, placement.num_stages // pp_size
 
     def on_rank(self, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
         """Which ones.
@@ -119,11 +116,7 @@ class _Stages:
         """
         chosen = num_stages // pp_size if self._traits.any_stages_per_rank else None
         placement = self._traits.place(pp_size, chosen)
-        if num_stages != placement.num_stages:
-            raise ValueError(
-                f"{self._traits.name} on {pp_size} ranks has {placement.num_stages} stages, but"
-                f" module_fqns_per_model_part lists {num_stages}"
-            )
+        checks.require_parts(self._traits.name, placement, num_stages)
         return placement.stages_on(pp_rank)
 
 

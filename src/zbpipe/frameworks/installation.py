@@ -102,15 +102,22 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
 
     Called again it replaces what was installed. `zbpipe.uninstall` takes it back.
     """
+    install_with(_options(options), schedule, everywhere=everywhere)
+
+
+def install_with(options: Options, schedule: str | None = None, *, everywhere: bool = False) -> None:
+    """`install` with options that are together already.
+
+    Raises:
+        ValueError: an unknown schedule, or options that are not made for it.
+    """
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
-    given = _options(options)
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule to give everywhere: install('ZBV', everywhere=True)")
     if schedule is not None:
-        traits = registry.lookup(schedule)
-        job.require_sense(traits, given, str)
+        job.require_sense(registry.lookup(schedule), options, str)
     uninstall()
-    _installed = _Installation(schedule, everywhere, given)
+    _installed = _Installation(schedule, everywhere, options)
     found = _replace(_installed.torchs, _installed.replacement)
     logger.info("zbpipe.install: replaced torch's get_schedule_class in %s", ", ".join(found))
 

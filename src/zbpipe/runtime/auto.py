@@ -192,9 +192,9 @@ class _InTurn:
         self._coming = [first, *[first, second] * times][::-1]
         self._records: list[StepRecord] = []
 
-    def before(self) -> Wanted:
+    def before(self) -> Wanted | None:
         if not self._coming:
-            return Wanted.NOTHING
+            return None
         self._runtime.adopt(self._coming.pop())
         return Wanted.TIMES
 

@@ -69,6 +69,39 @@ def stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) ->
     return len(stages) if traits.any_stages_per_rank else None
 
 
+def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
+    """Refuse a job's own number of stages that the schedule called `name` does not have.
+
+    Args:
+        name: of the schedule.
+        placement: of its stages.
+        num_layers: of the model.
+        cut: into how many stages the job's config cuts it; None where it leaves that to the schedule.
+        field: what the config says.
+
+    Raises:
+        ValueError: the two numbers differ.
+    """
+    if cut is not None and cut != placement.num_stages:
+        raise ValueError(
+            f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
+            f" has {placement.num_stages}: leave the field out"
+        )
+
+
+def require_parts(name: str, placement: Placement, num_parts: int) -> None:
+    """Refuse a list of modules for another number of stages than the schedule called `name` has.
+
+    Raises:
+        ValueError: the two numbers differ.
+    """
+    if num_parts != placement.num_stages:
+        raise ValueError(
+            f"{name} on {placement.num_ranks} ranks has {placement.num_stages} stages, but module_fqns_per_model_part"
+            f" lists {num_parts}: list as many, or leave the field out"
+        )
+
+
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
@@ -249,15 +282,7 @@ def asked_receives(
 
 def require_runnable(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
     """Refuse what torch could not run, before anything is launched."""
-    if schedule.placement != placement:
-        raise ValueError(
-            f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but it is registered"
-            f" with a placement that puts them on {placement.rank_of}"
-        )
-    if schedule.num_microbatches != n_microbatches:
-        raise ValueError(
-            f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
-        )
+    registry.require_fit(f"schedule {schedule.name}", schedule, placement, n_microbatches)
     require_valid(schedule)
     last = placement.num_stages - 1
     forwards = [op.microbatch for op in schedule.ops[placement.rank_of[last]] if op[:2] == (last, OpKind.F)]

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from types import MappingProxyType
@@ -179,10 +179,7 @@ class GradientCheck:
         self._done = done
         self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
         """By this rank."""
-        surround(schedule, self._next)
-
-    def _next(self, schedule: RegisteredSchedule) -> AbstractContextManager[None] | None:
-        return self._step(schedule) if self._left else None
+        surround(schedule, self._step, steps)
 
     @contextmanager
     def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, get_args
@@ -50,11 +50,6 @@ class Options:
     check_gradients: int | None = None
     """In how many steps the split is compared with an ordinary backward; None compares nothing."""
 
-    def given(self) -> dict[str, Any]:
-        """All that differ from the defaults, those of `for_torch` beside the others."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "for_torch"}
-        return {name: value for name, value in own.items() if value != getattr(Options, name)} | self.for_torch.given()
-
     def for_zbpipe(self) -> dict[str, Any]:
         """What only zbpipe's schedules take, as keyword arguments."""
         names = ("split_backward", "defer_loss", "receives", "transport")
@@ -78,31 +73,90 @@ def from_arguments(values: Mapping[str, Any]) -> Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
-    """Make `parser` take an argument for each option."""
+    """Make `parser` take an argument for each option, in a group of its own."""
+    group = parser.add_argument_group("zbpipe's options")
 
     def add(name: str, **how: Any) -> None:
-        parser.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
+        group.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
 
     add(
         "split_backward",
         choices=get_args(SplitBackward),
         default=Options.split_backward,
-        help="zbpipe's split of the backward, the same or an error where nothing can wait, or torch's own",
+        help="How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing"
+        " to defer (strict), or torch's own split (autograd). Default: %(default)s.",
     )
-    add("defer_loss", action="store_true", help="W of what the loss itself computes waits, too")
-    add("receives", choices=_words(Receives), help="when to post receives; default: when the transport asks for it")
-    add("transport", choices=_words(Transport), help="what messages wait for; default: the usual one of the device")
-    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off", help="torch's: receive late")
-    add("max_active_stages", type=_count, metavar="N", help="torch's: stages whose weights FSDP holds together")
-    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...", help="torch's: how early FSDP gathers")
-    add("defer_reduce_grad_wait", action="store_true", default=None, help="torch's: wait late for FSDP's reductions")
-    add("max_outstanding_sends", type=_count, metavar="N", help="torch's: sends that a rank does not wait for")
-    add("profile_steps", type=_positive, metavar="N", help="measure what the stages cost, in so many steps")
-    add("costs_out", metavar="FILE", help="where to write what was measured: .json or .toml")
-    add("memory_limit", type=float, metavar="MICROBATCHES", help="for Auto: activations that a rank may hold")
-    add("check_gradients", type=_positive, metavar="N", help="compare the split with a full backward in N steps")
-    add("trace", metavar="FILE", help="where to write what every rank did in one step, for Perfetto")
-    add("trace_step", type=_positive, default=Options.trace_step, metavar="N", help="which step that is")
+    add(
+        "defer_loss",
+        action="store_true",
+        help="Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head.",
+    )
+    add(
+        "receives",
+        choices=_words(Receives),
+        help="Where ranks post their receives. Default: where the simulated step is the shortest.",
+    )
+    add(
+        "transport",
+        choices=_words(Transport),
+        help="What messages wait for. Default: what is usual on the device.",
+    )
+    _add_torchs(add)
+    add("profile_steps", type=_positive, metavar="N", help="Measure times and memory of the stages in N steps.")
+    add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
+    add(
+        "memory_limit",
+        type=float,
+        metavar="MICROBATCHES",
+        help="For Auto: the activations that a rank may hold, in microbatches of an average rank's share of the model.",
+    )
+    add(
+        "check_gradients",
+        type=_positive,
+        metavar="N",
+        help="Compare the split's gradients with those of an ordinary backward in the first N steps.",
+    )
+    add("trace", metavar="FILE", help="Write what every rank did in one step to this file, for ui.perfetto.dev.")
+    add(
+        "trace_step",
+        type=_positive,
+        default=Options.trace_step,
+        metavar="N",
+        help=f"The step that {prefix}trace records, counted from 1. Default: %(default)s.",
+    )
+
+
+def _add_torchs(add: Callable[..., None]) -> None:
+    add(
+        "defer_pp_recv",
+        type=_on_or_off,
+        metavar="auto|on|off",
+        help="torch's option: post receives late (on) or early (off). Default: auto, as the schedule does by itself.",
+    )
+    add(
+        "max_active_stages",
+        type=_count,
+        metavar="N",
+        help="torch's option: the number of stages whose weights FSDP holds gathered at a time.",
+    )
+    add(
+        "unshard_lookahead",
+        type=_lookahead,
+        metavar="full|auto|N,N,...",
+        help="torch's option: how many stages ahead FSDP gathers weights, on each rank.",
+    )
+    add(
+        "defer_reduce_grad_wait",
+        action="store_true",
+        default=None,
+        help="torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
+    )
+    add(
+        "max_outstanding_sends",
+        type=_count,
+        metavar="N",
+        help="torch's option: the number of sends that a rank may have under way.",
+    )
 
 
 def _words(kind: type[StrEnum]) -> list[str]:

@@ -30,6 +30,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
+from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
 
@@ -94,7 +95,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
             modules = _modules_of_stages(traits, job_config.parallelism, model_args)
             _require_modules(model, modules)
             config = _cut_by_hand(job_config, modules)
-        with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
+        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
             built = pipelining_fn(model, parallel_dims, config, device, model_args, *more)
         if config is not job_config and not isinstance(built[0], RegisteredSchedule):
             raise ValueError(
@@ -174,7 +175,7 @@ def _helpers(traits: Traits, options: Options) -> Mapping[str, Callable[..., Any
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _ARankAStage(pp_mesh, index, num_stages)
-            with plug.in_place(pipeline_parallel, {"logger": _SILENT}):
+            with replaced(pipeline_parallel, logger=_SILENT):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage)
             stages.append(stage)
             parts.append(part)

@@ -23,8 +23,10 @@ from zbpipe.registry import Traits
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.split.products import GROUPED_MM
+from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
+from zbpipe.titan.command_line import asks_for_help
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
@@ -32,6 +34,9 @@ def plug_in(options: Options, on_cpu: bool) -> None:
 
     class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
         def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
+            if asks_for_help(args) and not {"--module", "--config"} <= {each.partition("=")[0] for each in args}:
+                print("TorchTitan's own options depend on the model: add --module and --config to see them.")
+                raise SystemExit(0)
             config, rest = super()._load_config(args)
             if on_cpu:
                 adapt_to_cpu(config)
@@ -64,7 +69,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = plug.known(parallelism.pipeline_parallel_schedule)
-        with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
+        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         name = parallelism.pipeline_parallel_schedule
         plug.complete(built[0], name, options, kwargs["device"], MetricsProcessor, rank_with_loss, asks_ahead=True)

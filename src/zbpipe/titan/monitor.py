@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
+
+import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.measure.trace import timelines
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineMetrics:
@@ -47,6 +53,56 @@ class PipelineMetrics:
             "zbpipe/peak_activations": max(planned.peak_activations),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
         }
+
+
+class _Reported(NamedTuple):
+    """The pipeline whose metrics TorchTitan logs."""
+
+    pipeline: ref[PipelineMetrics]
+    """Of the schedule, which has to go before the interpreter does."""
+    rank_with_loss: Callable[[Any], int]
+    """By TorchTitan's `ParallelDims`, the rank that logs."""
+
+
+_reported: dict[type, _Reported] = {}
+"""By TorchTitan's class of metrics, which is wrapped once: the pipeline that was built last."""
+
+
+def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
+    """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
+
+    A job that builds another pipeline calls this again; from then on it is that one.
+
+    Args:
+        pipeline: of the job's schedule.
+        processor: TorchTitan's `MetricsProcessor`.
+        rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
+        to_come: when TorchTitan asks whether a step is logged, the next one to run is so many steps after that.
+    """
+    is_wrapped = processor in _reported
+    _reported[processor] = _Reported(ref(pipeline), rank_with_loss)
+    if not is_wrapped:
+        _wrap(processor, to_come)
+
+
+def _wrap(processor: Any, to_come: int) -> None:
+    should_log, log = processor.should_log, processor.log
+
+    def armed_where_logged(self: Any, step: int) -> bool:
+        if pipeline := _reported[processor].pipeline():
+            pipeline.armed = should_log(self, step + to_come)
+        is_logged: bool = should_log(self, step)
+        return is_logged
+
+    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
+        pipeline = _reported[processor].pipeline()
+        found = pipeline.collect() if pipeline else {}
+        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
+        if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
+            logger.info(in_words(found))
+
+    processor.should_log = armed_where_logged
+    processor.log = log_with_pipeline
 
 
 def in_words(metrics: dict[str, Any]) -> str:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.registry import Traits, lookup
-from zbpipe.runtime import _torch, agreement, job
+from zbpipe.runtime import _torch, agreement, checks, job
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -44,20 +40,14 @@ def num_stages(traits: Traits, parallelism: Any, num_layers: int) -> int:
     Raises:
         ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` says another number.
     """
-    ranks = parallelism.pipeline_parallel_degree
-    number = traits.place(ranks).num_stages
+    placement = traits.place(parallelism.pipeline_parallel_degree)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if per_stage is not None:
-        # TorchTitan counts embedding and head as so many layers more.
-        first = parallelism.pipeline_parallel_first_stage_less_layers
-        last = parallelism.pipeline_parallel_last_stage_less_layers
-        cut = math.ceil((num_layers + first + last) / per_stage)
-        if cut != number:
-            raise ValueError(
-                f"pipeline_parallel_layers_per_stage={per_stage} cuts the model's {num_layers} layers into {cut}"
-                f" stages, but {traits.name} on {ranks} ranks has {number}: leave the field out"
-            )
-    return number
+    # TorchTitan counts embedding and head as so many layers more.
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
+    checks.require_cut(traits.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
+    return placement.num_stages
 
 
 def stages_on(traits: Traits, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
@@ -67,11 +57,7 @@ def stages_on(traits: Traits, pp_rank: int, pp_degree: int, num_parts: int) -> t
         ValueError: the schedule has another number of stages.
     """
     placement = traits.place(pp_degree)
-    if num_parts != placement.num_stages:
-        raise ValueError(
-            f"{traits.name} on {pp_degree} ranks has {placement.num_stages} stages, but"
-            f" module_fqns_per_model_part lists {num_parts}"
-        )
+    checks.require_parts(traits.name, placement, num_parts)
     return placement.stages_on(pp_rank)
 
 
@@ -129,34 +115,7 @@ def complete(
     agreement.require_same(schedule, name, None, device)
     job.attach(schedule, options)
     pipeline = monitor.PipelineMetrics(schedule, armed=not asks_ahead)
-    _add_metrics(pipeline, processor, lambda dims: rank_with_loss(dims, name), 0 if asks_ahead else 1)
-
-
-def _add_metrics(
-    pipeline: monitor.PipelineMetrics, processor: Any, rank_with_loss: Callable[[Any], int], to_come: int
-) -> None:
-    """Have the steps that TorchTitan logs looked at, and put what is found among its metrics and on the console.
-
-    When TorchTitan asks whether a step is logged, the next one to run is so many steps `to_come` after that.
-    """
-    should_log, log = processor.should_log, processor.log
-    watching = ref(pipeline)  # of the schedule, which has to go before the interpreter does
-
-    def armed_where_logged(self: Any, step: int) -> bool:
-        if pipeline := watching():
-            pipeline.armed = should_log(self, step + to_come)
-        is_logged: bool = should_log(self, step)
-        return is_logged
-
-    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
-        pipeline = watching()
-        found = pipeline.collect() if pipeline else {}
-        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
-        if found and dist.get_rank() == rank_with_loss(self.parallel_dims):
-            logger.info(monitor.in_words(found))
-
-    processor.should_log = armed_where_logged
-    processor.log = log_with_pipeline
+    monitor.report(pipeline, processor, lambda dims: rank_with_loss(dims, name), 0 if asks_ahead else 1)
 
 
 def first_rank_of_last_stage(traits: Traits, parallel_dims: Any) -> int:
@@ -164,16 +123,3 @@ def first_rank_of_last_stage(traits: Traits, parallel_dims: Any) -> int:
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
     return int(ranks_per_stage * traits.place(parallel_dims.pp).rank_of[-1])
-
-
-@contextmanager
-def in_place(module: ModuleType, stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Within, these stand in the place of what `module` has by their names."""
-    originals = {name: getattr(module, name) for name in stand_ins}
-    try:
-        for name, stand_in in stand_ins.items():
-            setattr(module, name, stand_in)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)

@@ -10,6 +10,7 @@ With torchtitan 0.2.2 these are `--job.config_file FILE` or `--model.name llama3
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import zbpipe.titan
 from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
 from zbpipe.titan import versions
-from zbpipe.titan.command_line import parse
+from zbpipe.titan.command_line import asks_for_help, help_text, parse
 
 
 def main() -> None:
@@ -34,6 +35,8 @@ def main() -> None:
 @record  # torchrun's file with the error is written before the process ends
 def _train() -> None:
     options, sys.argv[1:] = parse(sys.argv[1:])
+    if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
+        print(help_text(), flush=True)  # TorchTitan's own help comes after it
     zbpipe.titan.plug_in(options)
     with told_to_other_ranks():
         versions.installed().load().train()

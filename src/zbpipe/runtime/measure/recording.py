@@ -55,8 +55,11 @@ class StepRecord:
 class Watcher(Protocol):
     """Looks at training steps. All ranks of a pipeline have to have the same ones, in the same order."""
 
-    def before(self) -> Wanted:
-        """What it wants to know of the step that comes now; the same answer on all ranks."""
+    def before(self) -> Wanted | None:
+        """What it wants to know of the step that comes now, or None if it wants no more steps; the same on all ranks.
+
+        After None it is not asked again.
+        """
 
     def after(self, record: StepRecord) -> None:
         """The step is over. Not called for one of which it wanted nothing."""
@@ -80,23 +83,24 @@ def collect(
     watch(schedule, _Collector(wanted, done))
 
 
-Surround = Callable[[Any], AbstractContextManager[None] | None]
-"""Takes a schedule whose training step comes now, and gives what that step is to run in; None for nothing."""
+Surround = Callable[[Any], AbstractContextManager[None]]
+"""Takes a schedule whose training step comes now, and gives the context in which that step is to run."""
 
 
-def surround(schedule: _torch.PipelineSchedule, around: Surround) -> None:
-    """Have every training step of `schedule` (any of zbpipe's or torch's) run in what `around` gives, from now on.
+def surround(schedule: _torch.PipelineSchedule, around: Surround, steps: int) -> None:
+    """Run the next `steps` training steps of `schedule` (any of zbpipe's or torch's) in the contexts of `around`.
 
     It may wrap computations itself. It is nearest to torch's executor: what it adds is not in the times of watchers.
     """
-    _attached(schedule).surrounding.append(around)
+    _attached(schedule).surrounding.extend([around] * steps)
 
 
 class _Attached(NamedTuple):
-    """Whom a schedule shows its steps."""
+    """Who looks at a schedule's steps. What has seen all that it wanted leaves its list."""
 
     watchers: list[Watcher]
     surrounding: list[Surround]
+    """Each as often as it has steps left."""
 
 
 def _attached(schedule: _torch.PipelineSchedule) -> _Attached:
@@ -117,8 +121,8 @@ class _Collector:
         self._records: list[StepRecord] = []
         self._done = done
 
-    def before(self) -> Wanted:
-        return self._coming.popleft() if self._coming else Wanted.NOTHING
+    def before(self) -> Wanted | None:
+        return self._coming.popleft() if self._coming else None
 
     def after(self, record: StepRecord) -> None:
         self._records.append(record)
@@ -131,14 +135,16 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     if not _torch.trains(schedule):
         return step(*args, **kwargs)
     watchers, surrounding = _attached(schedule)
-    asked = [(watcher, watcher.before()) for watcher in watchers]
+    asked = [(watcher, wanted) for watcher in watchers if (wanted := watcher.before()) is not None]
+    watchers[:] = [watcher for watcher, _ in asked]
     most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
     with ExitStack() as around:
         recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
         if recorder is not None:
             around.enter_context(recorder.attached())
-        for context in filter(None, [each(schedule) for each in surrounding]):
-            around.enter_context(context)
+        for each in dict.fromkeys(surrounding):
+            surrounding.remove(each)
+            around.enter_context(each(schedule))
         result = step(*args, **kwargs)
     if recorder is not None:
         record = recorder.record()
