@@ -29,7 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime.gradient_check import GradientMismatchError, _WLast
+from zbpipe.runtime.gradient_report import GradientMismatchError
+from zbpipe.runtime.lone_check import _WLast
 from zbpipe.runtime.split import layers, products, slots
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 

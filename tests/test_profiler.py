@@ -28,7 +28,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
 from zbpipe.runtime.measure.profiler import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.measure.trace import trace
+from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.transport import Receives
 
 CPU = torch.device("cpu")
@@ -324,7 +324,7 @@ def traced(name: str, folder: str) -> list[str]:
     job = sleepy_job(name)
     file = Path(folder) / f"{name}.json"
     told: list[str] = []
-    trace(job.schedule, file, 2, done=told.append)
+    write_trace(job.schedule, file, 2, done=told.append)
     job.step()
     assert not file.exists()
     job.step()
@@ -343,11 +343,11 @@ def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: 
     """Refused when it is asked for; later, the job goes on."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"trace.json' cannot be written: .*name another file"):
-        trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
+        write_trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
     told: list[str] = []
     for file in (tmp_path / "folder" / "trace.json", Path("/dev/full")):
         job = sleepy_job("ZBV")
-        trace(job.schedule, file, 1, done=told.append)
+        write_trace(job.schedule, file, 1, done=told.append)
         shutil.rmtree(tmp_path / "folder", ignore_errors=True)
         job.step()
     assert told == []

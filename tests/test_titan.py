@@ -26,7 +26,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_tita
 import zbpipe
 from zbpipe import cli, costs_file
 from zbpipe.demo import comparison, launch
-from zbpipe.demo.launch import Outcome, train_on_cpu
+from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
 from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
@@ -507,18 +507,18 @@ def test_bytes_are_tokens() -> None:
     assert (text, size) == ("λ x", 258)
 
 
-def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> Outcome:
+def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> JobOutcome:
     if num_ranks == 1:
-        return Outcome((), None)
+        return JobOutcome((), None)
     if "ZBVZeroBubble" in arguments:
-        return Outcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
+        return JobOutcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
     steps = tuple(
         {"step": step, "loss_metrics/global_avg_loss": 8.0 - step, "throughput(tps)": 100.0 * step}
         for step in (1, 2, 3)
     )
     for step in steps:
         on_step(step)
-    return Outcome(steps, None)
+    return JobOutcome(steps, None)
 
 
 def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -548,8 +548,8 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_zbv(arguments: list[str], **options: Any) -> Outcome:
-        return Outcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
+    def fail_zbv(arguments: list[str], **options: Any) -> JobOutcome:
+        return JobOutcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
     monkeypatch.setattr(comparison, "train_on_cpu", fail_zbv)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1

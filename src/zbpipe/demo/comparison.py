@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from zbpipe.demo.launch import Outcome, train_on_cpu
+from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.registry import lookup
 from zbpipe.titan.versions import installed
 
@@ -97,7 +97,7 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
     return run
 
 
-def _summary(schedule: str, outcome: Outcome) -> Run:
+def _summary(schedule: str, outcome: JobOutcome) -> Run:
     # TorchTitan counts tokens per second and device, and a pipeline's devices work on the same tokens.
     rates = [RANKS * step["throughput(tps)"] for step in outcome.steps[1:]]
     return Run(

@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended."""
 
     steps: tuple[dict[str, Any], ...]
@@ -43,7 +43,7 @@ def train_on_cpu(
     timeout: float,
     model: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
-) -> Outcome:
+) -> JobOutcome:
     """Train a model of the demo on so many processes without an accelerator.
 
     Args:
@@ -55,7 +55,6 @@ def train_on_cpu(
         on_step: called with the metrics of each step as soon as they are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / METRICS
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [
@@ -73,25 +72,26 @@ def train_on_cpu(
             start_new_session=True,
         )
         steps: list[dict[str, Any]] = []
-
-        def read_steps() -> None:
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
-            for line in lines[len(steps) :]:
-                steps.append(json.loads(line))
-                on_step(steps[-1])
-
         try:
             deadline = time.monotonic() + timeout
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-                read_steps()
+                _read_steps(folder / METRICS, steps, on_step)
             timed_out = process.poll() is None
         finally:
             _end(process)
-        read_steps()
+        _read_steps(folder / METRICS, steps, on_step)
     if timed_out:
-        return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
-    return Outcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+        return JobOutcome(tuple(steps), f"no end after {timeout:.0f} seconds")
+    return JobOutcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+
+
+def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
+    """Add to `steps` what `file` has beyond them."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines[len(steps) :]:
+        steps.append(json.loads(line))
+        on_step(steps[-1])
 
 
 def demo_arguments(folder: Path, model: str) -> list[str]:

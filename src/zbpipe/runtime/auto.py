@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AutoOutcome:
     """What `Auto` found out. Times are seconds of one step."""
 
     start: str
@@ -99,7 +99,7 @@ class AutoSchedule(RegisteredSchedule):
         **options: Any,
     ) -> None:
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.outcome: Outcome | None = None
+        self.outcome: AutoOutcome | None = None
         """None as long as it is at it."""
         self._limit = float(self.placement.num_ranks if memory_limit is None else memory_limit)
         self._group = group
@@ -118,7 +118,7 @@ class AutoSchedule(RegisteredSchedule):
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
         proposal = self._from_first_rank(lambda: self._search(model))
-        outcome = Outcome(start.name, start.name, expected, proposal.expected, measured, None)
+        outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._tell(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
         if proposal.expected > expected * _WORTH_IT:
             self.outcome = outcome

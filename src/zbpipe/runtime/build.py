@@ -64,9 +64,7 @@ def build_pipeline_schedule(
         return runtime(stages, n_microbatches, loss_fn, **options)
     checks.require_options(traits.name, options, runtime.__init__)
     checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-    ordered = checks.in_order(stages, traits.name)
-    placement = traits.place(ordered[0].group_size, checks.stages_per_rank(traits, ordered))
-    checks.require_placement(ordered, traits.name, placement)
+    ordered, _ = checks.placed(stages, traits)
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)

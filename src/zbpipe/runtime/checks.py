@@ -64,11 +64,6 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
             raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
-def stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
-    """As many as were built where the schedule leaves it open, else the schedule's own number."""
-    return len(stages) if traits.any_stages_per_rank else None
-
-
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
     """Refuse a job's own number of stages that the schedule called `name` does not have.
 
@@ -123,6 +118,20 @@ def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list
                 " torch.distributed.pipelining.PipelineStage"
             )
     return sorted(listed, key=lambda stage: stage.stage_index)
+
+
+def placed(
+    stages: PipelineStage | Sequence[PipelineStage], traits: registry.Traits
+) -> tuple[list[PipelineStage], Placement]:
+    """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here.
+
+    Raises:
+        ValueError: they are not those that the schedule has on this rank.
+    """
+    ordered = in_order(stages, traits.name)
+    placement = traits.place(ordered[0].group_size, len(ordered) if traits.any_stages_per_rank else None)
+    require_placement(ordered, traits.name, placement)
+    return ordered, placement
 
 
 def require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:

@@ -10,26 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor
 
-from zbpipe.ir import Op, OpKind, Schedule
 from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.stage import product_dtypes
 
 TOLERANCES = MappingProxyType(
@@ -49,80 +46,8 @@ room in every dtype, and most of it is left to the kernels.
 _SMALL = 0.01
 """A gradient below this share of the norm of all of the stage's is measured against that share: some, such as that of a
 bias in front of a normalisation, are zero but for roundings."""
-_STEPS_ALONE = 2
-"""Of `check_gradients`: in the first step the first microbatch leaves nothing to W."""
-_TOLD = 10
-"""Names in an error."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GradientReport:
-    """What a check found, the same on all ranks of the pipeline."""
-
-    schedule: str
-    steps: int
-    microbatches: int
-    """That were compared, on each of the stages."""
-    errors: Mapping[tuple[int, str], float]
-    """By stage and parameter, the largest relative error of any microbatch; "input n" is the gradient that goes to the
-    stage before."""
-    tolerances: Mapping[int, float]
-    """By stage, for its errors."""
-    not_compared: frozenset[tuple[int, str]] = frozenset()
-    """Parameters whose `.grad` hooks change once it is accumulated, or whose gradients were not finite."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether all errors are within their tolerances."""
-        return not self.off()
-
-    def with_(self, other: GradientReport) -> GradientReport:
-        """With what `other` found besides, the larger one of each."""
-        return replace(
-            self,
-            errors=_larger(self.errors, other.errors),
-            tolerances=_larger(self.tolerances, other.tolerances),
-            not_compared=self.not_compared | other.not_compared,
-        )
-
-    def off(self) -> list[tuple[int, str]]:
-        """Stage and parameter of the errors that are too large, the largest first."""
-        found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
-        return sorted(found, key=lambda key: -self.errors[key])
-
-    def __str__(self) -> str:
-        """For the log."""
-        words = (
-            f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
-            f" {len(self.errors)} gradients"
-        )
-        if self.errors:
-            stage, name = max(self.errors, key=self.errors.__getitem__)
-            words += (
-                f", largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
-                f" {self.tolerances[stage]:.0e} is tolerated)"
-            )
-        left = ", ".join(f"{name} of stage {stage}" for stage, name in sorted(self.not_compared))
-        return f"{words}; not compared: {left}" if left else words
-
-
-class GradientMismatchError(RuntimeError):
-    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` from it."""
-
-    def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
-        self.report = report
-        """Of this stage and this microbatch."""
-        off = report.off()
-        named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_TOLD])
-        more = f" and {len(off) - _TOLD} more" if len(off) > _TOLD else ""
-        super().__init__(
-            f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
-            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. Please report this. Until it is"
-            " mended, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
-            " or use a schedule without I and W, for example 1F1B"
-        )
 
 
 class GradientCheck:
@@ -203,11 +128,6 @@ class GradientCheck:
         if dist.get_rank(group) == 0:
             logger.info("the split gives the gradients of an ordinary backward. %s", report)
         return report
-
-
-def _larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
-    # An error that is no number is larger than all.
-    return {**one, **{key: value for key, value in other.items() if not value <= one.get(key, -1.0)}}
 
 
 class _Checked:
@@ -400,122 +320,3 @@ def _tolerance(stage: _torch.Stage) -> float:
 def _readable(name: str) -> str:
     """Without what checkpointing and the compiler put into the names of parameters."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def check_gradients(
-    parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage],
-    batch: Tensor | tuple[Any, ...],
-    target: Tensor | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    *,
-    microbatches: int = 2,
-    tolerance: float | None = None,
-) -> GradientReport:
-    """Two checked steps of a model in this process alone, whose parts are the stages.
-
-        zbpipe.check_gradients([first, second], tokens, targets, loss_fn)
-
-    All W come last, as in no schedule that anybody would want: so every x and dY waits for as long as it can, and meets
-    everything that could change it. There are two steps because the first I of all leaves nothing to W. `GradientCheck`
-    does the same in a running job, with its own schedule.
-
-    Args:
-        parts: the model, or its parts in their order, as modules or as stages; on one device. Weights, gradients,
-            buffers and random numbers are afterwards what they were.
-        batch: of the first part, the arguments if there are several; the first dimension is that of the samples.
-        target: for `loss_fn`.
-        loss_fn: `(output, target) -> loss`; without one it is the mean of the squares of all outputs.
-        microbatches: into how many parts of equal size the batch is cut; from 2 on one waits while another runs.
-        tolerance: as in `GradientCheck`.
-
-    Returns:
-        The report of a pass.
-
-    Raises:
-        PipelineError: the gradients differ; its cause, a `GradientMismatchError`, has the report.
-        ValueError: a batch that cannot be cut so, a target without a loss function or the reverse, or this process
-            belongs to a job of several ranks.
-    """
-    listed = [parts] if isinstance(parts, (nn.Module, PipelineStage)) else list(parts)
-    modules = [each.submod if isinstance(each, PipelineStage) else each for each in listed]
-    args = batch if isinstance(batch, tuple) else (batch,)
-    size = _samples(args)
-    if not modules or microbatches < 1 or size % microbatches:
-        raise ValueError(
-            f"{len(modules)} parts and {size} samples do not make stages and microbatches={microbatches} of equal size:"
-            " give at least one part, and a multiple of so many samples"
-        )
-    if (target is None) != (loss_fn is None):
-        raise ValueError("target and loss_fn go together: give both, or none for the mean of the squares of the output")
-    if target is None:
-        loss_fn, target = _mean_of_squares, torch.zeros(size)
-    device = next((each.device for module in modules for each in module.parameters()), torch.device("cpu"))
-    with _alone(), _followed_as_before(modules):
-        stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
-        schedule = _WLast(stages, microbatches, loss_fn)
-        check = GradientCheck(schedule, _STEPS_ALONE, tolerance=tolerance)
-        with _left_as_they_are(modules, device):
-            for _ in range(_STEPS_ALONE):
-                schedule.step(*args, target=target)
-    assert check.report is not None, "a step that returns was checked"
-    return check.report
-
-
-class _WLast(RegisteredSchedule):
-    """All F, then all I, then all W, with any number of stages on the only rank."""
-
-    schedule_name = "InterleavedZeroBubble"
-
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
-        super().__init__(stages, n_microbatches, loss_fn)
-        upwards = range(len(stages))
-        order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
-        ops = [Op(stage, kind, n) for kind, row in order for n in range(n_microbatches) for stage in row]
-        self.adopt(Schedule.from_rows([ops], "all W last"))
-
-
-def _samples(args: tuple[Any, ...]) -> int:
-    return next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
-
-
-def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
-    outputs = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-    return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """With a process group of one rank, which torch's stages need."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise ValueError(
-                f"check_gradients runs in one process, but this one belongs to a job of {dist.get_world_size()} ranks:"
-                " call it outside of the job, or check the job's own steps by zbpipe.GradientCheck(schedule)"
-            )
-        yield
-        return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Modules that are part of another schedule go on putting their gradients off for that one."""
-    followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
-    try:
-        yield
-    finally:
-        for deferral, gradients in followed.items():
-            deferral.gradients = gradients
-
-
-@contextmanager
-def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    with ExitStack() as kept:
-        for module in modules:
-            kept.callback(State(module, device).put_back)
-            kept.enter_context(_torch.without_gradients(module))
-        yield

@@ -20,7 +20,7 @@ from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
-from zbpipe.runtime.measure.trace import trace
+from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
 from zbpipe.transport import Transport
 from zbpipe.views import report
@@ -154,7 +154,7 @@ def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
     if options.trace:
-        trace(schedule, options.trace, options.trace_step, done=logger.info)
+        write_trace(schedule, options.trace, options.trace_step, done=logger.info)
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:

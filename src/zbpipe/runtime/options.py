@@ -102,6 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
         help="What messages wait for. Default: what is usual on the device.",
     )
     _add_torchs(add)
+    _add_measurements(add, prefix)
+
+
+def _add_measurements(add: Callable[..., None], prefix: str) -> None:
     add("profile_steps", type=_positive, metavar="N", help="Measure times and memory of the stages in N steps.")
     add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
     add(

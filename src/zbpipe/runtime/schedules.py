@@ -78,12 +78,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
         checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-        stages = checks.in_order(stages, traits.name)
-        per_rank = checks.stages_per_rank(traits, stages)
-        placement = traits.place(stages[0].group_size, per_rank)
-        checks.require_placement(stages, traits.name, placement)
+        stages, placement = checks.placed(stages, traits)
         schedule = registry.generate(
-            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
+            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=len(stages), costs=costs
         )
         gradients = WeightGradients()
         defers_loss = defer_loss and split_backward != "autograd"

@@ -28,7 +28,7 @@ from zbpipe.views.perfetto import perfetto
 logger = logging.getLogger(__name__)
 
 
-def trace(
+def write_trace(
     schedule: _torch.PipelineSchedule,
     file: str | Path,
     step: int = 3,
