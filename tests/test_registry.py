@@ -119,7 +119,7 @@ def test_a_function_that_makes_no_schedule(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_function_that_makes_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
     zbpipe.register("More")(lambda ranks, microbatches: zbpipe.generate("1F1B", ranks, microbatches + 1))
-    with pytest.raises(ValueError, match="registered as 'More' returned is for 4 microbatches, but the job has 3"):
+    with pytest.raises(ValueError, match="'More' has to return a schedule for 3 microbatches, got one for 4"):
         zbpipe.generate("More", 2, 3)
     zbpipe.register("Loop", placement="v", stages_per_rank=2)(registry.lookup("LoopedBFS").generate)
     with pytest.raises(ValueError, match=r"on the ranks \(0, 1, 1, 0\), but its function .* on \(0, 1, 0, 1\)"):

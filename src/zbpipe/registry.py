@@ -212,23 +212,17 @@ def generate(
         raise ValueError(
             f"the function registered as {traits.name!r} has to return a zbpipe.Schedule, got {type(made)}"
         )
-    require_fit(f"what the function registered as {traits.name!r} returned", made, placement, microbatches)
-    return made
-
-
-def require_fit(what: str, made: Schedule, placement: Placement, microbatches: int) -> None:
-    """Refuse a schedule for other stages or another number of microbatches; `what` it is, for the message.
-
-    Raises:
-        ValueError: it does not fit.
-    """
     if made.placement != placement:
         raise ValueError(
-            f"{what} puts the stages on the ranks {made.placement.rank_of}, but its name is registered with a placement"
-            f" that puts them on {placement.rank_of}: register it with the right placement and stages_per_rank"
+            f"{traits.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but"
+            f" its function puts them on {made.placement.rank_of}"
         )
     if made.num_microbatches != microbatches:
-        raise ValueError(f"{what} is for {made.num_microbatches} microbatches, but the job has {microbatches}")
+        raise ValueError(
+            f"the function registered as {traits.name!r} has to return a schedule for {microbatches} microbatches, got"
+            f" one for {made.num_microbatches}"
+        )
+    return made
 
 
 def require_whole(**numbers: object) -> None:

@@ -16,7 +16,7 @@ from zbpipe import registry
 from zbpipe.frameworks import automodel
 from zbpipe.frameworks.faces import face_of
 from zbpipe.registry import Traits
-from zbpipe.runtime import job
+from zbpipe.runtime import arguments, job
 from zbpipe.runtime.options import ForTorch, Options
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
@@ -112,6 +112,7 @@ def install_with(options: Options, schedule: str | None = None, *, everywhere: b
         ValueError: an unknown schedule, or options that are not made for it.
     """
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
+    arguments.require_yes_or_no("everywhere", everywhere)
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule to give everywhere: install('ZBV', everywhere=True)")
     if schedule is not None:

@@ -17,7 +17,7 @@ from zbpipe.costs import CostModel, shares_within
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.plan import plan
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -98,6 +98,11 @@ class AutoSchedule(RegisteredSchedule):
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
+        arguments.require_above_0("memory_limit", memory_limit)
+        arguments.require_above_0("budget", budget)
+        arguments.require_counts(profile_steps=profile_steps)
+        arguments.require_group(group)
+        arguments.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         self.outcome: AutoOutcome | None = None
         """None as long as it is at it."""

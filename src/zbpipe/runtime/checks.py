@@ -108,7 +108,8 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
 
 def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
     """Ascending, as torch's first step needs them, which passes shapes from stage to stage in the order of the list."""
-    listed = [stages] if isinstance(stages, _torch.Stage) else list(stages or ())
+    given: Any = () if stages is None else stages
+    listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
         raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
     for stage in listed:
@@ -289,12 +290,24 @@ def asked_receives(
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
-def require_runnable(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
+def require_same_job(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
+    """Refuse to adopt a schedule for other stages, or for another number of microbatches, than those that run."""
+    if schedule.placement != placement:
+        raise ValueError(
+            f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
+            f" {placement.rank_of}: adopt one with this placement, or build a new schedule on new stages"
+        )
+    if schedule.num_microbatches != n_microbatches:
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
+        )
+
+
+def require_runnable(schedule: Schedule) -> None:
     """Refuse what torch could not run, before anything is launched."""
-    registry.require_fit(f"schedule {schedule.name}", schedule, placement, n_microbatches)
     require_valid(schedule)
-    last = placement.num_stages - 1
-    forwards = [op.microbatch for op in schedule.ops[placement.rank_of[last]] if op[:2] == (last, OpKind.F)]
+    last = schedule.placement.num_stages - 1
+    forwards = [op.microbatch for op in schedule.ops[schedule.placement.rank_of[last]] if op[:2] == (last, OpKind.F)]
     if forwards != sorted(forwards):
         raise ValueError(
             f"schedule {schedule.name} runs the last stage's forwards in the order {forwards}; torch numbers the losses"

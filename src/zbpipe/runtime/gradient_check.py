@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.failures import told_to_other_ranks
 from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
@@ -89,15 +89,15 @@ class GradientCheck:
         tolerance: float | None = None,
         done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
+        arguments.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
-        if steps < 1:
-            raise ValueError(f"a check of gradients needs at least 1 step, got steps={steps}")
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance={tolerance} would refuse any rounding: give a number above 0, or leave it out")
+        arguments.require_counts(steps=steps)
+        arguments.require_above_0("tolerance", tolerance)
+        arguments.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.gradient_report import GradientReport
 from zbpipe.runtime.reference import State
@@ -59,13 +59,17 @@ def check_gradients(
             belongs to a job of several ranks.
     """
     modules = _modules(parts)
+    arguments.require_counts(microbatches=microbatches)
+    arguments.require_above_0("tolerance", tolerance)
     args = batch if isinstance(batch, tuple) else (batch,)
     size = _samples(args)
-    if not modules or microbatches < 1 or size % microbatches:
+    if not size or size % microbatches:
         raise ValueError(
-            f"{len(modules)} parts and {size} samples do not make stages and microbatches={microbatches} of equal size:"
-            " give at least one part, and a multiple of so many samples"
+            f"{size} samples do not make {microbatches} microbatches of equal size: give a tensor, or a tuple with one,"
+            f" whose first dimension is a multiple of {microbatches}, or another number of microbatches"
         )
+    if loss_fn is not None:
+        arguments.require_callable(loss_fn=loss_fn)
     if (target is None) != (loss_fn is None):
         raise ValueError("target and loss_fn go together: give both, or none for the mean of the squares of the output")
     if target is None:
@@ -83,7 +87,14 @@ def check_gradients(
 
 
 def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage]) -> list[nn.Module]:
-    listed = [parts] if isinstance(parts, (nn.Module, PipelineStage)) else list(parts)
+    kinds = (nn.Module, PipelineStage)
+    listed = [parts] if isinstance(parts, kinds) else list(parts) if isinstance(parts, Iterable) else [parts]
+    wrong = [each for each in listed if not isinstance(each, kinds)]
+    if wrong or not listed:
+        raise ValueError(
+            "check_gradients takes a model or the parts of one, each an nn.Module or a PipelineStage, got"
+            f" {wrong[0] if wrong else listed!r}"
+        )
     return [each.submod if isinstance(each, PipelineStage) else each for each in listed]
 
 

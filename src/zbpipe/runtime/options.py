@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, get_args
 
+from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
 
@@ -49,6 +50,18 @@ class Options:
     trace_step: int = 3
     check_gradients: int | None = None
     """In how many steps the split is compared with an ordinary backward; None compares nothing."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values of the wrong kind; those of `for_torch` are for torch to judge."""
+        if self.split_backward not in get_args(SplitBackward):
+            raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {get_args(SplitBackward)}")
+        arguments.require_yes_or_no("defer_loss", self.defer_loss)
+        arguments.require_path("costs_out", self.costs_out)
+        arguments.require_path("trace", self.trace)
+        steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
+        given = {name: number for name, number in steps.items() if number is not None}
+        arguments.require_counts(trace_step=self.trace_step, **given)
+        arguments.require_above_0("memory_limit", self.memory_limit)
 
     def for_zbpipe(self) -> dict[str, Any]:
         """What only zbpipe's schedules take, as keyword arguments."""
@@ -110,7 +123,7 @@ def _add_measurements(add: Callable[..., None], prefix: str) -> None:
     add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
     add(
         "memory_limit",
-        type=float,
+        type=_above_0,
         metavar="MICROBATCHES",
         help="For Auto: the activations that a rank may hold, in microbatches of an average rank's share of the model.",
     )
@@ -184,6 +197,16 @@ def _positive(text: str) -> int:
     if not _count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
+
+
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
 
 
 def _lookahead(text: str) -> str | tuple[int, ...]:

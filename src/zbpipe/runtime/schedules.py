@@ -121,6 +121,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
         Raises:
             ValueError: it has another placement or another number of microbatches, or could not run.
         """
+        if not isinstance(schedule, Schedule):
+            raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
+        checks.require_same_job(schedule, self.placement, _torch.num_microbatches(self))
         if costs is not None:
             self._costs = costs
             self._lowered.clear()
@@ -134,7 +137,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _lower(self, schedule: Schedule) -> Receives:
         """Have torch lower it, and place its receives; returns where."""
-        checks.require_runnable(schedule, self.placement, _torch.num_microbatches(self))
+        checks.require_runnable(schedule)
         _torch.lower(self, schedule)
         costs = self._costs or passes.unknown_costs(self.placement)
         receives = self._asked_receives or best_receives(schedule, costs, self.transport)

@@ -26,6 +26,7 @@ def plug_in(options: Options | None = None) -> None:
 
     Raises:
         ImportError: TorchTitan is not installed, or zbpipe does not know this version, or torch is too old for it.
+        ValueError: the options are something else.
         RuntimeError: it was called before.
     """
     import os
@@ -34,6 +35,8 @@ def plug_in(options: Options | None = None) -> None:
     from zbpipe.runtime.options import Options
     from zbpipe.titan import cpu, versions
 
+    if options is not None and not isinstance(options, Options):
+        raise ValueError(f"plug_in takes options as zbpipe.titan.command_line.parse makes them, got {options!r}")
     if _plugged:
         raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in once")
     version = versions.installed()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zbpipe.costs import CostModel, Link
 from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import messages_of
 
@@ -73,8 +73,10 @@ class Profiler:
         group: dist.ProcessGroup | None = None,
         done: Callable[[JobCosts], None] = lambda costs: None,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"a profile needs at least 1 step, got steps={steps}")
+        arguments.require_schedule("zbpipe.Profiler", schedule)
+        arguments.require_counts(steps=steps)
+        arguments.require_group(group)
+        arguments.require_callable(done=done)
         if not isinstance(schedule, _torch.ScheduleRuntime) or not _torch.has_split_backward(schedule):
             raise ValueError(
                 f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: measure with one of"

@@ -15,7 +15,7 @@ slots, which `zbpipe.runtime.split.compiled` provides.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum, auto
 from types import FunctionType, MethodType
@@ -46,12 +46,22 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
         if _torch.is_optimized(layer):
             continue
         products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
+        _require_products(layer, products)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
             setattr(layer, _ATTRIBUTE, Deferral(layer, products, gradients))
             _replace_forward(layer)
+
+
+def _require_products(layer: nn.Module, products: object) -> None:
+    pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
+    if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
+        raise ValueError(
+            f"weight_products of {type(layer).__name__} has to be a mapping of functions to zbpipe.WeightProduct, such"
+            f" as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that defers nothing, got {products!r}"
+        )
 
 
 def deferral_of(layer: nn.Module) -> Deferral:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.arguments import require_callable
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class WeightProduct:
     """(dy, weight, ...) to dx."""
     weight_gradient: Callable[..., Tensor]
     """(dy, x, ...) to the gradient of the weight, in the weight's shape."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be called."""
+        require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
 
 
 WeightProducts = Mapping[Callable[..., Any], WeightProduct]
