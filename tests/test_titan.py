@@ -81,7 +81,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
             "--zbpipe.memory-limit is for the schedule Auto, not for ZBV",
         ),
-        ([*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"], "--zbpipe.costs-out a.toml has nothing to write with ZBV"),
+        (
+            [*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"],
+            "--zbpipe.costs-out a.toml needs measured costs: set --zbpipe.profile-steps",
+        ),
         (
             [*pipeline("ZBV"), "--zbpipe.profile-steps", "2"],
             "--zbpipe.profile-steps needs 4 steps, but training.steps=3: lower it, or train longer",
@@ -96,7 +99,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "and --zbpipe.check-gradients, or use one of zbpipe's schedules, for example ZBH1",
         ),
         ([*pipeline("ZBV"), "--zbpipe.check-gradients", "4"], "--zbpipe.check-gradients needs 4 steps"),
-        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too little for Auto"),
+        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too small for Auto"),
         (
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
             "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
@@ -312,7 +315,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = train_on_cpu(["--training.steps", "100000"], num_ranks=1, folder=tmp_path, timeout=3)
-    assert outcome.error == "no end after 3 seconds"
+    assert outcome.error == "not finished after 3 seconds"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
 

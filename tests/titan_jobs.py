@@ -182,7 +182,7 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
     error = first_error(folder) if any(exit_codes) else None
     return Job(
         steps,
-        error if exit_codes else f"no end after {JOB_TIMEOUT:.0f} seconds",
+        error if exit_codes else f"not finished after {JOB_TIMEOUT:.0f} seconds",
         log.read_text() if log.exists() else "",
         exit_codes,
         tuple(" ".join(json.loads(file.read_text())["message"]["message"].split()) for file in files),

@@ -1,8 +1,8 @@
-"""Is the split right for this model? Gradients by I and W against an ordinary backward, microbatch by microbatch.
+"""Is the split right for this model? The gradients of I and W against an ordinary backward, microbatch by microbatch.
 
-What I and W of a microbatch add to `.grad` is measured as the difference of `.grad` around them, in the real step, so
-that the real accumulation is tested, with all of its sharing of memory. After I the same microbatch runs once more, by
-`zbpipe.runtime.reference`, and W has to bring the rest.
+What I and W of a microbatch add is the difference of `.grad` before and after them, in the real step. So this tests the
+real accumulation, with all memory that tensors share there. After I the same microbatch runs once more, by
+`zbpipe.runtime.reference`; W has to add what is then missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime import _torch, arguments
-from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.failures import shared_with_other_ranks
 from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
@@ -37,48 +37,46 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: 3e-2,
     }
 )
-"""Of the error of a gradient, relative to its norm.
+"""By dtype, the largest error of a gradient that passes, relative to the gradient's norm.
 
-A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more where a sum nearly
-cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 and more. Between the two there is
-room in every dtype, and most of it is left to the kernels.
+A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more if a sum nearly
+cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype there is room
+between the two; these limits leave most of it to the kernels.
 """
 _SMALL = 0.01
-"""A gradient below this share of the norm of all of the stage's is measured against that share: some, such as that of a
-bias in front of a normalisation, are zero but for roundings."""
+"""The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
+such as that of a bias before a normalisation, are zero except for rounding."""
 
 logger = logging.getLogger(__name__)
 
 
 class GradientCheck:
-    """Checks the gradients of a schedule while it trains, and then is out of its way.
+    """Checks the gradients of a schedule in the next steps of a running job.
 
         check = zbpipe.GradientCheck(schedule, steps=2)
         ...             # train
-        check.report    # after that many steps, the same on all ranks of the pipeline; None before
+        check.report    # after two steps, the same on all ranks of the pipeline; None before
 
-    In these steps every microbatch runs twice on every stage, forward and backward: by the schedule, and after its I
-    once more by one ordinary full backward on the same rank, from the same weights, buffers and random numbers. What I
-    and W added to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients
-    of the steps are those that they would have been. It costs one more forward and backward of every microbatch, and
-    memory: a copy of the stage's gradients for each microbatch that waits for W and three more for a moment, and one
-    copy of its weights and buffers. Steps after them run as if there were no check.
+    In these steps every microbatch runs twice on every stage: by the schedule, and after its I once more, by an
+    ordinary forward and full backward on the same rank, from the same weights, buffers and random numbers. What I and W
+    add to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients of the
+    steps do not change. The check costs one more forward and backward of every microbatch, and memory: a copy of the
+    stage's gradients for each microbatch that waits for W, three more copies for a moment, and one copy of the weights
+    and buffers. Later steps run as if there were no check.
 
-    For a model without a running job there is `check_gradients`. They are two because this one takes part in steps that
-    are the caller's, and that one makes and runs its own.
+    `check_gradients` checks a model without a job.
 
     Args:
-        schedule: any of zbpipe's. All ranks of the pipeline have to have a check.
-        steps: how many steps of `schedule.step` to check, from 1 on.
-        tolerance: of relative errors; by default by the coarsest dtype in a stage's products, see `TOLERANCES`.
+        schedule: any of zbpipe's. Every rank of the pipeline needs a check.
+        steps: the number of steps to check, from 1 on.
+        tolerance: of relative errors; by default that of the coarsest dtype in a stage's products, see `TOLERANCES`.
         done: called with the report, between two steps.
 
     Raises:
-        ValueError: one of torch's schedules, which do not have zbpipe's split, or less than one step, or a tolerance
-            that is not above 0.
+        ValueError: one of torch's schedules, which do not have zbpipe's split, or an argument that makes no sense.
 
-    A step in which a gradient is off by more raises `PipelineError` from a `GradientMismatchError`, on this rank, and
-    the other ranks learn of it. A pass is told in the log of the pipeline's first rank.
+    If a gradient is off by more, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the
+    other ranks learn of it. If all are right, the pipeline's first rank logs the report.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class GradientCheck:
         self._tolerance = tolerance
         self._done = done
         self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
-        """By this rank."""
+        """What this rank has found so far."""
         surround(schedule, self._step, steps)
 
     @contextmanager
@@ -112,8 +110,8 @@ class GradientCheck:
         with _Checked(schedule, self._tolerance, self._add).attached():
             yield
         if not self._left:
-            # Another rank may have found something in its last op, after the last message to this one.
-            with told_to_other_ranks():
+            # Another rank may have found an error in its last op, after its last message to this one.
+            with shared_with_other_ranks():
                 self.report = self._gathered(schedule)
             self._done(self.report)
 
@@ -141,7 +139,7 @@ class _Checked:
         self._found = found
         self._stages = {stage.stage_index: stage for stage in _torch.stages_of(schedule)}
         self._states: dict[int, State] = {}
-        """By stage, of its last microbatch: equal values are kept once."""
+        """By stage, of its last microbatch: the next one shares all values that are equal."""
         self._open: dict[tuple[int, int], _Comparison] = {}
         """By stage and microbatch, from F to W."""
         self._current: _Comparison | None = None
@@ -184,7 +182,7 @@ class _Checked:
         finally:
             self._current = None
 
-    # The first step also calls these before any op, to learn shapes.
+    # The first step also calls these before any op, when torch infers shapes.
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = self._current and self._current.again
@@ -216,37 +214,37 @@ class _Checked:
 
 
 class _Comparison:
-    """One microbatch on one stage: what the split added, less what an ordinary backward gives."""
+    """One microbatch on one stage: what the split adds minus what an ordinary backward gives."""
 
     def __init__(self, again: Microbatch) -> None:
         self.again: Microbatch | None = again
-        """Until it ran once more."""
+        """None once it has run."""
         self.knows_backward = False
         self.tolerance = 0.0
         self._stage = again.stage
         self._index = again.index
         self._rest: dict[str, Tensor] = {}
-        """By parameter, what was added and is not accounted for; with a minus, what is still to come."""
+        """By parameter, what the split has added minus what it has to add."""
         self._norms: dict[str, float] = {}
         """Of the ordinary backward's gradients."""
         self._roundings: dict[str, float] = defaultdict(float)
-        """What the accumulation into `.grad` may have rounded, which shows in the differences."""
+        """By parameter, what rounding in the accumulation into `.grad` may add to the difference."""
         self._was_not_finite: set[str] = set()
         self._moved: set[str] = set()
-        """Not added by this microbatch alone."""
+        """Gradients that this microbatch did not change alone."""
         self._input_grads: list[Tensor | None] = []
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around what adds to `.grad`."""
+        """Around computations that add to `.grad`."""
         module = self._stage.submod
         before = gradients_of(module)
         yield
         self.tolerance = max(self.tolerance, _tolerance(self._stage))
         eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in _torch.accumulated(module)}
         after = gradients_of(module)
-        # A loss with a backward of its own may have FSDP2 reduce all that its group has, of other microbatches as well.
+        # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
         self._moved |= {name + _torch.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
@@ -260,7 +258,7 @@ class _Comparison:
         self._rest[name] = self._rest[name] + gradient if name in self._rest else gradient
 
     def backward(self, call: _torch.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
-        """The stage's own backward, `call`, of which both ends are remembered."""
+        """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
         assert self.again is not None, "a microbatch has one backward"
         self.knows_backward = True
         self.again.remember_backward(tensors)
@@ -269,7 +267,7 @@ class _Comparison:
         return result
 
     def subtract_reference(self) -> None:
-        """Run the microbatch once more; what it gives is what the split has to add."""
+        """Run the microbatch once more, and subtract its gradients: the split has to add them."""
         assert self.again is not None
         reference = self.again.gradients()
         self.again = None
@@ -283,7 +281,7 @@ class _Comparison:
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
         """Relative errors by parameter and input, and the names of the parameters that cannot be compared.
 
-        Above `tolerance`, what the accumulation into `.grad` may have rounded is taken off.
+        From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
         """
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
@@ -312,11 +310,11 @@ def _relative(error: float, norm: float) -> float:
 
 
 def _tolerance(stage: _torch.Stage) -> float:
-    """By the coarsest dtype of the stage's weights, and of its products: autocast shows there."""
+    """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
     dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | product_dtypes(stage)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 
 def _readable(name: str) -> str:
-    """Without what checkpointing and the compiler put into the names of parameters."""
+    """Without what checkpointing and the compiler insert into the names of parameters."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

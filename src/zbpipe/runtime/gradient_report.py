@@ -12,19 +12,25 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What a check found, the same on all ranks of the pipeline."""
+    """What a check of gradients found, the same on all ranks of the pipeline.
+
+    >>> import torch, zbpipe
+    >>> report = zbpipe.check_gradients(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    >>> report.passed, sorted(name for stage, name in report.errors)
+    (True, ['bias', 'weight'])
+    """
 
     schedule: str
     steps: int
     microbatches: int
-    """That were compared, on each of the stages."""
+    """The number of microbatches that were compared, on each stage."""
     errors: Mapping[tuple[int, str], float]
-    """By stage and parameter, the largest relative error of any microbatch; "input n" is the gradient that goes to the
+    """By stage and parameter, the largest relative error of any microbatch. "input n" is a gradient that goes to the
     stage before."""
     tolerances: Mapping[int, float]
-    """By stage, for its errors."""
+    """By stage, the largest error that passes."""
     not_compared: frozenset[tuple[int, str]] = frozenset()
-    """Parameters whose `.grad` hooks change once it is accumulated, or whose gradients were not finite."""
+    """By stage, the parameters whose `.grad` is changed by hooks after the accumulation, or was not finite."""
 
     @property
     def passed(self) -> bool:
@@ -32,7 +38,7 @@ class GradientReport:
         return not self.off()
 
     def with_(self, other: GradientReport) -> GradientReport:
-        """With what `other` found besides, the larger one of each."""
+        """Both reports in one, with the larger error of each gradient."""
         return replace(
             self,
             errors=_larger(self.errors, other.errors),
@@ -46,7 +52,7 @@ class GradientReport:
         return sorted(found, key=lambda key: -self.errors[key])
 
     def __str__(self) -> str:
-        """For the log."""
+        """One line for the log."""
         words = (
             f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
             f" {len(self.errors)} gradients"
@@ -62,22 +68,22 @@ class GradientReport:
 
 
 class GradientMismatchError(RuntimeError):
-    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` from it."""
+    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` with this cause."""
 
     def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
         self.report = report
-        """Of this stage and this microbatch."""
+        """For this stage and this microbatch."""
         off = report.off()
         named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
         more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
         super().__init__(
             f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
             f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. Please report this. Until it is"
-            " mended, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
+            " fixed, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
             " or use a schedule without I and W, for example 1F1B"
         )
 
 
 def _larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
-    # An error that is no number is larger than all.
+    # NaN counts as larger than any number.
     return {**one, **{key: value for key, value in other.items() if not value <= one.get(key, -1.0)}}

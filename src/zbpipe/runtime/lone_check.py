@@ -33,30 +33,33 @@ def check_gradients(
     microbatches: int = 2,
     tolerance: float | None = None,
 ) -> GradientReport:
-    """Two checked steps of a model in this process alone, whose parts are the stages.
+    """Check the split's gradients for a model, in this process alone: two steps, with the parts as stages.
 
-        zbpipe.check_gradients([first, second], tokens, targets, loss_fn)
+    >>> import zbpipe
+    >>> parts = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)]
+    >>> zbpipe.check_gradients(parts, torch.ones(6, 4), torch.zeros(6, 2), torch.nn.functional.mse_loss).passed
+    True
 
-    All W come last, as in no schedule that anybody would want: so every x and dY waits for as long as it can, and meets
-    everything that could change it. There are two steps because the first I of all leaves nothing to W. `GradientCheck`
-    does the same in a running job, with its own schedule.
+    All W run at the end of a step. So every x and dY waits as long as possible, and meets everything that could change
+    it. There are two steps because the very first I leaves nothing to W. `GradientCheck` checks a running job, with the
+    job's own schedule.
 
     Args:
-        parts: the model, or its parts in their order, as modules or as stages; on one device. Weights, gradients,
-            buffers and random numbers are afterwards what they were.
-        batch: of the first part, the arguments if there are several; the first dimension is that of the samples.
+        parts: the model, or its parts in order, as modules or as stages, on one device. Afterwards weights, gradients,
+            buffers and random numbers are as they were before.
+        batch: the argument of the first part, or a tuple of its arguments. The first dimension is that of the samples.
         target: for `loss_fn`.
-        loss_fn: `(output, target) -> loss`; without one it is the mean of the squares of all outputs.
-        microbatches: into how many parts of equal size the batch is cut; from 2 on one waits while another runs.
+        loss_fn: `(output, target) -> loss`; by default the mean of the squares of all outputs.
+        microbatches: the number of equal parts into which the batch is cut; from 2 on, one waits while another runs.
         tolerance: as in `GradientCheck`.
 
     Returns:
-        The report of a pass.
+        The report, if all gradients are right.
 
     Raises:
-        PipelineError: the gradients differ; its cause, a `GradientMismatchError`, has the report.
-        ValueError: a batch that cannot be cut so, a target without a loss function or the reverse, or this process
-            belongs to a job of several ranks.
+        PipelineError: the gradients differ; the cause, a `GradientMismatchError`, has the report.
+        ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
+            or this process belongs to a job of several ranks.
     """
     modules = _modules(parts)
     arguments.require_counts(microbatches=microbatches)
@@ -99,7 +102,7 @@ def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineSta
 
 
 class _WLast(RegisteredSchedule):
-    """All F, then all I, then all W, with any number of stages on the only rank."""
+    """All F, then all I, then all W, with any number of stages on a single rank."""
 
     schedule_name = "InterleavedZeroBubble"
 
@@ -122,12 +125,12 @@ def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """With a process group of one rank, which torch's stages need."""
+    """Within, there is a process group of one rank, which torch's stages need."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             raise ValueError(
                 f"check_gradients runs in one process, but this one belongs to a job of {dist.get_world_size()} ranks:"
-                " call it outside of the job, or check the job's own steps by zbpipe.GradientCheck(schedule)"
+                " call it outside of the job, or check the job's own steps with zbpipe.GradientCheck(schedule)"
             )
         yield
         return
@@ -140,7 +143,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Modules that are part of another schedule go on putting their gradients off for that one."""
+    """Afterwards modules that belong to another schedule defer their gradients for that one again."""
     followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
     try:
         yield

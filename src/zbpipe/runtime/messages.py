@@ -14,10 +14,10 @@ ON_ROCM = torch.version.hip is not None
 
 
 def usual_transport(stage: _torch.Stage) -> Transport:
-    """What messages between `stage` and others wait for, as far as it is known.
+    """What messages between `stage` and others usually wait for on its device.
 
-    NCCL has one queue for all messages of a process group; torch from 2.15 on can give each edge of the pipeline a
-    group. On AMD's GPUs streams may share queues of the hardware, so the worst case is assumed.
+    NCCL has one queue for all messages of a process group; torch >= 2.15 can give each edge of the pipeline a group of
+    its own. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
     """
     if _torch.device_of(stage).type == "cpu":
         return Transport.IDEAL
@@ -27,14 +27,14 @@ def usual_transport(stage: _torch.Stage) -> Transport:
 
 
 class Messages(NamedTuple):
-    """How those of a running schedule go."""
+    """How the messages of a running schedule go."""
 
     transport: Transport
     receives: Receives
 
 
 def messages_of(schedule: _torch.PipelineSchedule) -> Messages:
-    """What they wait for, and where the ranks post their receives, of zbpipe's schedules and torch's."""
+    """What the messages wait for, and when ranks post receives, in one of zbpipe's schedules or torch's."""
     usual = usual_transport(_torch.stages_of(schedule)[0])
     by_torch = Receives.LATE if _torch.receives_late(schedule) else Receives.EARLY
     return Messages(getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch))

@@ -1,4 +1,4 @@
-"""What a job says about its schedule beside the schedule's name, in Python and on a command line."""
+"""The options of a schedule besides its name, in Python and on a command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbpipe.transport import Receives, Transport
 
 @dataclass(frozen=True)
 class ForTorch:
-    """Options that torch's schedules take as well as zbpipe's; None leaves the schedule's default."""
+    """Options that both torch's schedules and zbpipe's have; None leaves the schedule's default."""
 
     defer_pp_recv: bool | None = None
     max_active_stages: int | None = None
@@ -24,35 +24,42 @@ class ForTorch:
     max_outstanding_sends: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Those that the user gave."""
+        """The options that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a job says about its schedule, beside the schedule's name."""
+    """The options of a job's schedule, besides the schedule's name.
+
+    Raises:
+        ValueError: a value of the wrong kind. torch judges the values of `for_torch` when the schedule is built.
+    """
 
     split_backward: SplitBackward = "deferred"
+    """How I and W share the backward."""
     defer_loss: bool = False
+    """Whether weight gradients of backwards that the loss runs itself wait for W, too."""
     receives: str | None = None
-    """Where ranks post their receives; None for the best place by the transport."""
+    """When ranks post their receives; None for what is best with the transport."""
     transport: str | None = None
     """What messages wait for; None for what is usual on the device."""
     for_torch: ForTorch = field(default_factory=ForTorch)
+    """The options that torch's schedules have, too."""
     profile_steps: int | None = None
-    """How many steps to time; None measures nothing, or with `Auto` its usual number."""
+    """The number of steps to time; None measures nothing, or with `Auto` its usual number."""
     costs_out: str | None = None
-    """File for what was measured."""
+    """The file for the measured costs."""
     memory_limit: float | None = None
-    """For `Auto`."""
+    """For `Auto`: the activations that a rank may hold, in microbatches of an average rank's share of the model."""
     trace: str | None = None
-    """File for a trace of one step."""
+    """The file for a trace of one step."""
     trace_step: int = 3
+    """The step to trace, counted from 1."""
     check_gradients: int | None = None
-    """In how many steps the split is compared with an ordinary backward; None compares nothing."""
+    """The number of steps in which the split is compared with an ordinary backward; None compares nothing."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values of the wrong kind; those of `for_torch` are for torch to judge."""
         if self.split_backward not in get_args(SplitBackward):
             raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {get_args(SplitBackward)}")
         arguments.require_yes_or_no("defer_loss", self.defer_loss)
@@ -64,17 +71,17 @@ class Options:
         arguments.require_above_0("memory_limit", self.memory_limit)
 
     def for_zbpipe(self) -> dict[str, Any]:
-        """What only zbpipe's schedules take, as keyword arguments."""
+        """The keyword arguments that only zbpipe's schedules have."""
         names = ("split_backward", "defer_loss", "receives", "transport")
         return {name: getattr(self, name) for name in names}
 
     def for_auto(self) -> dict[str, Any]:
-        """What only `Auto` takes, as keyword arguments."""
+        """The keyword arguments that only `Auto` has."""
         given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
         return {name: value for name, value in given.items() if value is not None}
 
     def need_zbpipes_schedule(self) -> bool:
-        """Whether something is asked for that torch's own schedules do not have."""
+        """Whether an option is set that torch's own schedules do not have."""
         return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
 
 
@@ -189,13 +196,13 @@ def _on_or_off(text: str) -> bool | None:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if not _count(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
@@ -205,7 +212,7 @@ def _above_0(text: str) -> float:
     except ValueError:
         number = 0.0
     if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

@@ -1,8 +1,7 @@
-"""A microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
+"""Run a microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
 
-Nothing of it stays. Gradients, weights, buffers, attributes and random numbers are afterwards as they were before, and
-hooks that run after the accumulation of a gradient do not see it. Hooks on tensors and modules do, because they may
-change what a gradient is.
+Afterwards gradients, weights, buffers, attributes and random numbers are as they were before. Hooks that run after a
+gradient was accumulated do not run. Hooks on tensors and modules do, because they may change a gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from zbpipe.runtime.substitution import replaced
 
 
 class State:
-    """What the forward of a module depends on besides its inputs, as it is at one moment.
+    """What the forward of a module depends on besides its inputs, at one moment.
 
-    Parameters and buffers by value; attributes of the modules, such as counters, as far as they are assigned; torch's
-    random numbers, on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without
-    `weights`, parameters are left out: nothing will write to them, and a copy takes their memory once more.
+    Parameters and buffers by value, attributes of the modules (such as counters) by assignment, and torch's random
+    numbers on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without `weights` it
+    leaves out parameters, which saves a copy of them where nothing will write to them.
     """
 
     def __init__(
@@ -45,17 +44,17 @@ class State:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Whose values it keeps."""
+        """The tensors whose values it keeps."""
         return [local for _, local, _ in self._values]
 
     def put_back(self) -> None:
-        """Make everything as it was."""
+        """Restore everything."""
         for own, before in self._attributes:
             for name in own.keys() - before.keys():
                 del own[name]
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
         for _, local, copy in self._values:
-            # Where nothing differs nothing is written: another microbatch's graph may need it.
+            # Write only what differs: the graph of another microbatch may need the tensor unchanged.
             if _has_storage(local) and not torch.equal(local, copy):
                 local.copy_(copy)
         for (_, put), state in zip(_generators(self._device), self._random, strict=True):
@@ -63,7 +62,7 @@ class State:
 
 
 def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters and buffers, each with what this rank has of it; without those of other subclasses of tensors."""
+    """Parameters and buffers, each with this rank's part of it; without tensor subclasses other than DTensor."""
     for tensor in (*(module.parameters() if weights else ()), *module.buffers()):
         local = tensor.detach()
         if isinstance(local, DTensor):
@@ -73,7 +72,7 @@ def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tens
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Not so for a parameter that FSDP2 has resharded since."""
+    """False for a parameter that FSDP2 has resharded since."""
     return tensor.untyped_storage().size() > 0
 
 
@@ -82,7 +81,7 @@ def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
 
 
 def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """How to read the state of each generator, and how to set it."""
+    """The functions that read and set the state of each generator."""
     yield torch.get_rng_state, torch.set_rng_state
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -90,7 +89,7 @@ def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Ca
 
 
 class Gradients(NamedTuple):
-    """Of one backward; detached, and for DTensors this rank's part of them."""
+    """The gradients of one backward: detached, and for DTensors this rank's part of them."""
 
     parameters: Mapping[str, Tensor]
     inputs: Sequence[Tensor | None]
@@ -98,10 +97,10 @@ class Gradients(NamedTuple):
 
 
 class Microbatch:
-    """What it takes to run one microbatch of a stage once more.
+    """All that is needed to run one microbatch of a stage once more.
 
-    With `defers_loss`, what the loss put off is added in the backward, by the product that W uses: only so FSDP2 has it
-    where W adds it, neither reduced too early nor on other ranks.
+    With `defers_loss`, the backward adds what the loss deferred by the product that W uses. Only then does FSDP2 have
+    it in the same place as after W, neither reduced too early nor on other ranks.
     """
 
     def __init__(
@@ -110,20 +109,20 @@ class Microbatch:
         self.stage = stage
         self.index = index
         self.state = State(stage.submod, _torch.device_of(stage), like)
-        """Before F."""
+        """As it was before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
         self._loss: Callable[[Any], Tensor] | None = None
         self._output_grads: Any = None
         self._ran_eagerly: set[nn.Module] = set()
-        """Compiled modules of which F ran a call without the compiler."""
+        """Compiled modules that F called without the compiler."""
         self._copies: dict[int, Tensor] = {}
-        """Of the inputs, by their ids, which stay theirs as long as the stage holds them."""
+        """Of the inputs, by their ids, which are valid as long as the stage holds the inputs."""
         self._inputs: list[Any] = []
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The stage's own forward, `call`, of which inputs and choices are remembered."""
+        """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
         self._args, self._kwargs = _torch.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
             for module, (compiled, eager) in _regions(self.stage.submod):
@@ -139,17 +138,17 @@ class Microbatch:
         return eager(*args, **kwargs)
 
     def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, `call`, of which all but the output is remembered."""
+        """Run the loss, `call`, and remember all of its arguments but the output."""
         self._loss = lambda again: call(again, *args, **kwargs)
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """What the stage's backward starts from (see `_torch.wrap_calls`)."""
+        """Remember what the stage's backward starts from (see `_torch.wrap_calls`)."""
         self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def gradients(self) -> Gradients:
-        """What one ordinary backward gives; afterwards everything is as it was."""
+        """The gradients of one ordinary backward; afterwards everything is as it was."""
         module = self.stage.submod
         now = State(module, _torch.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
@@ -174,12 +173,12 @@ class Microbatch:
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of what was added up so far, in at least float32; for DTensors this rank's part."""
+    """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
     return {each.name: wide(each.gradient, each.parameter) for each in _torch.accumulated(module)}
 
 
 def wide(gradient: Tensor, like: Tensor) -> Tensor:
-    """A copy in at least float32; for DTensors what this rank has of it, placed as `like`."""
+    """A copy in at least float32; for DTensors this rank's part, placed as `like`."""
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         if isinstance(like, DTensor):
@@ -194,7 +193,7 @@ def wide(gradient: Tensor, like: Tensor) -> Tensor:
 def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
     """Within, layers and compiled regions run as if zbpipe had never prepared them.
 
-    Regions run with the compiler where F did: otherwise random numbers and roundings would be others.
+    Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
     """
     with ExitStack() as plain:
         for deferral in deferrals(module).values():

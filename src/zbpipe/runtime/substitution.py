@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within, `owner` has these attributes of its own; afterwards it is as it was."""
+    """Within, `owner` (an object or a module) has these attributes; afterwards it is as it was."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:

@@ -1,4 +1,4 @@
-"""zbpipe's own command line arguments beside TorchTitan's: all begin with `--zbpipe.`."""
+"""zbpipe's own command line arguments, besides TorchTitan's: all begin with `--zbpipe.`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ _PREFIX = "--zbpipe."
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """zbpipe's options, and what is left for TorchTitan.
+    """zbpipe's options, and the arguments that are left for TorchTitan.
 
-    An unknown argument that begins with `--zbpipe.` ends the program with an error, as TorchTitan's parser does.
+    >>> options, rest = parse(["--training.steps", "10", "--zbpipe.trace", "step.json"])
+    >>> options.trace, rest
+    ('step.json', ['--training.steps', '10'])
+
+    An unknown argument that begins with `--zbpipe.` ends the program with an error, as in TorchTitan's parser.
     """
     parser = _parser()
     found, rest = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""How busy the pipeline was, for TorchTitan's metrics."""
+"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineMetrics:
-    """How busy the pipeline was in the steps that TorchTitan logs; all others run untouched."""
+    """The metrics of the steps that TorchTitan logs; all other steps run as they are."""
 
     def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
         self.armed = armed
-        """Whether TorchTitan will log the step that comes now."""
+        """Whether TorchTitan will log the next step."""
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
         self._links: Links | None = None
@@ -38,7 +38,7 @@ class PipelineMetrics:
         self._record = record
 
     def collect(self) -> dict[str, Any]:
-        """The metrics of the last step that was looked at; all ranks of the pipeline have to ask for them."""
+        """The metrics of the last recorded step. All ranks of the pipeline have to call this."""
         schedule = self._schedule()
         if self._record is None or schedule is None:
             return {}
@@ -71,13 +71,13 @@ _reported: dict[type, _Reported] = {}
 def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
     """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
 
-    A job that builds another pipeline calls this again; from then on it is that one.
+    If a job builds another pipeline and calls this again, the metrics are those of the new one.
 
     Args:
         pipeline: of the job's schedule.
         processor: TorchTitan's `MetricsProcessor`.
         rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
-        to_come: when TorchTitan asks whether a step is logged, the next one to run is so many steps after that.
+        to_come: when TorchTitan asks whether a step is logged, the next step to run comes so many steps after it.
     """
     is_wrapped = processor in _reported
     _reported[processor] = _Reported(ref(pipeline), rank_with_loss)
@@ -106,7 +106,7 @@ def _wrap(processor: Any, to_come: int) -> None:
 
 
 def in_words(metrics: dict[str, Any]) -> str:
-    """For the console."""
+    """A line for the console."""
     (name,) = (key.removeprefix("zbpipe/schedule/") for key in metrics if key.startswith("zbpipe/schedule/"))
     return (
         f"pipeline: {name}  step: {metrics['zbpipe/step(s)']:.4g}s"

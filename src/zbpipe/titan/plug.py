@@ -1,7 +1,7 @@
-"""What the plugs for all versions of TorchTitan share: how zbpipe's names are placed, built and watched.
+"""What the plugs for all versions of TorchTitan share: how zbpipe's schedules are placed, built and watched.
 
-TorchTitan looks schedules up in a table inside torch, places stages by comparing classes, and knows which rank has the
-loss by the string "ZBVZeroBubble". Each plug makes these three places of its version ask here. Imports no torchtitan.
+TorchTitan looks up schedules in a table inside of torch, places stages by comparing classes, and finds the rank with
+the loss by the string "ZBVZeroBubble". The plug for a version replaces these three. Imports no torchtitan.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from zbpipe.titan import monitor
 from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
-"""What cuts a model: schedule, model parts, whether this rank has the first stage, and the last one."""
+"""Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
 
 logger = logging.getLogger(__name__)
 
 
 def known(schedule: str) -> Traits | None:
-    """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.check` has refused the rest."""
+    """The schedule of that name; None for the names that TorchTitan uses with its own CSV field."""
     return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)
 
 
 def num_stages(traits: Traits, parallelism: Any, num_layers: int) -> int:
-    """Into how many stages a model with so many layers is cut.
+    """The number of stages into which a model with `num_layers` is cut.
 
     Raises:
-        ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` says another number.
+        ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` gives another number.
     """
     placement = traits.place(parallelism.pipeline_parallel_degree)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    # TorchTitan counts embedding and head as so many layers more.
+    # TorchTitan counts embedding and head as so many further layers.
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
@@ -69,11 +69,11 @@ def build(
     options: Options,
     **more: Any,
 ) -> _torch.PipelineSchedule:
-    """The schedule on this rank's stages, which do not scale gradients: TorchTitan does that."""
+    """The schedule on this rank's stages. It does not scale gradients, because TorchTitan does."""
     logger.info("Using %s's pipeline schedule %s with %d microbatches", traits.source, traits.name, n_microbatches)
     if n_microbatches < stages[0].num_stages:
         logger.warning(
-            "%d microbatches are less than the %d stages, so the pipeline never fills: raise"
+            "%d microbatches are fewer than the %d stages, so the pipeline never fills: raise"
             " training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size",
             n_microbatches,
             stages[0].num_stages,
@@ -97,13 +97,13 @@ def complete(
     """Compare the schedules of all ranks, and attach what `options` and TorchTitan's metrics ask for.
 
     Args:
-        schedule: as this rank has built it.
-        name: what TorchTitan's schedule field says.
-        options: those beside TorchTitan's config.
-        device: where the job's backend wants its tensors.
+        schedule: of this rank.
+        name: the value of TorchTitan's schedule field.
+        options: zbpipe's.
+        device: of the tensors that the job's backend sends.
         processor: TorchTitan's `MetricsProcessor`.
-        rank_with_loss: of its `ParallelDims` and the name, the rank that reports.
-        asks_ahead: whether TorchTitan asks `should_log` before a step runs, not after it.
+        rank_with_loss: by TorchTitan's `ParallelDims` and the name, the rank that reports.
+        asks_ahead: whether TorchTitan calls `should_log` before a step runs, not after it.
 
     Raises:
         PipelineError: on all ranks of the job, if their schedules differ.
@@ -111,7 +111,7 @@ def complete(
     traits = known(name)
     if traits is None or traits.source == "torch":
         require_splittable(schedule, name)
-    # Of all ranks, whatever they run: of one that has torch's 1F1B, one that has ZBV would wait for messages.
+    # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, device)
     job.attach(schedule, options)
     pipeline = monitor.PipelineMetrics(schedule, armed=not asks_ahead)
@@ -119,7 +119,7 @@ def complete(
 
 
 def first_rank_of_last_stage(traits: Traits, parallel_dims: Any) -> int:
-    """Of all ranks, by TorchTitan's `ParallelDims`."""
+    """The first of all ranks with the last stage, by TorchTitan's `ParallelDims`."""
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
     return int(ranks_per_stage * traits.place(parallel_dims.pp).rank_of[-1])

@@ -24,34 +24,34 @@ def version_of(tensor: Tensor) -> int:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether it lies in the memory of another tensor, as autograd sees it."""
+    """Whether autograd sees it as a view of another tensor."""
     return tensor._is_view()
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor:
-    """The parameter itself, also where an attribute of the same name stands in for it."""
+    """The parameter itself, even if an attribute of the same name hides it."""
     return cast(Tensor, module._parameters[name])
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own dictionary of them, by name."""
+    """The module's own dictionary of buffers."""
     return module._buffers
 
 
 def profiler_is_on() -> bool:
-    """Whether torch's profiler looks at this process now."""
+    """Whether torch's profiler runs in this process now."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether hooks want to see the gradient of `weight`: `register_hook`, `register_post_accumulate_grad_hook`."""
+    """Whether `weight` has hooks: of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
 
 
 def has_hooks_on_node(weight: Tensor) -> bool:
-    """Whether hooks sit on the node by which autograd adds to `weight.grad`.
+    """Whether there are hooks on the node with which autograd adds to `weight.grad`.
 
-    Nothing lists them. But all hooks of a node share a dictionary, and one more hook's handle knows it.
+    torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
     """
     node = get_gradient_edge(weight).node
     for register in (node.register_hook, node.register_prehook):
@@ -64,9 +64,9 @@ def has_hooks_on_node(weight: Tensor) -> bool:
 
 
 def will_run(node: Node) -> bool | None:
-    """Within a backward, whether it goes on to `node`: `torch.autograd.grad` goes to what it was asked for only.
+    """Within a backward, whether it will run `node`: `torch.autograd.grad` runs only what its inputs need.
 
-    None if it was asked for the gradient that arrives there, which then nobody else may take.
+    None if `node` is itself one of those inputs; then the gradient belongs to the caller of `torch.autograd.grad`.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -75,16 +75,16 @@ def will_run(node: Node) -> bool | None:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs what runs now."""
+    """Whether this is called from a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 any_autocast = torch._C._is_any_autocast_enabled
-"""Whether autocast is on, for whatever device."""
+"""Whether autocast is on, for any device."""
 
 
 def is_transformed() -> bool:
-    """Whether `torch.func`, forward-mode AD or the tracer of TorchScript looks at what runs now."""
+    """Whether `torch.func`, forward-mode AD or TorchScript's tracer is active."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
@@ -97,9 +97,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
-    """Which memory it lies in, and how many tensors it makes there: a view keeps the tensor that it is a view of.
+    """The storage of a tensor, and how many tensors it counts for there: a view keeps its base alive, too.
 
-    None where the memory is not for us to see, as for results of collectives under way.
+    None for tensors that do not show their storage, such as results of collectives under way.
     """
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
@@ -108,16 +108,16 @@ def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
 
 
 Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
-"""Where some tensors lie. Equal only as long as that memory is not free: an address alone is soon used again."""
+"""The storages of some tensors, by weak references: an address alone would soon be used again."""
 
 
 def memory_of(tensors: Iterable[Tensor]) -> Memory:
-    """Of all of them, in their order."""
+    """The storages of `tensors`, in order."""
     return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
 def num_holders(storage: int) -> int:
-    """How many tensors lie in the memory that `place_in_memory` named."""
+    """How many tensors lie in the storage that `place_in_memory` gave."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -127,21 +127,21 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""`place_in_memory` leaves a Python object behind, which counts."""
+"""`place_in_memory` leaves one more Python object, which counts as a holder."""
 
 
 def hooks_after_accumulation(weight: Tensor) -> bool:
-    """Whether hooks of `register_post_accumulate_grad_hook` change or use `.grad` as soon as something was added."""
+    """Whether `weight` has hooks of `register_post_accumulate_grad_hook`, which may change or use `.grad`."""
     return bool(weight._post_accumulate_grad_hooks)
 
 
 def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Within, autograd does not see that `tensors` are written to; the caller puts their values back."""
+    """Within, autograd does not notice writes to `tensors`; the caller restores their values."""
     counted = tuple(each for each in tensors if not each.is_inference())
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
 
-# They keep nothing of the forward, so autograd can go through them once more, and they cost next to nothing.
+# These nodes save no tensors of the forward, so a second backward can run them, at next to no cost.
 _REPEATABLE = {
     "AliasBackward0",
     "PermuteBackward0",
@@ -156,7 +156,7 @@ _REPEATABLE = {
 
 
 def leaf_behind(tensor: Tensor) -> Tensor | None:
-    """The leaf that `tensor` is a cast, a transpose or a local part of, if it is nothing more than that."""
+    """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
     return _leaf_before(get_gradient_edge(tensor).node)
 
 
@@ -167,7 +167,7 @@ def _leaf_before(node: Node | None) -> Tensor | None:
 
 
 def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of the leaf behind `tensor`, in the order in which `tensor` has them; None for other views."""
+    """The leaf's dimensions in the order of `tensor`; None if `tensor` is more than a cast and a permutation."""
     order = list(range(tensor.dim()))
     steps: list[Node] = []
     node = tensor.grad_fn
@@ -179,7 +179,7 @@ def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
         if kind == "TBackward0":
             order.reverse()
         elif kind == "TransposeBackward0":
-            # Negative ones are saved as unsigned numbers.
+            # Negative dimensions are saved as unsigned numbers.
             first, second = (_signed(saved._saved_dim0), _signed(saved._saved_dim1))
             order[first], order[second] = order[second], order[first]
         elif kind == "PermuteBackward0":
@@ -209,7 +209,7 @@ _PRODUCTS = {
 
 
 def parameters_in_products(outputs: Iterable[Any]) -> frozenset[int]:
-    """The ids of all parameters that were multiplied on the way to `outputs`, or given to a Function of the user's."""
+    """The ids of all parameters in products on the way to `outputs`, or in Functions of the user's own."""
     waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
     seen: set[Node] = set(waiting)
     found: set[int] = set()
@@ -226,24 +226,24 @@ def parameters_in_products(outputs: Iterable[Any]) -> frozenset[int]:
 
 
 def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
-    """Where a gradient of `tensor` can enter autograd's graph once more, later, on its way to a leaf without hooks."""
+    """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None for a leaf with hooks."""
     leaf = leaf_behind(tensor)
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
 grouped_mm = torch._grouped_mm
-"""Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it by this name."""
+"""Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
 
 
 def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
     """The dtype in which autograd would keep `gradient` of `weight`.
 
-    FSDP2 asks for wider gradients through `grad_dtype`, None meaning "as they come"; torch before 2.13 has no such
-    attribute and wants the weight's own dtype.
+    FSDP2 sets `grad_dtype` to get wider gradients; None there means the gradient's own dtype. torch before 2.13 has no
+    such attribute and wants the weight's dtype.
     """
     return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
 
 
 def set_available_device_type(device_type: str) -> None:
-    """Make `device_type` torch's answer to the question which accelerator this machine has."""
+    """Make `device_type` torch's answer when it is asked for the machine's accelerator."""
     torch._utils._get_available_device_type = lambda: device_type

@@ -1,4 +1,4 @@
-"""torch.compile: compiled modules, their calls, and what is asked while they compile. Known from 2.11 to 2.15."""
+"""torch.compile: compiled modules, their calls, and the state of the compiler. Known from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_optimized(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile(module)` gives, which shows the attributes of the module inside as its own."""
+    """Whether it is what `torch.compile(module)` returns. It shows the attributes of the module inside as its own."""
     return isinstance(module, OptimizedModule)
 
 
 def runs_in_cuda_graphs(module: nn.Module) -> bool:
-    """Whether what `torch.compile` made of this very module will be captured, and replayed in the same memory.
+    """Whether this compiled module will run in CUDA graphs, which replay in the same memory.
 
-    By its mode or its options, by the configuration of Inductor as it is now, or by its backend.
+    Its mode or options, Inductor's present configuration, or its backend can turn them on.
     """
     if not is_compiled(module):
         return False
@@ -48,7 +48,7 @@ def runs_in_cuda_graphs(module: nn.Module) -> bool:
 
 
 def _backend_of(module: nn.Module) -> Any:
-    """What compiles the graphs of a compiled module."""
+    """The backend of a compiled module."""
     context = getattr(module, "dynamo_ctx", None)
     if not is_optimized(module):
         compiled, _ = diverted_calls(module) or (module._compiled_call_impl, None)
@@ -60,7 +60,7 @@ def _backend_of(module: nn.Module) -> Any:
 
 
 def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
-    """Have a compiled module's calls run as `region(compiled, eager, *args, **kwargs)`."""
+    """Make calls of a compiled module run `region(compiled, eager, *args, **kwargs)`."""
     if isinstance(module, OptimizedModule):
         module.forward = partial(region, module.forward, module._orig_mod)
     else:
@@ -68,30 +68,30 @@ def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which the compiler leaves alone."""
+    """`function`, excluded from compilation."""
     return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What runs when a compiled module is called."""
+    """The callable that runs when a compiled module is called."""
     call = getattr(module, _call_name(module))
     return call.func if isinstance(call, partial) else call
 
 
 def diverted_calls(module: nn.Module) -> tuple[Call, Call] | None:
-    """What the region of `divert_compiled_call` chooses from: (compiled, eager). None if `module` was not diverted."""
+    """The pair (compiled, eager) that the region of a diverted module gets; None for other modules."""
     call = getattr(module, _call_name(module)) if is_compiled(module) else None
     return call.args if isinstance(call, partial) else None
 
 
 def with_calls(module: nn.Module, compiled: Call, eager: Call) -> AbstractContextManager[None]:
-    """Within, the region of a diverted module chooses from these."""
+    """Within, the region of a diverted module gets these."""
     name = _call_name(module)
     return replaced(module, **{name: partial(getattr(module, name).func, compiled, eager)})
 
 
 def without_region(module: nn.Module, call: Call) -> AbstractContextManager[None]:
-    """Within, a diverted module's calls run as `call`."""
+    """Within, a diverted module's calls run `call` instead of its region."""
     return replaced(module, **{_call_name(module): call})
 
 
@@ -100,10 +100,10 @@ def _call_name(module: nn.Module) -> str:
 
 
 def slot_permit() -> Callable[[], str]:
-    """A question that a layer asks while it is being compiled, and whose answer becomes a constant of the graph.
+    """A function that a layer calls while it is compiled. Its answer becomes a constant of the graph.
 
-    "take": use the slots, and leave none behind. "borrow": use them; nothing can be changed here, in a checkpointed
-    part of the graph. "no": another use has them, or nothing tells how often this part runs.
+    "take": use the slots, and remove them. "borrow": use them without removing them, because a checkpointed part of a
+    graph may not change anything. "no": another product uses them, or this part of the graph may run several times.
     """
     last_trace: Any = None
     was_borrowed = is_in_parts = False
@@ -115,7 +115,7 @@ def slot_permit() -> Callable[[], str]:
             return "no"
         last_trace = trace
         output = InstructionTranslator.current_tx().output
-        # What borrows leaves the slots to what runs after it, so that must not be a graph that uses them, too.
+        # After "borrow" the slots are still there, so no later part of the same code may use them.
         is_part = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
         if output.current_tracer.parent is None:
             is_in_parts |= is_part
@@ -125,13 +125,13 @@ def slot_permit() -> Callable[[], str]:
         was_borrowed = True
         return "borrow"
 
-    # A function, because the compiler takes two functions with the same code for equal, and so reuses a block's graph
-    # for the next block.
+    # A new function each time: the compiler treats functions with the same code as equal, and so reuses one block's
+    # graph for the next.
     return cast(Callable[[], str], torch.compiler.assume_constant_result(ask))  # type: ignore[no-untyped-call]
 
 
 def _is_in_checkpoints_only(tracer: Any) -> bool:
-    """Whether what is being traced stands in no other operator than activation checkpointing: a loop runs often."""
+    """Whether no operator but activation checkpointing surrounds what is traced: a loop would run it several times."""
     while tracer.parent is not None:
         if tracer.source_target is not tag_activation_checkpoint:
             return False
@@ -140,15 +140,15 @@ def _is_in_checkpoints_only(tracer: Any) -> bool:
 
 
 def let_compiler_dispatch(function: Callable[..., Any]) -> None:
-    """Have the compiler ask `__torch_function__` of what `function` is called with, as torch itself does.
+    """Make the compiler call `__torch_function__` of the arguments of `function`, as torch itself does.
 
-    It does so for the public functions, and `torch._grouped_mm` is none.
+    It does so for public functions; `torch._grouped_mm` is not public.
     """
     get_overridable_functions().add(function)
 
 
 def surely_same_shape(one: Tensor, other: Tensor) -> bool:
-    """Also while it is compiled, where a number of rows may come out of the data: that is not surely the same."""
+    """Whether the shapes are equal, without a guard: a size that depends on data counts as different."""
     return one.dim() == other.dim() and all(
         guard_or_false(size == wanted) for size, wanted in zip(one.shape, other.shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Where torch's executor is, or was when it failed. Only its frames tell. Known from torch 2.11 to 2.15."""
+"""Where torch's executor is, or was when it failed: only its frames show it. Known from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from zbpipe.runtime._torch.pipelining import stages_of
 
 
 def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """At which step of its schedule, as torch numbers them from 0, and at which action `error` came out of `runtime`.
+    """The step of the schedule (from 0, as torch numbers them) and the action at which `runtime` raised `error`.
 
-    With the message it waited for, if it was waiting for one. No other trace of this leaves torch's executor.
+    With the message, if it waited for one. Nothing else that leaves torch's executor says so.
     """
     return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
 
 
 def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
-    """The same for a step that another thread, by its ident, runs just now; None if that thread is gone."""
+    """The same for a step that a thread, given by its ident, runs now; None if the thread has ended."""
     frame = sys._current_frames().get(thread)
     return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
 
@@ -45,11 +45,11 @@ def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
 
 
 def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:
-    """What is behind an `error` that came out of `runtime`, where torch's own words do not say what to do."""
+    """The cause of an `error` that `runtime` raised, and the way out, if torch's message does not say it."""
     if "use_reentrant=True" in str(error):
         return (
             "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
-            " not allow: set use_reentrant=False, or tell the shapes by PipelineStage(..., input_args=...,"
+            " not allow: set use_reentrant=False, or give the shapes by PipelineStage(..., input_args=...,"
             " output_args=...)"
         )
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -75,7 +75,7 @@ def _key(action: _Action) -> tuple[str, int, int | None]:
 
 
 def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
-    """What `action` waits for, or to whom it sends."""
+    """The rank with which `action` communicates, and the op that it waits for."""
     kind, stage, microbatch = _key(action)
     forward = kind.endswith("F")
     if "SEND" in kind:
@@ -91,7 +91,7 @@ def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> st
 
 
 def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
-    """In the job, not in the pipeline."""
+    """The rank of a stage, among those of the whole job."""
     group = stages_of(runtime)[0].group
     rank = runtime.stage_index_to_group_rank[stage]
     return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,4 +1,4 @@
-"""FSDP2: where gradients are while it has them, and what it has not reduced. Known from torch 2.11 to 2.15."""
+"""FSDP2: where it keeps gradients, and which of them it has not reduced yet. Known from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpipe.runtime._torch.autograd import hooks_after_accumulation
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Within, all parts of `module` in FSDP2 have their whole weights, as between torch's UNSHARD and RESHARD."""
+    """Within, all FSDP2 modules in `module` have gathered their weights, as between torch's UNSHARD and RESHARD."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.unshard()
@@ -34,12 +34,12 @@ def reduces_in_hooks(module: nn.Module) -> bool:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard`, or the `replicate` that stands on it, was called on this very module."""
+    """Whether `fully_shard`, or the `replicate` that is built on it, was called on this very module."""
     return isinstance(module, FSDPModule)
 
 
 def owes_reduction(module: nn.Module) -> bool:
-    """Whether FSDP2 is to reduce gradients of `module` or its parts, and has some that it has not reduced."""
+    """Whether FSDP2 has gradients in `module` that it should reduce and has not reduced yet."""
     return any(
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
         for group in _fsdp_groups(module)
@@ -49,10 +49,10 @@ def owes_reduction(module: nn.Module) -> bool:
 
 
 def settle_gradients(module: nn.Module) -> None:
-    """Let FSDP2 take over what was added to the `.grad` of unsharded parameters outside of a backward.
+    """Make FSDP2 take over what W has added to the `.grad` of unsharded parameters.
 
-    Older ones (torch 2.13) do so at the end of a backward only, and keep the sum, in the dtype in which they will
-    reduce, beside `.grad`.
+    Older versions (torch 2.13) do so only at the end of a backward. They keep the sum in an attribute of their own, in
+    the dtype in which they will reduce it.
     """
     if _SUMS_BESIDE_GRAD:
         for parameter in _fsdp_parameters(module):
@@ -61,7 +61,7 @@ def settle_gradients(module: nn.Module) -> None:
 
 
 def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
-    """The sums of `settle_gradients`, by the ids of the weights; W adds to them without going through `.grad`."""
+    """The sums that `settle_gradients` keeps outside of `.grad`, by the ids of the weights: W adds to them directly."""
     if not _SUMS_BESIDE_GRAD:
         return {}
     sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
@@ -72,7 +72,7 @@ _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's own view of those parameters in `module` that were unsharded before."""
+    """FSDP2's objects for those parameters in `module` that have been unsharded at least once."""
     for group in _fsdp_groups(module):
         yield from _unsharded_before(group)
 
@@ -84,7 +84,7 @@ def _unsharded_before(group: Any) -> Iterator[Any]:
 def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
     for part in filter(is_fsdp, module.modules()):
         state: Any = part._get_fsdp_state()  # type: ignore[operator]
-        # torch 2.11 has at most one.
+        # torch 2.11 has at most one group.
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         yield from filter(None, groups)
 
@@ -93,16 +93,16 @@ REDUCED = " (reduced)"
 
 
 class Accumulated(NamedTuple):
-    """What backwards have added up for one parameter."""
+    """The gradient of one parameter so far."""
 
     name: str
-    """Of the parameter, and `REDUCED` after it for the part that data-parallel ranks have reduced already."""
+    """Of the parameter; with `REDUCED` at the end for the part that data-parallel ranks have reduced already."""
     parameter: Tensor
     gradient: Tensor
 
 
 def accumulated(module: nn.Module) -> Iterator[Accumulated]:
-    """The gradients so far, wherever they are kept: FSDP2 has them before and after it reduced them."""
+    """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
     views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
     beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
     for name, parameter in module.named_parameters():
@@ -122,9 +122,9 @@ def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters have no gradients, and no hooks that run when one was added to `.grad`.
+    """Within, the parameters have no gradients and no post-accumulate hooks.
 
-    Afterwards they have the very same tensors and hooks again, and nothing of what was added.
+    Afterwards they have the same gradients and hooks as before; what was accumulated within is gone.
     """
     unsharded = [each for fsdp in _fsdp_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())

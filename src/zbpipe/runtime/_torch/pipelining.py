@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: its schedules, its stages, and what they run. Known from torch 2.11 to 2.15."""
+"""torch.distributed.pipelining: its schedules and stages, and what they run. Known from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from zbpipe.runtime.substitution import replaced
 Call = Callable[..., Any]
 
 PipelineSchedule = _PipelineSchedule
-"""What all of torch's schedules are."""
+"""The base class of all of torch's schedules."""
 
 ScheduleRuntime = _PipelineScheduleRuntime
-"""The `PipelineScheduleMulti` that lowers a list of compute actions to sends, receives and unshards, and runs it."""
+"""torch's schedule that takes a list of computations, adds sends, receives and unshards, and runs it."""
 
 Stage = _PipelineStageBase
-"""What all of torch's stages are, `PipelineStage` among them."""
+"""The base class of all of torch's stages, such as `PipelineStage`."""
 
 SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - {
     "self",
@@ -49,21 +49,21 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 
 
 class OwnRuntime(_PipelineScheduleRuntime):
-    """What zbpipe's schedules are: torch's runtime, whose private methods that zbpipe surrounds have names of ours.
+    """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
 
     Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class.
     """
 
     def always_train(self) -> None:
-        """Take `step` for a training step in any case; without a loss_fn torch would take it for `eval`."""
+        """Make `step` a training step even without a loss_fn; torch would treat it as `eval`."""
         self._has_backward = True
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step: learn shapes, by a run of every stage on whatever is in memory."""
+        """Before the first step: infer shapes, by a run of every stage on uninitialised inputs."""
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """One step, of microbatches that are split already."""
+        """Run one step, on microbatches that are split already."""
         super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
 
 class OwnStage(_PipelineStageBase):
-    """A stage that sends nothing to itself. Comes before the class of a stage that is there already."""
+    """A stage that sends nothing to its own rank. Goes before the class of an existing stage."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
@@ -85,7 +85,7 @@ class OwnStage(_PipelineStageBase):
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
-    """Where it computes; torch's stages take a name as well, and keep it as it is."""
+    """The device of `stage`, which torch keeps as it was given: perhaps as a name."""
     return torch.device(stage.device)
 
 
@@ -95,32 +95,32 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
 
 
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
-    """Hand `schedule` to torch: it checks the order once more, adds the communication and keeps both lists."""
+    """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
     runtime.pipeline_order = {rank: [_action(op) for op in ops] for rank, ops in enumerate(schedule)}
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
 Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
-"""What all ranks run: computations alone, and lowered."""
+"""The actions of all ranks: computations alone, and with communication."""
 
 
 def lists_of(runtime: _PipelineScheduleRuntime) -> Lists:
-    """What `runtime` runs."""
+    """The lists that `runtime` runs."""
     return runtime.pipeline_order, runtime.pipeline_order_with_comms
 
 
 def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
-    """Have `runtime` run what it once was lowered to, from the next step on."""
+    """Make `runtime` run these lists, which an earlier `lower` made, from the next step on."""
     runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
 
 
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
-    """All ranks' actions with the communication that torch added; overlapped ones one after the other."""
+    """All ranks' actions with the communication that torch has added; overlapped ones as two in a row."""
     return parse(lowered_table(runtime))
 
 
 def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
-    """Have `runtime` run the actions that it was lowered to in another order.
+    """Make `runtime` run its lowered actions in another order.
 
     Args:
         runtime: lowered from a list without overlapped actions.
@@ -137,7 +137,7 @@ def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
 
 
 Around = Callable[[str, int, int, Callable[[], Any]], Any]
-"""Takes kind, stage and microbatch of a computation and the computation itself, and returns its result."""
+"""Takes kind, stage and microbatch of a computation, and the computation; runs it and returns its result."""
 
 
 def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
@@ -148,7 +148,7 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
 def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], None]:
     """Run every computation of this rank through `around`, the loss as one more F of the last stage.
 
-    Waiting for messages stays outside. Returns what undoes it; before and after, nothing is in the way.
+    The wait for messages is outside of that. Returns a function that undoes it.
     """
     with ExitStack() as wrapped:
         for stage in stages_of(schedule):
@@ -176,7 +176,7 @@ def _loss_around(around: Around, compute: Callable[..., Any], *args: Any, **kwar
 
 
 def wrap_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Callable[[], None]:
-    """Run what the computations of this rank call inside through these, which get the call and then its arguments.
+    """Run forwards, losses and backwards of this rank through these functions, which get the call and its arguments.
 
     Args:
         schedule: any of torch's.
@@ -185,7 +185,7 @@ def wrap_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward:
         backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
             last stage) and its "input_values"; their gradients are the first part of what it returns.
 
-    Returns what undoes it.
+    Returns a function that undoes it.
     """
     with ExitStack() as wrapped:
         for stage in stages_of(schedule):
@@ -213,13 +213,13 @@ def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any],
 def run_backward(
     stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
-    """A full backward of the stage's module, as torch runs it; the gradients of the inputs, or None.
+    """Run a full backward of the stage's module as torch does; returns the gradients of the inputs (or None).
 
     Args:
-        stage: with FSDP2 it keeps its gradients unreduced.
+        stage: with FSDP2 its gradients stay unreduced.
         outputs: of the module, or the loss.
         output_grads: a tuple as long as the outputs; None for the loss.
-        inputs: that lead to the outputs.
+        inputs: of the module.
     """
     if output_grads is not None:
         outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -229,12 +229,12 @@ def run_backward(
 
 
 def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
-    """Of one microbatch, as torch computes it."""
+    """The loss of one microbatch, as torch computes it."""
     return cast(Tensor, schedule._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
 
 
 def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
-    """Inputs that look like those that `stage` will receive; None where torch (before 2.13) does not know them so."""
+    """Zeros in the shapes of the inputs that `stage` will receive; None if torch (before 2.13) does not know them."""
     metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
     if metas is None or not isinstance(stage, PipelineStage):
         return None
@@ -252,7 +252,7 @@ def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
 
 
 def timeout_of(stage: _PipelineStageBase) -> float | None:
-    """Seconds after which a message of `stage` fails, as it is set now; None where the backend does not tell."""
+    """The present timeout of messages of `stage`, in seconds; None if the backend does not say."""
     try:
         backend = (stage.group or dist.group.WORLD)._get_backend(device_of(stage))  # type: ignore[union-attr]
         return float(backend.options._timeout.total_seconds())
@@ -261,22 +261,22 @@ def timeout_of(stage: _PipelineStageBase) -> float | None:
 
 
 def default_store() -> Any:
-    """The key-value store in which the ranks of the job met; None before they did."""
+    """The key-value store of the job's process group; None if there is no group."""
     return _get_default_store() if dist.is_initialized() else None
 
 
 def receives_late(schedule: _PipelineSchedule) -> bool:
-    """Whether torch itself was asked to do so."""
+    """Whether torch itself was asked to post receives late."""
     return bool(getattr(schedule, "_defer_pp_recv", False))
 
 
 def num_microbatches(schedule: _PipelineSchedule) -> int:
-    """Of one step."""
+    """The number of microbatches in a step."""
     return schedule._n_microbatches
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
-    """Whether the step that it runs, or is about to run, has backwards: not so in `eval`."""
+    """Whether its present or next step has backwards, which is not so in `eval`."""
     return bool(cast(Any, schedule)._has_backward)
 
 
@@ -286,10 +286,10 @@ def has_loss(schedule: _PipelineSchedule) -> bool:
 
 
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
-    """Of one microbatch of stage 0, on its rank: those for which all messages are set up; None before they are.
+    """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that.
 
-    torch sets them up in the first step, and anew where training and eval take turns. Then it sends whatever the stages
-    give: of a smaller tensor gloo fills a part of the receiver's, without a word; a larger one ends its process.
+    torch sets them up in the first step, and again when training and eval alternate. Later it sends whatever the stages
+    give: with gloo a smaller tensor silently fills a part of the receiver's, and a larger one ends the process.
     """
     trained, trains = runtime._stages_backward_initialized, runtime._has_backward
     first: Any = runtime._stages[0]
@@ -301,7 +301,7 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
 
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:
-    """Equal on two ranks that run the same table over as many microbatches, whatever its name."""
+    """A text that is equal on two ranks if they run the same table on the same number of microbatches."""
     table = lowered_table(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
     return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
@@ -311,18 +311,18 @@ def _action(op: Op) -> _Action | None:
 
 
 def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
-    """What came from other stages for a microbatch, which torch keeps after its backward, too."""
+    """The tensors that other stages sent for a microbatch. torch keeps them after its backward."""
     infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
     buffers = (getattr(info, "buffer", None) for info in infos)
     return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
 
 def has_own_backward(stage: Stage) -> str:
-    """The name of what a framework has put in the place of the stage's backward; empty for torch's own."""
+    """The name of the function that a framework has set as the stage's backward; empty for torch's own."""
     own = vars(stage).get("backward_maybe_with_nosync")
     return getattr(own, "__qualname__", repr(own)) if own else ""
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:
-    """Have a framework's backward do what it does after a W: there is nothing left to compute for it."""
+    """Call a framework's backward for a W that is done, so that it does what follows a W."""
     stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)
