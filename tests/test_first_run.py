@@ -67,9 +67,9 @@ def test_differences_are_of_the_first_steps_alone() -> None:
 
 def test_a_report_is_there_after_every_line(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.md")
-    report.tell(True, "one", "a | b")
+    report.add(True, "one", "a | b")
     assert "| pass | one | a \\| b |" in report.file.read_text()
-    report.tell(False, "two", "lines\nof an error")
+    report.add(False, "two", "lines\nof an error")
     assert "| **FAIL** | two | lines of an error |" in report.file.read_text()
     assert report.failed == 1
 

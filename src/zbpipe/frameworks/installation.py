@@ -132,10 +132,6 @@ def uninstall() -> None:
     >>> schedules.get_schedule_class("zbv").__name__
     'ScheduleZBV'
     >>> zbpipe.uninstall()
-    >>> schedules.get_schedule_class("zbv")
-    Traceback (most recent call last):
-    ...
-    ValueError: Unknown schedule zbv. ...
     """
     global _installed  # noqa: PLW0603
     if _installed is None:

@@ -39,11 +39,13 @@ Answer = TypeVar("Answer")
 class PipelineError(RuntimeError):
     """The pipeline cannot go on. The message says what failed where, on the rank that failed first.
 
-    try:
-        schedule.step(batch, target=target)
-    except zbpipe.PipelineError as error:
-        print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: CUDA out of memory ...
-        raise           # the other ranks may wait for messages of this one, so end the job
+        try:
+            schedule.step(batch, target=target)
+        except zbpipe.PipelineError as error:
+            print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: OutOfMemoryError: ...
+            raise
+
+    End the job after it: the other ranks may wait for messages of this one.
     """
 
 

@@ -32,7 +32,7 @@ class WeightProduct:
     ...         self.weight = torch.nn.Parameter(torch.ones(2, 3, 4))
     ...     def forward(self, x):
     ...         return torch.bmm(x, self.weight)
-    >>> zbpipe.check_gradients(Experts(), torch.ones(2, 5, 3)).passed
+    >>> zbpipe.check_gradients(Experts(), torch.ones(4, 5, 3)).passed
     True
 
     Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
