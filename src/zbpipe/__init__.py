@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.failures import PipelineError
-    from zbpipe.runtime.gradient_check import GradientCheck, GradientReport, check_gradients
+    from zbpipe.runtime.gradient_check import GradientCheck
+    from zbpipe.runtime.gradient_report import GradientReport
+    from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
@@ -94,7 +96,9 @@ _LATER = {
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
     "runtime.failures": ("PipelineError",),
-    "runtime.gradient_check": ("GradientCheck", "GradientReport", "check_gradients"),
+    "runtime.gradient_check": ("GradientCheck",),
+    "runtime.gradient_report": ("GradientReport",),
+    "runtime.lone_check": ("check_gradients",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),
 }
