@@ -8,7 +8,7 @@ from textwrap import fill
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Schedule
-from zbpipe.registry import Traits, generate, schedules
+from zbpipe.registry import Algorithm, generate, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.views.svg import svg
@@ -106,12 +106,12 @@ torch's `_load_csv`, TorchTitan and zbpipe read them. `make gallery` writes this
 
 def files() -> dict[str, str]:
     """Everything that belongs into this folder, by file name."""
-    known = sorted(schedules().values(), key=lambda traits: traits.name.lower())
+    known = sorted(schedules().values(), key=lambda each: each.name.lower())
     result = {"README.md": _readme(known)}
-    for traits in known:
+    for each in known:
         for size in SIZES:
-            result[f"{traits.name}-p{size[0]}-m{size[1]}.csv"] = generate(traits.name, *size).to_csv()
-        result[f"{traits.name}.svg"] = svg(_run(generate(traits.name, *PICTURED)))
+            result[f"{each.name}-p{size[0]}-m{size[1]}.csv"] = generate(each.name, *size).to_csv()
+        result[f"{each.name}.svg"] = svg(_run(generate(each.name, *PICTURED)))
     result["1F1B-and-ZBV.svg"] = svg(*(_run(generate(name, *PICTURED)) for name in ("1F1B", "ZBV")))
     return result
 
@@ -120,18 +120,16 @@ def _run(schedule: Schedule) -> Timeline:
     return simulate(schedule, CostModel.uniform(schedule.placement))
 
 
-def _readme(known: list[Traits]) -> str:
+def _readme(known: list[Algorithm]) -> str:
     rows, paragraphs = [], []
-    for traits in known:
-        timeline = _run(generate(traits.name, *PICTURED))
-        when, paper = ABOUT[traits.name]
+    for each in known:
+        timeline = _run(generate(each.name, *PICTURED))
+        when, paper = ABOUT[each.name]
         bubble, activations = f"{timeline.bubble:.1%}", f"{max(timeline.peak_activations):g}"
-        rows.append(
-            f"| [{traits.name}](#{traits.name.lower()}) | {traits.stages_per_rank} | {bubble} | {activations} |\n"
-        )
+        rows.append(f"| [{each.name}](#{each.name.lower()}) | {each.stages_per_rank} | {bubble} | {activations} |\n")
         paragraphs.append(
-            f"\n## {traits.name}\n\n{fill(f'{when} Bubble {bubble}, activations {activations}. ({paper}.)', 120)}\n\n"
-            f"![{traits.name}]({traits.name}.svg)\n"
+            f"\n## {each.name}\n\n{fill(f'{when} Bubble {bubble}, activations {activations}. ({paper}.)', 120)}\n\n"
+            f"![{each.name}]({each.name}.svg)\n"
         )
     return INTRODUCTION + "".join(rows) + "".join(paragraphs)
 

@@ -184,8 +184,7 @@ def test_the_command_checks_memory(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["validate", str(file), "--memory-limit", "2"])
     assert result.exit_code == 1
     assert (
-        "memory: rank 0, position 2, 0F2: it holds 3 microbatches, the limit is 2; live are 0F0 0F1 0F2"
-        in result.output
+        "memory: rank 0, position 2, 0F2: its activations take 3, the limit is 2; live are 0F0 0F1 0F2" in result.output
     )
 
 

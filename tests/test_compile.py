@@ -186,7 +186,7 @@ def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
     assert torch.equal(weight.grad, before)  # type: ignore[arg-type]
 
 
-def run_twice_with_all_put_off(compiled: nn.Module, plain: nn.Module, store: WeightGradients) -> None:
+def run_twice_with_all_deferred(compiled: nn.Module, plain: nn.Module, store: WeightGradients) -> None:
     """Both on the same inputs; of a `FeedForward` all three products wait."""
     for _ in range(2):
         x = rows_of_input()
@@ -202,7 +202,7 @@ def test_a_module_that_torch_compile_wrapped() -> None:
     plain = copy.deepcopy(inner)
     compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
     store = prepare(compiled)
-    run_twice_with_all_put_off(compiled, plain, store)
+    run_twice_with_all_deferred(compiled, plain, store)
     assert_same_gradients(inner, plain)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -216,7 +216,7 @@ def test_fsdp_around_a_module_that_torch_compile_wrapped(one_rank: None) -> None
     compiled.set_force_sum_reduction_for_comms(True)
     compiled.set_requires_gradient_sync(False)
     store = prepare(compiled)
-    run_twice_with_all_put_off(compiled, plain, store)
+    run_twice_with_all_deferred(compiled, plain, store)
 
 
 class Experts(nn.Module):
@@ -500,7 +500,7 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("split", ["deferred", "strict"])
 def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCaptureFixture, split: str) -> None:
     modules = [nn.Embedding(32, WIDTH), build_stage(1, 2)]
-    complaint = "stage 0 has no layer that can put its weight gradient off"
+    complaint = "stage 0 has no layer that can defer its weight gradient"
     if split == "strict":
         with pytest.raises(ValueError, match=complaint):
             pipeline(modules, 2, split_backward=split)

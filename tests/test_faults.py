@@ -293,7 +293,7 @@ class BrokenStore:
 def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
     monkeypatch.setattr(_torch, "default_store", lambda: store)
     monkeypatch.setattr(failures, "_PATIENCE", 0.2)
-    with pytest.raises(ArithmeticError), failures.told_to_other_ranks():
+    with pytest.raises(ArithmeticError), failures.shared_with_other_ranks():
         explode()
 
 

@@ -67,9 +67,9 @@ def test_differences_are_of_the_first_steps_alone() -> None:
 
 def test_a_report_is_there_after_every_line(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.md")
-    report.tell(True, "one", "a | b")
+    report.add(True, "one", "a | b")
     assert "| pass | one | a \\| b |" in report.file.read_text()
-    report.tell(False, "two", "lines\nof an error")
+    report.add(False, "two", "lines\nof an error")
     assert "| **FAIL** | two | lines of an error |" in report.file.read_text()
     assert report.failed == 1
 
@@ -113,14 +113,14 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
     print(text)
     for line in (
         "| pass | 1F1B | 3 steps, 1,250 tokens/s and GPU |",
-        "| pass | 1F1B: memory | rank 1 reserves 30.0 GiB, 28.0 were worked out |",
+        "| pass | 1F1B: memory | rank 1 reserves 30.0 GiB, calculated 28.0 |",
         "| pass | ZBV, early receives against 1F1B | off by at most 0.0e+00 (loss) and 0.0e+00 (grad_norm), 3 steps |",
-        "| **FAIL** | ZBV, early receives: memory | rank 1 reserves 30.0 GiB, 20.0 were worked out |",
+        "| **FAIL** | ZBV, early receives: memory | rank 1 reserves 30.0 GiB, calculated 20.0 |",
         "| pass | trace | 2 events in trace.json, for ui.perfetto.dev |",
         "| **FAIL** | ZBV, late receives against 1F1B | off by at most 6.2e-02 (loss) and 0.0e+00 (grad_norm), 3 ",
-        "| **FAIL** | ZBV, timed receives | no end after 3 seconds |",
+        "| **FAIL** | ZBV, timed receives | not finished after 3 seconds |",
         "| **FAIL** | VHalf, early receives | exit code 3 |",
-        "| **FAIL** | interrupted | what follows was not tried |",
+        "| **FAIL** | interrupted | the rest was not tried |",
         "| ZBV, early receives | 1,250 | 1.5 (1.25s) | 12.5% | early | one queue |",
         "| ZBV, early receives | 1 | 30.0 | 20.0 |",
     ):

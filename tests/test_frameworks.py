@@ -149,7 +149,7 @@ def test_installed_twice_the_second_holds() -> None:
 def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     zbpipe.install("ZBV", split_backward="strict")
     assert schedules.get_schedule_class("1F1B") is Schedule1F1B
-    assert "asks for torch's own schedule 1F1B, which it gets; schedule='ZBV'" in caplog.text
+    assert "asks for torch's own schedule 1F1B and gets it; schedule='ZBV'" in caplog.text
     assert "everywhere=True" in caplog.text
     told = len(caplog.records)
     schedules.get_schedule_class("1F1B")
@@ -163,7 +163,7 @@ def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.Log
         ("ZBV", {"split_backwards": "strict"}, r"no option 'split_backwards'; did you mean 'split_backward'\?"),
         ("ZBV", {"memory_limit": 2}, r"^memory_limit is for the schedule Auto, not for ZBV"),
         ("1F1B", {"check_gradients": 1}, r"torch's 1F1B: leave the others out, such as split_backward"),
-        ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json has nothing to write"),
+        ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json needs measured costs: set profile_steps"),
         ("nowhere.csv", {}, r"'nowhere.csv' cannot be read"),
         (None, {"everywhere": True}, r"everywhere=True needs a schedule"),
     ],
@@ -312,7 +312,7 @@ def test_a_module_that_names_the_schedule_itself() -> None:
         (["--schedule", "ZBV"], "name the script to run, or -m and a module"),
         (["--schedule", "ZBV", "-m"], "name the script to run, or -m and a module"),
         (["--schedule", "ZBV", "--memory-limit", "2", __file__], "memory_limit is for the schedule Auto, not for ZBV"),
-        (["--profile-steps", "0", __file__], "'0' is no whole number from 1 on"),
+        (["--profile-steps", "0", __file__], "'0' is not a whole number from 1 on"),
         (["--its", "--", __file__], "unrecognized arguments: --its"),
     ],
 )
@@ -333,7 +333,7 @@ def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "started ['--mine'] __main__" in ended.stdout
-    assert "never asked torch for a schedule by its name, so ZBV was not used" in ended.stderr
+    assert "the job never asked torch for a schedule by name, so it did not use ZBV" in ended.stderr
 
 
 AUTOMODEL = "nemo_automodel.components.distributed.pipelining.functional"

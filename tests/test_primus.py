@@ -75,7 +75,7 @@ def test_options_of_the_experiment(primus: ModuleType, plugged: list[Options]) -
 
 @pytest.mark.parametrize("said", ["strict", "--zbpipe.trace-step 5 --steps 3", SimpleNamespace(trace_step=5)])
 def test_what_is_no_line_of_arguments(primus: ModuleType, plugged: list[Options], said: object) -> None:
-    with pytest.raises(SystemExit, match=r"zbpipe: .*It has to be a line such as --zbpipe.trace-step 5"):
+    with pytest.raises(SystemExit, match=r"zbpipe: .*has to be a line such as --zbpipe.trace-step 5, got"):
         set_up(primus, zbpipe=said)
     assert plugged == []
 

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, WeightProduct, costs_file, passes, simulate
-from zbpipe.costs_file import JobCosts
+from zbpipe import CostModel, JobCosts, WeightProduct, costs_file, passes, simulate
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
 from zbpipe.runtime.measure.profiler import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.measure.trace import trace
+from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.transport import Receives
 
 CPU = torch.device("cpu")
@@ -168,8 +167,8 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
     file = tmp_path / "costs.toml"
-    costs_file.dump(first, file)
-    assert costs_file.load(file) == first
+    costs_file.dump_costs(first, file)
+    assert costs_file.load_costs(file) == first
 
 
 class Logits(nn.Module):
@@ -266,7 +265,7 @@ def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
 
 def refused() -> str:
     job = sleepy_job("ZBV")
-    with pytest.raises(ValueError, match="at least 1 step, got steps=0"):
+    with pytest.raises(ValueError, match="from 1 on, got steps=0"):
         zbpipe.Profiler(job.schedule, 0)
     with pytest.raises(ValueError, match="runs whole backwards") as error:
         zbpipe.Profiler(sleepy_job("Interleaved1F1B").schedule)
@@ -288,6 +287,18 @@ def freed_after_it_was_watched() -> bool:
 def test_watching_keeps_no_schedule_alive() -> None:
     """Its process group would outlive the interpreter, whose end then aborts the process now and then."""
     assert run_ranks(2, freed_after_it_was_watched) == [True, True]
+
+
+def test_who_has_seen_enough_leaves(one_rank: None) -> None:
+    job = sleepy_job("ZBV")
+    zbpipe.Profiler(job.schedule, steps=1)
+    zbpipe.GradientCheck(job.schedule, steps=2)
+    watched = job.schedule._attached
+    left = []
+    for _ in range(4):
+        job.step()
+        left.append((len(watched.watchers), len(watched.surrounding)))
+    assert left == [(1, 1), (1, 0), (1, 0), (0, 0)]
 
 
 def evaluated() -> tuple[int, int]:
@@ -312,7 +323,7 @@ def traced(name: str, folder: str) -> list[str]:
     job = sleepy_job(name)
     file = Path(folder) / f"{name}.json"
     told: list[str] = []
-    trace(job.schedule, file, 2, done=told.append)
+    write_trace(job.schedule, file, 2, done=told.append)
     job.step()
     assert not file.exists()
     job.step()
@@ -331,11 +342,11 @@ def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: 
     """Refused when it is asked for; later, the job goes on."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"trace.json' cannot be written: .*name another file"):
-        trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
+        write_trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
     told: list[str] = []
     for file in (tmp_path / "folder" / "trace.json", Path("/dev/full")):
         job = sleepy_job("ZBV")
-        trace(job.schedule, file, 1, done=told.append)
+        write_trace(job.schedule, file, 1, done=told.append)
         shutil.rmtree(tmp_path / "folder", ignore_errors=True)
         job.step()
     assert told == []
@@ -397,17 +408,17 @@ def test_auto_begins_within_its_limit() -> None:
     placement = Placement.v(4)
     assert start_within(4, placement, 8).name == "Auto-VHalf"
     assert start_within(2.5, placement, 8).name == "Auto-VMin"
-    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too little for Auto, .* Auto-VMin, holds 2 micro"):
+    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too small for Auto, .* Auto-VMin, holds 2 micro"):
         start_within(1.5, placement, 8)
 
 
 def test_memory_limits_of_the_plan() -> None:
-    """In shares of each rank, and at least what the start holds."""
+    """In the unit of the costs, and at least what the start holds."""
     start = zbpipe.generate("VMin", 4, 8)
     even = CostModel.uniform(Placement.v(4))
     assert memory_limits(4.0, start, even) == (4.0, 4.0, 4.0, 4.0)
-    held = zbpipe.simulate(start, even).peak_activations
+    held = zbpipe.simulate(start, even).peak_memory
     assert memory_limits(1.0, start, even) == held
     heavy = CostModel(even.f, even.i, even.w, (2.5, *even.activations[1:]))
-    # A microbatch weighs 6 in all. The first rank's share of it is 3, the others' are 1.
-    assert memory_limits(8.0, start, heavy)[:2] == (4.0, 12.0)
+    # A microbatch weighs 6 in all, so a rank's average share weighs 1.5.
+    assert memory_limits(8.0, start, heavy) == (12.0, 12.0, 12.0, 12.0)

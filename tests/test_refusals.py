@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,11 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
+import zbpipe.titan
 from zbpipe import CostModel, OpKind, registry, simulate
 from zbpipe.actions import Action, Rows
 from zbpipe.passes import free_sends_early, place_receives, with_messages
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, messages
 from zbpipe.runtime.build import schedule_class
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.transport import Transport
@@ -175,7 +177,7 @@ def ways_to_receive() -> list[str]:
 
     usual = [built(), built(defer_pp_recv=True), built(defer_pp_recv=False), built(receives="nearest")]
     modelled = [built(transport=transport) for transport in Transport]
-    _torch.ON_ROCM = True
+    messages.ON_ROCM = True
     return [*usual, *modelled, built()]
 
 
@@ -213,9 +215,9 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
 def test_the_usual_transport_of_a_device(
     device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "ON_ROCM", rocm)
+    monkeypatch.setattr(messages, "ON_ROCM", rocm)
     stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
-    assert _torch.usual_transport(stage) is expected
+    assert messages.usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:
@@ -287,6 +289,55 @@ def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
     assert zbpipe.ScheduleZBH1(stages(0, num_stages=1)[0], 2, loss_fn)._stages[0].stage_index == 0
 
 
+def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None:
+    schedule: Any = build()
+    layer: Any = nn.Linear(2, 2)
+    layer.weight_products = {torch.bmm: 3}
+    api: Any = zbpipe
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
+        (lambda: build_any(None), "ZBV got no stages"),
+        (lambda: build(**{"split_backward": 2}), "split_backward=2 is unknown"),
+        (
+            lambda: build(on=[PipelineStage(layer, n, 2, torch.device("cpu")) for n in range(2)]),
+            "weight_products of Linear .* got",
+        ),
+        (lambda: schedule.adopt("ZBV"), "adopt takes a zbpipe.Schedule, .* got 'ZBV'"),
+        (
+            lambda: schedule.adopt(zbpipe.generate("1F1B", 1, 2)),
+            r"stages on the ranks \(0,\), but they are on \(0, 0\)",
+        ),
+        (lambda: schedule.adopt(zbpipe.generate("ZBV", 1, 3)), "is for 3 microbatches, but a step has 2"),
+        (lambda: api.Profiler(None), "takes a schedule on its stages, .* got None"),
+        (lambda: api.Profiler(schedule, "3"), "whole number from 1 on, got steps='3'"),
+        (lambda: api.Profiler(schedule, group=2), "group has to be a process group .* got 2"),
+        (lambda: api.Profiler(schedule, done="x"), "done has to be a function, got 'x'"),
+        (lambda: api.GradientCheck("ZBV"), "takes a schedule on its stages, .* got 'ZBV'"),
+        (lambda: api.GradientCheck(schedule, 1.5), "from 1 on, got steps=1.5"),
+        (lambda: api.GradientCheck(schedule, tolerance="x"), "above 0, .* got tolerance='x'"),
+        (lambda: api.check_gradients(None, torch.ones(2)), r"takes a model or the parts of one, .* got None"),
+        (lambda: api.check_gradients([], torch.ones(2)), r"takes a model or the parts of one, .* got \[\]"),
+        (lambda: api.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
+        (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "got microbatches=0"),
+        (lambda: api.WeightProduct(3, lambda dy, x: x), "input_gradient has to be a function, got 3"),
+        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, memory_limit="1"), "above 0, .* got memory_limit='1'"),
+        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "got profile_steps=0"),
+        (lambda: api.install(3), "named by a string, .* got 3"),
+        (lambda: api.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
+        (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got check_gradients=0"),
+        (lambda: api.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
+        (lambda: api.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
+        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options as .* got 'ZBV'"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def build_any(on: Any) -> object:
+    return zbpipe.build_pipeline_schedule("ZBV", on, 2, loss_fn)
+
+
 def test_a_torch_that_is_not_known_is_named() -> None:
     """In a process of its own: what was imported stays imported."""
     program = (
@@ -295,6 +346,6 @@ def test_a_torch_that_is_not_known_is_named() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: zbpipe stands on private names of torch 2.11 to 2.15, and torch")
+    assert last.startswith("ImportError: zbpipe uses private names of torch 2.11 to 2.15, and torch")
     assert f"torch {torch.__version__} lacks one of them" in last
     assert "_batch_p2p" in last

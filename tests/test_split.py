@@ -163,7 +163,7 @@ def test_a_frozen_bias_or_weight(x: Tensor) -> None:
     check_layer(layer, x, deferred=0)
 
 
-def test_what_cannot_be_put_off_gets_its_gradient_in_i(x: Tensor) -> None:
+def test_what_cannot_be_deferred_gets_its_gradient_in_i(x: Tensor) -> None:
     """A parametrized weight is no leaf; a convolution and attention are no linear layers."""
     layer = nn.Linear(WIDTH, 8)
     parametrize.register_parametrization(layer, "weight", nn.Tanh())

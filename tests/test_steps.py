@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import _torch
-from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime.failures import shared_with_other_ranks
 
 HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` takes microbatches, too (since 2.14)."""
@@ -191,7 +191,7 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
     ],
 )
 def test_interruptions_of_a_job(one_rank: None, error: BaseException, note: str) -> None:
-    with pytest.raises(type(error)), told_to_other_ranks():
+    with pytest.raises(type(error)), shared_with_other_ranks():
         raise error
     assert note in _torch.default_store().compare_set("zbpipe/first_failure", "", "nothing").decode()
     assert bool(note) == (b"nothing" not in _torch.default_store().get("zbpipe/first_failure"))

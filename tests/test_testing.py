@@ -203,7 +203,7 @@ def test_check_schedule_knows_the_memory_of_a_rank() -> None:
         check_schedule(schedule, memory_limit=1.5)
     head, *lines = str(error.value).splitlines()
     assert head == "schedule 1F1B, 2 finding(s):"
-    assert [line.split(": it holds")[0] for line in lines] == [
+    assert [line.split(": its activations")[0] for line in lines] == [
         "  memory: rank 0, position 1, 0F1",
         "  memory: rank 1, position 1, 1F1",
     ]

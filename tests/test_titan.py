@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,6 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +24,11 @@ from ranks import run_ranks
 from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_titan, start_from
 
 import zbpipe
-from zbpipe import cli, costs_file
+from zbpipe import cli
 from zbpipe.demo import comparison, launch
-from zbpipe.demo.launch import Outcome, train_on_cpu
+from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
-from zbpipe.titan import versions
+from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import parse
 
@@ -77,7 +81,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
             "--zbpipe.memory-limit is for the schedule Auto, not for ZBV",
         ),
-        ([*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"], "--zbpipe.costs-out a.toml has nothing to write with ZBV"),
+        (
+            [*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"],
+            "--zbpipe.costs-out a.toml needs measured costs: set --zbpipe.profile-steps",
+        ),
         (
             [*pipeline("ZBV"), "--zbpipe.profile-steps", "2"],
             "--zbpipe.profile-steps needs 4 steps, but training.steps=3: lower it, or train longer",
@@ -92,7 +99,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "and --zbpipe.check-gradients, or use one of zbpipe's schedules, for example ZBH1",
         ),
         ([*pipeline("ZBV"), "--zbpipe.check-gradients", "4"], "--zbpipe.check-gradients needs 4 steps"),
-        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too little for Auto"),
+        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too small for Auto"),
         (
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
             "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
@@ -172,7 +179,7 @@ def write_into(file: str) -> bool:
     prepare()
     from zbpipe.runtime import job
 
-    costs = costs_file.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
+    costs = zbpipe.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
     with mock.patch.object(job.logger, "warning") as warned:
         job.write_costs(costs, file)
     return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
@@ -219,6 +226,28 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert wrong[-1].split(",")[-1] in capsys.readouterr().err
 
 
+def test_each_option_has_a_sentence_in_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before TorchTitan's own help, which its parser shows."""
+    from zbpipe.titan import train
+
+    trainer = SimpleNamespace(train=lambda: print("TorchTitan's own help"))
+    monkeypatch.setattr(train.versions, "installed", lambda: SimpleNamespace(load=lambda: trainer))
+    monkeypatch.setattr(train.zbpipe.titan, "plug_in", lambda options: None)
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    train._train()
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.endswith("TorchTitan's own help")
+    names = [each.name for kind in (Options, ForTorch) for each in fields(kind) if each.name != "for_torch"]
+    starts = sorted(text.rindex(f" --zbpipe.{name.replace('_', '-')} ") for name in names)
+    for start, end in pairwise([*starts, text.index("TorchTitan's own help")]):
+        assert text[start:end].rstrip()[-1] == ".", text[start:end]
+    monkeypatch.setattr(sys, "argv", ["train"])
+    train._train()
+    assert capsys.readouterr().out == "TorchTitan's own help\n"
+
+
 def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     """TorchTitan's chunked loss runs the head's backward in F."""
     expected = titan.without_pipeline()
@@ -258,7 +287,7 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert "Auto: Auto-VHalf takes" in job.log
     assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
     assert "MiB after F" in job.log
-    measured = costs_file.load(costs)
+    measured = zbpipe.load_costs(costs)
     assert measured.placement == zbpipe.Placement.v(2)
     assert min(*measured.costs.f, *measured.costs.i, *measured.costs.w) > 0  # type: ignore[union-attr]
     assert min(measured.costs.activations) > 64 * 256 * 4  # type: ignore[union-attr]
@@ -281,12 +310,12 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert 0 < step["zbpipe/bubble(%)"] < 100
             assert step["zbpipe/peak_activations"] == 2
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
-    assert costs_file.load(costs).placement == zbpipe.Placement.loop(2)
+    assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = train_on_cpu(["--training.steps", "100000"], num_ranks=1, folder=tmp_path, timeout=3)
-    assert outcome.error == "no end after 3 seconds"
+    assert outcome.error == "not finished after 3 seconds"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
 
@@ -374,19 +403,65 @@ def prepare() -> None:
     _titan03.plug_in(Options(), on_cpu=True)
 
 
-def ranks_with_loss() -> dict[str, int]:
+def ranks_with_loss() -> tuple[dict[str, int], tuple[str, object]]:
     prepare()
+    import torchtitan.train
+
     from zbpipe.titan import _titan03
+
+    words = io.StringIO()
+    with redirect_stdout(words), pytest.raises(SystemExit) as end:
+        torchtitan.train.ConfigManager().parse_args(["--help"])
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
-    return {name: _titan03.rank_with_loss(dims, name) for name in names}
+    found = {name: _titan03.rank_with_loss(dims, name) for name in names}
+    return found, (words.getvalue(), end.value.code)
 
 
 def test_loss_and_metrics_come_from_the_rank_with_the_last_stage() -> None:
-    (found,) = run_ranks(1, ranks_with_loss)
+    """And help without a model, which TorchTitan refuses by itself, says what is missing."""
+    ((found, (help_text, code)),) = run_ranks(1, ranks_with_loss)
+    assert (code, "add --module and --config" in help_text) == (0, True)
     assert [found[name] for name in ("ZBV", "zbvzerobubble", "DualPipeV")] == [0, 0, 0]
     assert [found[name] for name in ("1F1B", "Interleaved1F1B", "PipelineScheduleMulti")] == [6, 6, 6]
+
+
+def test_a_job_that_builds_twice_reports_its_last_pipeline_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan's class of metrics is wrapped once, whatever is built."""
+    logged: list[dict[str, Any]] = []
+
+    class Processor:
+        parallel_dims = None
+
+        def should_log(self, step: int) -> bool:
+            return step % 2 == 0
+
+        def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+            logged.append(extra_metrics or {})
+
+    class Pipeline:
+        armed, asked = False, 0
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def collect(self) -> dict[str, Any]:
+            self.asked += 1
+            return {"number": self.number}
+
+    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
+    built: list[Any] = [Pipeline(number) for number in range(2)]
+    wrapped = []
+    for each in built:
+        monitor.report(each, Processor, lambda dims: -1, to_come=0)
+        wrapped.append((Processor.should_log, Processor.log))
+    assert wrapped[0] == wrapped[1]
+    assert Processor().should_log(2)
+    Processor().log(2)
+    assert [each.armed for each in built] == [False, True]
+    assert [each.asked for each in built] == [0, 1]
+    assert logged == [{"number": 1}]
 
 
 def read_text(num_shards: int) -> list[list[list[int]]]:
@@ -435,18 +510,18 @@ def test_bytes_are_tokens() -> None:
     assert (text, size) == ("λ x", 258)
 
 
-def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> Outcome:
+def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> JobOutcome:
     if num_ranks == 1:
-        return Outcome((), None)
+        return JobOutcome((), None)
     if "ZBVZeroBubble" in arguments:
-        return Outcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
+        return JobOutcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
     steps = tuple(
         {"step": step, "loss_metrics/global_avg_loss": 8.0 - step, "throughput(tps)": 100.0 * step}
         for step in (1, 2, 3)
     )
     for step in steps:
         on_step(step)
-    return Outcome(steps, None)
+    return JobOutcome(steps, None)
 
 
 def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -476,8 +551,8 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_zbv(arguments: list[str], **options: Any) -> Outcome:
-        return Outcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
+    def fail_zbv(arguments: list[str], **options: Any) -> JobOutcome:
+        return JobOutcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
     monkeypatch.setattr(comparison, "train_on_cpu", fail_zbv)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from titan_jobs import DEEPSEEK, SHORT, Job, Titan, assert_trains_alike, pipeline, require_titan, start_from
 
 import zbpipe
-from zbpipe import Placement, costs_file
+from zbpipe import Placement
 from zbpipe.demo import comparison
 from zbpipe.demo.launch import demo_arguments
 from zbpipe.runtime.options import Options
@@ -210,7 +210,7 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert job.losses == pytest.approx(expected.losses, rel=1e-5)
     assert "Auto: Auto-VHalf takes" in job.log
     assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
-    assert costs_file.load(costs).placement == Placement.v(2)
+    assert zbpipe.load_costs(costs).placement == Placement.v(2)
     rows = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert rows == ["rank 0", "rank 0 measured", "rank 1", "rank 1 measured"]
 
@@ -230,12 +230,12 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert 0 < step["zbpipe/bubble(%)"] < 100
             assert step["zbpipe/peak_activations"] == 2
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
-    assert costs_file.load(costs).placement == Placement.loop(2)
+    assert zbpipe.load_costs(costs).placement == Placement.loop(2)
 
 
 def looked_at() -> list[list[int]]:
     """Of the steps 3 to 9 of a resumed job that logs every fourth: those recorded, and those whose record is told."""
-    from zbpipe.titan import plug
+    from zbpipe.titan import monitor
 
     recorded, told = [], []
 
@@ -253,11 +253,11 @@ def looked_at() -> list[list[int]]:
             return {"of": self.record}
 
     pipeline: Any = Pipeline()
-    plug._add_metrics(pipeline, Processor, lambda dims: -1, to_come=1)
+    monitor.report(pipeline, Processor, lambda dims: -1, to_come=1)
     processor: Any = Processor()
     processor.parallel_dims = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plug.dist, "get_rank", lambda: 0)
+        patch.setattr(monitor.dist, "get_rank", lambda: 0)
         for step in range(3, 10):
             if pipeline.armed:
                 recorded.append(step)
@@ -307,7 +307,7 @@ def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
         ([*pipeline("ZBV"), "--zbpipe.profile-steps", "2"], "needs 4 steps, but training.steps=3"),
         (
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_microbatch_size", "3"],
-            "training.local_batch_size=4 is no multiple of parallelism.pipeline_parallel_microbatch_size=3",
+            "training.local_batch_size=4 is not a multiple of parallelism.pipeline_parallel_microbatch_size=3",
         ),
         (
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"],
@@ -462,9 +462,7 @@ def refusals_of_a_model() -> list[str]:
 
 def test_a_model_that_is_not_cut(in_a_process: InAProcess) -> None:
     cuts_itself, exclusive = in_a_process.refusals_of_a_model
-    assert (
-        "ZBV cannot run this model, which does not use TorchTitan's own function to cut it, pipeline_llm" in cuts_itself
-    )
+    assert "cuts into stages, and not TorchTitan's own pipeline_llm: use one of torch's schedules" in cuts_itself
     assert "but test_titan02.refusals_of_a_model.<locals>.cut: use one of torch's schedules" in cuts_itself
     assert "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other" in exclusive
 

@@ -725,7 +725,7 @@ def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
     assert lines[1].split()[1] == "18.36B"
     assert lines[-2].startswith("a microbatch of an average rank's share, the unit of --zbpipe.memory-limit: ")
     assert lines[-1] == "worst rank: 56.0 GiB, which with 15% left free fits: H100, H200, MI300X, MI325X, MI355X"
-    with pytest.raises(ValueError, match="48 GPUs are no multiple of PP x TP x replicas = 32: use 32 or 64"):
+    with pytest.raises(ValueError, match="48 GPUs are not a multiple of PP x TP x replicas = 32: use 32 or 64"):
         with_titan(table, ["--gpus", "48", *shlex.split(command)[5:]])
 
 

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
-from zbpipe.testing import schedules
+from zbpipe.testing import cost_models, schedules
 from zbpipe.validation import require_valid
 
 Rows = list[list[Op]]
@@ -121,10 +122,11 @@ def test_each_circle_is_told_once_and_those_who_merely_wait_are_not() -> None:
 @given(any_schedule, st.sampled_from([0.0, 0.5, 1.0, -0.5, -1.0]))
 def test_memory_is_measured_as_the_simulator_does(schedule: Schedule, freed: float) -> None:
     """At the peak nothing is wrong; below it, every rank that needs more is named, with the op that takes it over."""
-    peaks = simulate(schedule, CostModel.uniform(schedule.placement, freed_by_i=freed)).peak_activations
-    assert validate(schedule, max(peaks), freed_by_i=freed) == []
+    costs = CostModel.uniform(schedule.placement, freed_by_i=freed)
+    peaks = simulate(schedule, costs).peak_activations
+    assert validate(schedule, max(peaks), costs) == validate(schedule, peaks, costs) == []
     limit = max(peaks) - 0.125
-    findings = validate(schedule, limit, freed_by_i=freed)
+    findings = validate(schedule, limit, costs)
     assert [(f.rule, f.rank) for f in findings] == [
         ("memory", r) for r, peak in enumerate(peaks) if peak > limit + 1e-9
     ]
@@ -191,8 +193,43 @@ def test_a_row_that_no_stage_calls_for_has_no_memory() -> None:
     assert {finding.rule for finding in validate(schedule, 1.0)} == {"placement"}
 
 
-@pytest.mark.parametrize("arguments", [(math.nan,), (-1.0,), (None, math.nan), (None, 1.5), (None, -math.inf)])
-def test_limits_that_are_no_amounts_are_refused(arguments: tuple[float | None, ...]) -> None:
-    limit, freed = (*arguments, 0.0)[:2]
-    with pytest.raises(ValueError, match=r"(memory_limit|freed_by_i)=(nan|-1.0|1.5|-inf) is no (amount|share): give"):
-        validate(generate("1F1B", 1, 1), limit, freed_by_i=freed or 0.0)
+@given(st.data())
+def test_a_limit_is_in_the_unit_of_the_costs_and_may_differ_by_rank(data: st.DataObject) -> None:
+    schedule = data.draw(any_schedule)
+    costs = data.draw(cost_models(schedule.placement))
+    peaks = simulate(schedule, costs).peak_memory
+    assert validate(schedule, peaks, costs) == []
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    limits = tuple(peak - 1 / 16 * (each == rank) for each, peak in enumerate(peaks))
+    assert [(finding.rule, finding.rank) for finding in validate(schedule, limits, costs)] == [("memory", rank)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (math.nan, "memory_limit=nan is no amount: give"),
+        (-1.0, "memory_limit=-1.0 is no amount: give"),
+        ([1.0, -1.0], "memory_limit=-1.0 is no amount: give"),
+        ([1.0], "memory_limit has 1 numbers for 2 ranks: give one number, or one a rank"),
+        ("2", "memory_limit='2' is no number: give one number, one a rank, or None"),
+        (object(), "memory_limit=<object .*> is no number: give one number, one a rank, or None"),
+        ([2, None], r"memory_limit=\[2, None\] is no number: give one number, one a rank, or None"),
+    ],
+)
+def test_limits_that_are_no_amounts_are_refused(limit: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        validate(generate("1F1B", 2, 1), limit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ZBV",), r"'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8\)"),
+        ((None,), "None is no zbpipe.Schedule"),
+        ((generate("1F1B", 2, 1), 2, (1, 1)), r"costs have to be .* for example \(1, 1, 1\), got \(1, 1\)"),
+        ((generate("1F1B", 2, 1), 2, CostModel.uniform(Placement.loop(3))), "costs are for 3 stages, but the placem"),
+    ],
+)
+def test_what_is_no_schedule_or_no_costs_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        validate(*arguments)

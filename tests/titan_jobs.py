@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zbpipe.demo.launch import METRICS, Outcome, demo_arguments, first_error
+from zbpipe.demo.launch import METRICS, JobOutcome, demo_arguments, first_error
 from zbpipe.titan.versions import installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
@@ -57,7 +57,7 @@ def start_or_resume(seed: Path, checkpoints: Path) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Job(Outcome):
+class Job(JobOutcome):
     """How a job ended."""
 
     log: str
@@ -182,7 +182,7 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
     error = first_error(folder) if any(exit_codes) else None
     return Job(
         steps,
-        error if exit_codes else f"no end after {JOB_TIMEOUT:.0f} seconds",
+        error if exit_codes else f"not finished after {JOB_TIMEOUT:.0f} seconds",
         log.read_text() if log.exists() else "",
         exit_codes,
         tuple(" ".join(json.loads(file.read_text())["message"]["message"].split()) for file in files),
@@ -190,7 +190,7 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
 
 
 def assert_trains_alike(
-    job: Outcome, expected: Outcome, losses: float = 1e-5, norms: float = 1e-4, norm_scale: float = 1.0
+    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, norm_scale: float = 1.0
 ) -> None:
     """The same loss and the same norm of the gradients in every step, within these relative tolerances.
 
@@ -210,6 +210,6 @@ def assert_trains_alike(
     assert found[-1] < found[0] - 0.5
 
 
-def _values(outcome: Outcome, name: str) -> list[float]:
+def _values(outcome: JobOutcome, name: str) -> list[float]:
     """One of TorchTitan's metrics, from all steps that have it."""
     return [step[name] for step in outcome.steps if name in step]

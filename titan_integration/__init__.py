@@ -1,1 +1,1 @@
-"""Jobs to start from: TorchTitan configs with zbpipe's schedules, and the script that launches them. See README.md."""
+"""TorchTitan configs with zbpipe's schedules, and the script that launches them. See README.md."""

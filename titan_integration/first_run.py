@@ -1,7 +1,7 @@
 """The first hour on a machine with GPUs: `titan_integration/first_run.sh` runs it.
 
-Jobs of `run_train.sh`, one after the other, all from one seed checkpoint; what they say is compared, and goes into one
-report, which is written anew after each of them. So it is there whatever happens to the rest.
+It runs jobs of `run_train.sh`, one after the other, all from one seed checkpoint, and compares what they log. It writes
+the report again after each job, so that there is one whatever happens later.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from zbpipe.titan.versions import installed
 SCRIPT = Path(__file__).with_name("run_train.sh")
 PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
 COMPARED = 5
-"""Steps in which losses and gradient norms have to agree; after that roundings grow."""
+"""Steps in which losses and gradient norms have to agree; later, differences by rounding grow."""
 TOLERANCES = {"loss": 1e-3, "grad_norm": 2e-2}
 """Relative. bfloat16 was seen to differ by 3e-4 in the loss after a few steps."""
 MEMORY_ERROR, MEMORY_BESIDE = 0.25, 4.0
-"""How far the GiB of a rank may be from those worked out: a share of them, and the buffers that are not in them."""
+"""How far the GiB of a rank may be from the calculation: a share of it, and buffers that it leaves out."""
 LAST_LINES = 25
 
 
 class Step(NamedTuple):
-    """What TorchTitan says of a step on one rank."""
+    """What TorchTitan logs of a step on one rank."""
 
     number: int
     loss: float
-    """-1 where the rank does not have the last stage."""
+    """-1 if the rank does not have the last stage."""
     grad_norm: float
     memory: float
     """GiB reserved at the peak; 0 on the CPU."""
@@ -61,7 +61,7 @@ class Job:
     receives: str | None = None
     """`--zbpipe.receives`; None for the schedule's own choice."""
     per_edge: str | None = None
-    """`PER_EDGE`; None on the CPU, and where torch does not have it."""
+    """The value of `PER_EDGE`; None on the CPU, and with a torch that does not have it."""
     trace: Path | None = None
 
     def __str__(self) -> str:
@@ -77,18 +77,18 @@ class Outcome:
     ranks: Mapping[int, Sequence[Step]]
     """By rank on this node."""
     words: str
-    """Of all ranks."""
+    """What all ranks have logged."""
     complaint: str
     """Empty if it ended well."""
 
     @property
     def steps(self) -> Sequence[Step]:
-        """Of a rank that has the loss."""
+        """The steps of a rank that has the loss."""
         return next((steps for steps in self.ranks.values() if any(step.loss > 0 for step in steps)), ())
 
     @property
     def tps(self) -> float:
-        """In the second half, where nothing compiles any more."""
+        """The median of the second half, when nothing compiles any more."""
         return median([step.tps for step in self.steps[len(self.steps) // 2 :]] or [0.0])
 
     def said(self, pattern: str) -> str:
@@ -101,7 +101,7 @@ _STEP = re.compile(r"step: +(\d+) +loss: +(\S+) +grad_norm: +(\S+) +memory: +(\S
 
 
 def steps_in(log: str) -> list[Step]:
-    """What TorchTitan's lines of one rank say, without colours."""
+    """The steps in the log of one rank, which has no colours."""
     found = (match.groups() for match in _STEP.finditer(log))
     return [
         Step(int(n), float(loss), float(norm), float(gib), float(tps.replace(",", "")))
@@ -111,18 +111,18 @@ def steps_in(log: str) -> list[Step]:
 
 @dataclass
 class Report:
-    """The lines so far."""
+    """The report so far."""
 
     file: Path
     lines: list[tuple[str, str, str]] = field(default_factory=list)
-    """Verdict, what was looked at, what was found."""
+    """Verdict, what was checked, what was found."""
     tables: dict[str, list[Sequence[str]]] = field(default_factory=dict)
     """By title, rows with the head first."""
     texts: dict[str, str] = field(default_factory=dict)
-    """By title, as it came out of a program."""
+    """By title, the output of a program."""
 
-    def tell(self, passed: bool | None, what: str, found: str) -> None:
-        """Add a line; None for what nothing hangs on."""
+    def add(self, passed: bool | None, what: str, found: str) -> None:
+        """Add a line, and print it. None for `passed` is information only."""
         verdict = {True: "pass", False: "**FAIL**", None: "-"}[passed]
         self.lines.append((verdict, what, found))
         print(f"{verdict.strip('*'):4}  {what}: {found}", flush=True)
@@ -149,7 +149,7 @@ def _relative(found: float, expected: float) -> float:
 
 
 def differences(found: Sequence[Step], expected: Sequence[Step]) -> dict[str, float]:
-    """The largest relative ones of losses and gradient norms, over the steps in which they have to agree."""
+    """The largest relative differences of losses and gradient norms, over the steps in which they have to agree."""
     pairs = list(zip(found[:COMPARED], expected[:COMPARED], strict=False))
     return {
         name: max((_relative(getattr(one, name), getattr(other, name)) for one, other in pairs), default=float("nan"))
@@ -158,7 +158,7 @@ def differences(found: Sequence[Step], expected: Sequence[Step]) -> dict[str, fl
 
 
 class FirstRun:
-    """One run of it all."""
+    """The whole run."""
 
     def __init__(self, arguments: argparse.Namespace, script: Path = SCRIPT) -> None:
         self.folder: Path = arguments.out.resolve()
@@ -175,7 +175,7 @@ class FirstRun:
         self._variables: dict[str, str] = {}
 
     def run(self) -> int:
-        """Everything, one after the other; how many lines failed."""
+        """Run everything, one after the other; returns how many lines failed."""
         try:
             if self._environment():
                 seed = self._seed()
@@ -184,17 +184,17 @@ class FirstRun:
                         self._job(job, seed)
                 self._compare()
         except KeyboardInterrupt:
-            self.report.tell(False, "interrupted", "what follows was not tried")
+            self.report.add(False, "interrupted", "the rest was not tried")
         print(f"\n{self.report.failed} failed; the report is {self.report.file}: please send it to zbpipe's authors")
         return self.report.failed
 
     @contextmanager
     def _going_on(self, what: str) -> Iterator[None]:
-        """What goes wrong here is no reason to leave the rest out."""
+        """An error within is a failed line, and the run continues."""
         try:
             yield
         except Exception as error:
-            self.report.tell(False, what, f"{type(error).__name__}: {error}")
+            self.report.add(False, what, f"{type(error).__name__}: {error}")
 
     # What there is.
 
@@ -204,16 +204,16 @@ class FirstRun:
             [str(self._script)], env=self._env({"DRY_RUN": "1"}), capture_output=True, text=True, check=False
         )
         *settings, command = dry.stdout.splitlines() or [""]
-        report.tell(dry.returncode == 0, "run_train.sh", dry.stderr.strip() or "starts")
+        report.add(dry.returncode == 0, "run_train.sh", dry.stderr.strip() or "starts")
         if dry.returncode:
             return False
         self._settings = dict(line.split("=", 1) for line in settings)
         self._platform, self._ranks = self._settings["PLATFORM"], int(command.split("--nproc-per-node ")[1].split()[0])
         if self._platform == "cpu":
             self._variables |= {"PLATFORM": "cpu"}
-        report.tell(None, "platform", f"{self._platform}, {self._ranks} processes; {machine.platform()}")
+        report.add(None, "platform", f"{self._platform}, {self._ranks} processes; {machine.platform()}")
         packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "torchtitan", "zbpipe", "triton"))
-        report.tell(sys.version_info >= (3, 11), "versions", f"Python {machine.python_version()}, {packages}")
+        report.add(sys.version_info >= (3, 11), "versions", f"Python {machine.python_version()}, {packages}")
         if self._platform != "cpu":
             with self._going_on("GPUs"):
                 self._gpus()
@@ -225,7 +225,7 @@ class FirstRun:
         number = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         seen = torch.cuda.device_count()
-        self.report.tell(seen >= self._ranks, "GPUs", f"torch sees {seen}; {toolkit}, {library} {number}")
+        self.report.add(seen >= self._ranks, "GPUs", f"torch sees {seen}; {toolkit}, {library} {number}")
         for command in (
             "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv",
             "nvidia-smi topo -m",
@@ -241,13 +241,13 @@ class FirstRun:
     # The jobs.
 
     def _jobs(self) -> Iterator[Job]:
-        """1F1B first, which the others are compared with."""
+        """1F1B first: the others are compared with it."""
         schedules, receives = self._arguments.schedules, self._arguments.receives
         edges: Sequence[str | None] = ("0", "1") if self._platform != "cpu" and _HAS_EDGES else (None,)
         yield from (Job("1F1B", per_edge=edge) for edge in edges)
         is_first = True
         for schedule, edge, when in product(schedules, edges, receives):
-            # On the CPU nothing depends on receives; one schedule shows that all ways run.
+            # On the CPU receives change nothing; one schedule shows that all ways run.
             if self._platform == "cpu" and schedule != schedules[0] and when != receives[-1]:
                 continue
             yield Job(schedule, when, edge, self.folder / "trace.json" if is_first else None)
@@ -258,7 +258,7 @@ class FirstRun:
         alone = ("--parallelism.pipeline_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "1")
         arguments = (*alone, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
         complaint = self._start("seed", [*self._dump(folder), *arguments], {"NGPU": "1"}).complaint
-        self._tell_job("seed checkpoint", complaint, "made")
+        self._add_job("seed checkpoint", complaint, "made")
         return None if complaint else folder / "checkpoint" / "step-0"
 
     def _job(self, job: Job, seed: Path | None) -> None:
@@ -276,9 +276,9 @@ class FirstRun:
         ]
         outcome = self._start(name, arguments, {PER_EDGE: job.per_edge} if job.per_edge else {})
         if not outcome.complaint and len(outcome.steps) < steps:
-            outcome = replace(outcome, complaint=f"tells of {len(outcome.steps)} of {steps} steps")
+            outcome = replace(outcome, complaint=f"logged {len(outcome.steps)} of {steps} steps")
         receives = outcome.said(r"Messages: (\S+) receives, for")
-        self._tell_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s and GPU")
+        self._add_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s and GPU")
         if not outcome.complaint:
             self._best[job.schedule] = max(self._best.get(job.schedule, 0.0), outcome.tps)
             self._agrees(job, outcome)
@@ -296,7 +296,7 @@ class FirstRun:
         return {**os.environ, "PYTHON": sys.executable, "CONFIG": config, **self._variables, **more}
 
     def _start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str]) -> Outcome:
-        """Run the script; its output and that of the ranks stay in the folder `logs`."""
+        """Run the script. Its output and that of the ranks are in the folder `logs`."""
         logs = self.folder / "logs" / name
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir(parents=True)
@@ -313,7 +313,7 @@ class FirstRun:
                     code = process.wait(self._arguments.timeout)
                     complaint = f"exit code {code}" if code else ""
                 except subprocess.TimeoutExpired:
-                    complaint = f"no end after {self._arguments.timeout:.0f} seconds"
+                    complaint = f"not finished after {self._arguments.timeout:.0f} seconds"
         files = sorted(logs.rglob("std*.log"))
         ranks: dict[int, list[Step]] = {}
         for file in files:
@@ -326,8 +326,8 @@ class FirstRun:
             )
         return Outcome(ranks, words, complaint)
 
-    def _tell_job(self, what: str, complaint: str, found: str) -> None:
-        self.report.tell(not complaint, what, complaint or found)
+    def _add_job(self, what: str, complaint: str, found: str) -> None:
+        self.report.add(not complaint, what, complaint or found)
 
     # What they show.
 
@@ -340,7 +340,7 @@ class FirstRun:
         agrees = all(found[name] <= tolerance for name, tolerance in TOLERANCES.items())
         compared = min(COMPARED, len(outcome.steps), len(expected.steps))
         words = " and ".join(f"{value:.1e} ({name})" for name, value in found.items())
-        self.report.tell(agrees, f"{job} against {other}", f"off by at most {words}, {compared} steps")
+        self.report.add(agrees, f"{job} against {other}", f"off by at most {words}, {compared} steps")
 
     def _speed(self, job: Job, outcome: Outcome, receives: str) -> None:
         head = ("schedule", "tokens/s and GPU", "s a step (simulated)", "bubble", "receives", "transport")
@@ -351,23 +351,23 @@ class FirstRun:
         rows.append((*row, receives, transport))
 
     def _memory(self, job: Job, outcome: Outcome) -> None:
-        """Compare the GiB of each rank with what `titan_integration.memory` works out for it."""
+        """Compare the GiB of each rank with what `titan_integration.memory` calculates."""
         measured = {rank: max(step.memory for step in steps) for rank, steps in outcome.ranks.items() if steps}
         if not any(gib > 0 for gib in measured.values()):
             return
         expected = self._expected_memory(job)
         if not expected:
             return
-        rows = self.report.tables.setdefault("Memory", [("schedule", "rank", "GiB reserved", "GiB worked out")])
+        rows = self.report.tables.setdefault("Memory", [("schedule", "rank", "GiB reserved", "GiB calculated")])
         ranks_each = max(1, self._ranks // len(expected))
         pairs = {rank: (gib, expected[min(rank // ranks_each, len(expected) - 1)]) for rank, gib in measured.items()}
         rows += [(str(job), str(rank), f"{gib:.1f}", f"{needed:.1f}") for rank, (gib, needed) in sorted(pairs.items())]
         rank, (gib, needed) = max(pairs.items(), key=lambda item: abs(item[1][0] - item[1][1]))
         fits = abs(gib - needed) <= MEMORY_ERROR * needed + MEMORY_BESIDE
-        self.report.tell(fits, f"{job}: memory", f"rank {rank} reserves {gib:.1f} GiB, {needed:.1f} were worked out")
+        self.report.add(fits, f"{job}: memory", f"rank {rank} reserves {gib:.1f} GiB, calculated {needed:.1f}")
 
     def _expected_memory(self, job: Job) -> list[float]:
-        """By pipeline rank; empty for a config of which it cannot be worked out."""
+        """In GiB, by pipeline rank; empty for a config that `titan_integration.memory` cannot calculate."""
         dry = self._env({"DRY_RUN": "1"})
         command = subprocess.run([str(self._script)], env=dry, capture_output=True, text=True, check=False).stdout
         config = command.splitlines()[-1].split("zbpipe.titan.train ", 1)[-1].split()
@@ -387,17 +387,17 @@ class FirstRun:
         try:
             events: list[Any] = json.loads(file.read_text())["traceEvents"]
         except (OSError, ValueError, KeyError) as error:
-            self.report.tell(False, "trace", f"{type(error).__name__}: {error}")
+            self.report.add(False, "trace", f"{type(error).__name__}: {error}")
         else:
-            self.report.tell(len(events) > 0, "trace", f"{len(events)} events in {file.name}, for ui.perfetto.dev")
+            self.report.add(len(events) > 0, "trace", f"{len(events)} events in {file.name}, for ui.perfetto.dev")
 
     def _compare(self) -> None:
-        """On GPUs each of zbpipe's schedules has to be faster than 1F1B in its best way; on a CPU cores are shared."""
+        """On GPUs each of zbpipe's schedules, at its best, has to beat 1F1B; on a CPU the ranks share cores."""
         usual = self._best.pop("1F1B", 0.0)
         for schedule, tps in self._best.items() if usual else ():
             gain = tps / usual - 1
             passed = None if self._platform == "cpu" else gain > 0
-            self.report.tell(passed, f"{schedule} at its best", f"{gain:+.1%} of 1F1B's tokens/s")
+            self.report.add(passed, f"{schedule} at its best", f"{gain:+.1%} of 1F1B's tokens/s")
 
 
 _ON_GPUS = "llama3_8b_no_downloads"
@@ -406,7 +406,7 @@ _HAS_EDGES = hasattr(torch.distributed.config, "pipeline_per_edge_p2p")
 
 @contextmanager
 def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Leaves nothing of it behind."""
+    """Afterwards `process` and its children have ended."""
     try:
         yield
     finally:
@@ -441,11 +441,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("first_run"), help="folder for report, logs, seed and trace")
     parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
-    parser.add_argument("--schedules", type=_words, default=_words("ZBV,VHalf,Auto"), help="beside 1F1B")
-    # The model chooses the nearest ones for most schedules on AMD's GPUs, and nowhere else.
+    parser.add_argument("--schedules", type=_words, default=_words("ZBV,VHalf,Auto"), help="besides 1F1B")
+    # zbpipe chooses "nearest" for most schedules on AMD's GPUs, and nowhere else.
     ways = "early,late,timed,nearest" if torch.version.hip else "early,late,timed"
     parser.add_argument("--receives", type=_words, default=_words(ways), help="ways to try with each")
-    parser.add_argument("trainer", nargs="*", help="after --: goes on to the trainer")
+    parser.add_argument("trainer", nargs="*", help="after --: arguments for the trainer")
     return parser.parse_args(arguments)
 
 

@@ -1,21 +1,21 @@
 """Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
 
-Everything that is not set here is as in TorchTitan's own config of the model. The arithmetic is that of
-`titan_integration.memory`, which prints it for any change of these figures; GiB are those of the worst rank on the
-fewest GPUs, before what an op needs while it runs.
+Everything that is not set here is as in TorchTitan's own config of the model. `titan_integration.memory` does the
+arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, without what an op
+needs while it runs.
 
-What all the large jobs have in common:
+All large jobs have in common:
 
-- Tensor parallelism stays within a node of 8 GPUs, the pipeline goes across nodes (its messages are small: one hidden
-  state a microbatch), and whatever GPUs are more than PP x TP become FSDP. TorchTitan's mesh has the pipeline outermost
-  and TP innermost, so ranks that are numbered node by node get just that.
-- 4 microbatches for each pipeline rank, of one sequence each: a pipeline wants at least 2, and its bubble goes down
-  with more. This is `training.local_batch_size`; the loader reads one microbatch at a time.
-- FSDP leaves the stages gathered between microbatches (`fsdp_reshard_after_forward` "default" means that for
+- Tensor parallelism stays within a node of 8 GPUs, and the pipeline crosses nodes, because its messages are small: one
+  hidden state for each microbatch. GPUs beyond PP x TP become FSDP. TorchTitan's mesh has the pipeline outermost and TP
+  innermost, so ranks that are numbered node by node are placed like this.
+- 4 microbatches for each pipeline rank, of one sequence each: a pipeline needs at least 2, and more make its bubble
+  smaller. This is `training.local_batch_size`; the loader reads one microbatch at a time.
+- FSDP keeps the stages gathered between microbatches (`fsdp_reshard_after_forward` "default" means that for
   pipelines), because a gather for each microbatch would cost more than the schedule saves.
-- Selective checkpointing where it fits. W keeps the inputs and output gradients of all linear layers of a microbatch
-  that waits for it, whatever is checkpointed; so under ZBV, which lets up to 2p - 1 stages wait, full checkpointing
-  saves nothing and costs a forward. VHalf lets 4 wait, and there it does save.
+- Selective checkpointing if it fits. The inputs and output gradients of all linear layers wait for W, whatever is
+  checkpointed. So with ZBV, where up to 2p - 1 stages wait, full checkpointing saves nothing and costs a forward. With
+  VHalf 4 wait, and there it does save memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from zbpipe.demo import models03, python_text
 
 
 class Hardware(NamedTuple):
-    """What the figures of a config are for."""
+    """The hardware for which a config's figures hold."""
 
     gpus: int
-    """The fewest. Multiples of it become FSDP and need less memory."""
+    """The fewest; with a multiple of it, FSDP shards the rest, and each GPU needs less memory."""
     kind: str
-    """The smallest, one of `titan_integration.memory.GPUS`."""
+    """The smallest kind, one of `titan_integration.memory.GPUS`."""
 
 
 HARDWARE = {
@@ -59,7 +59,7 @@ _FIRST_STEP_SECONDS = 1800
 def llama3_debug() -> Trainer.Config:
     """TorchTitan's debug model (6 layers) on the source of Python's standard library: no download, no GPU needed.
 
-    2 processes: PP 2. More, in multiples of 2, become FSDP. 8 microbatches of 256 tokens, float32.
+    2 processes: PP 2. With a multiple of 2, FSDP uses the rest. 8 microbatches of 256 tokens, float32.
     """
     config = models03.llama3_python_stdlib()
     return _pipelined(config, "ZBV", pp=2, tp=1, checkpointing="selective")
@@ -143,7 +143,7 @@ def _pipelined(
     config.training.disable_cuda_graphs = True  # TorchTitan refuses them in a pipeline
     policy = activation_checkpoint.SelectiveAC if checkpointing == "selective" else activation_checkpoint.FullAC
     config.activation_checkpoint = policy.Config()
-    # In the first step every stage compiles its attention when the stage before it is done, and all others wait.
+    # In the first step each stage compiles its attention after the stage before it, and all others wait.
     config.comm.init_timeout_seconds = _FIRST_STEP_SECONDS
     return config
 

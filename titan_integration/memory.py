@@ -1,15 +1,15 @@
-"""What a job keeps on its GPUs, worked out before it is launched, for Llama models.
+"""Calculate, before a job is launched, the memory that it needs on its GPUs, for Llama models.
 
     python -m titan_integration.memory --gpus 512 --module titan_integration.llama3 --config llama3_405b
     python -m titan_integration.memory --gpus 512 --job.config_file titan_integration/titan02/llama3_405b.toml
 
 (the second with TorchTitan 0.2) prints a line for each pipeline rank. It takes all of TorchTitan's arguments after
-`--gpus`, so that a change of degrees, schedule or checkpointing can be tried here first. Nothing is built, and no GPU
-is needed.
+`--gpus`, so that you can first try a change of degrees, schedule or checkpointing here. It builds nothing and needs no
+GPU.
 
-Counted is what lives long: weights, gradients, optimizer, and the activations that the schedule holds at its worst
-moment. Not counted is what an op needs while it runs (recomputing one block, the logits of one chunk), the buffers of
-the communication library and fragmentation. `USABLE` leaves room for these.
+It counts what lives long: weights, gradients, optimizer, and the activations that the schedule holds at its worst
+moment. It does not count what an op needs while it runs (recomputing one block, the logits of one chunk), the buffers
+of the communication library, or fragmentation. `USABLE` leaves room for these.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zbpipe.titan import command_line, cpu
 
 GIB = 2**30
 GPUS = {"H100": 79, "H200": 139, "MI300X": 192, "MI325X": 256, "MI355X": 288}
-"""GiB that torch sees."""
+"""GiB, as torch sees them."""
 USABLE = 0.85
-"""The share of a GPU that may be counted on."""
+"""The share of a GPU's memory that can be used."""
 
 _BF16, _FP32 = 2, 4
 _SIZES = {"bfloat16": _BF16, "float32": _FP32}
@@ -44,11 +44,11 @@ class Need:
     """Bytes on each GPU of one pipeline rank."""
 
     parameters: int
-    """How many (not bytes) the rank's stages have, over all GPUs that share them."""
+    """The number of parameters in the rank's stages, over all GPUs that share them."""
     weights: float
-    """Parameters, gradients, optimizer."""
+    """Bytes of parameters, gradients and optimizer."""
     activations: float
-    """At the worst moment of a step, with what waits for W."""
+    """Bytes at the worst moment of a step, with what waits for W."""
 
     @property
     def total(self) -> float:
@@ -56,13 +56,13 @@ class Need:
 
 
 def needs(config: Any, num_gpus: int, memory_limit: float | None = None) -> list[Need]:
-    """By pipeline rank, for a `Trainer.Config` or, with TorchTitan 0.2, `JobConfig` of a Llama model on so many GPUs.
+    """By pipeline rank, for the config of a Llama model: a `Trainer.Config`, or with TorchTitan 0.2 a `JobConfig`.
 
-    With the schedule `Auto`, what its plan may take: `memory_limit` as in `--zbpipe.memory-limit`.
+    With the schedule `Auto`, what its plan may use: `memory_limit` as in `--zbpipe.memory-limit`.
 
     Raises:
-        ValueError: the GPUs are no multiple of what the other degrees take, checkpointing is neither selective nor
-            full, or the job would run in float32.
+        ValueError: the GPUs are not a multiple of the product of the other degrees, checkpointing is neither selective
+            nor full, or the job would run in float32.
     """
     parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
     ranks = parallelism.pipeline_parallel_degree
@@ -70,7 +70,7 @@ def needs(config: Any, num_gpus: int, memory_limit: float | None = None) -> list
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         raise ValueError(
-            f"{num_gpus} GPUs are no multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
+            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
             f" {(fsdp + 1) * each}"
         )
     traits = lookup(parallelism.pipeline_parallel_schedule)
@@ -91,7 +91,7 @@ def needs(config: Any, num_gpus: int, memory_limit: float | None = None) -> list
 
 
 def unit_of_memory_limit(config: Any) -> float:
-    """Bytes on each GPU of what F keeps of one microbatch in an average rank's layers."""
+    """Bytes on each GPU that F keeps of one microbatch in an average rank's layers."""
     parallelism = config.parallelism
     ranks = parallelism.pipeline_parallel_degree
     placement = lookup(parallelism.pipeline_parallel_schedule).place(ranks)
@@ -132,13 +132,13 @@ def _stages(model: _Model, parallelism: Any, seq_len: int, num_stages: int) -> l
 
 @dataclass(frozen=True)
 class _Model:
-    """What a config says of its model."""
+    """The model of a config."""
 
     block: _Block
     num_layers: int
     vocab_size: int
     checkpointing: str
-    """How the config says it: "selective" and "full" can be worked out."""
+    """As the config says it; only "selective" and "full" can be calculated."""
     size: int
     """Bytes of a parameter in `training.dtype`."""
     is_titan_02: bool
@@ -164,18 +164,18 @@ class _Model:
         return cls(_Block.of_titan_02(block), args.n_layers, args.vocab_size, checkpointing, size, True)
 
     def bytes_per_parameter(self, fsdp: int) -> float:
-        """Of each parameter that a GPU shares with `fsdp - 1` others.
+        """For each parameter that a GPU shares with `fsdp - 1` others.
 
         A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds
         the gradients up in float32 before it reduces them. What is cut into shards is the parameter, its reduced
-        gradient and the two moments of AdamW. TorchTitan 0.2 leaves FSDP out where there is nothing to share with.
+        gradient and the two moments of AdamW. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
         """
         if fsdp > 1 or not self.is_titan_02:
             return _BF16 + _FP32 + 4 * self.size / fsdp
         if self.size != _BF16:
             raise ValueError(
-                "TorchTitan 0.2 has mixed precision in FSDP only, and these degrees leave no GPUs for it, so all would"
-                " run in float32: take twice as many GPUs, or --training.dtype bfloat16"
+                "TorchTitan 0.2 has mixed precision only with FSDP, and these degrees leave no GPUs for FSDP, so all"
+                " would run in float32: take twice as many GPUs, or --training.dtype bfloat16"
             )
         return 4 * _BF16
 
@@ -185,14 +185,14 @@ class _Model:
         if not self.is_titan_02:
             # The chunked loss keeps the last hidden states' gradient, in float32, and the hidden states.
             return dim * (_FP32 + _BF16), 0
-        # All logits, and their logarithmic softmax in float32. The head's dW waits as that of any other linear layer.
+        # All logits, and their log-softmax in float32. The head's dW waits like that of any other linear layer.
         logits = self.vocab_size / tp
         return logits * (_BF16 + _FP32), _BF16 * (dim + logits)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Widths of a Llama block; what it keeps is in elements for each token."""
+    """The widths of a Llama block. What it keeps is counted in elements for each token."""
 
     dim: int
     queries: int
@@ -209,7 +209,7 @@ class _Block:
 
     @classmethod
     def of_titan_02(cls, block: Any) -> _Block:
-        """Of a block itself."""
+        """Of a block of TorchTitan 0.2 itself."""
         attention, hidden = block.attention, block.feed_forward.w1.out_features
         dim, queries = attention.wq.in_features, attention.wq.out_features
         return cls(dim, queries, 2 * attention.wk.out_features, hidden, is_titan_02=True)
@@ -224,7 +224,7 @@ class _Block:
         if checkpointing == "full":
             return self.dim / tp
         if checkpointing != "selective":
-            raise ValueError(f"activation_checkpoint is {checkpointing}: only selective and full can be worked out")
+            raise ValueError(f"activation_checkpoint is {checkpointing}: only selective and full can be calculated")
         # Of the products every second one is recomputed. Of five in TorchTitan 0.3, wqkv, w1 and w2 stay, wo and w3 go;
         # of seven in 0.2, wq, wv, w1 and w2 stay. TP does not cut the result of w2, which is a summand. What else stays
         # is the input and the result of the attention, and in 0.2 what TP's two reduce-scatters give.
@@ -239,7 +239,7 @@ class _Block:
 
 
 def _peaks(schedule: Schedule, stages: Sequence[_Stage]) -> tuple[float, ...]:
-    """By rank, the most that lives at a time; it depends on the order of the ops only."""
+    """By rank, the peak of what lives; it depends only on the order of the ops."""
     times = (1.0,) * len(stages)
     kept = tuple(stage.kept_by_f for stage in stages)
     freed = tuple(1 - stage.kept_by_i / stage.kept_by_f if stage.kept_by_f else 0.0 for stage in stages)
@@ -247,7 +247,7 @@ def _peaks(schedule: Schedule, stages: Sequence[_Stage]) -> tuple[float, ...]:
 
 
 def main() -> None:
-    """The table, for TorchTitan's command line."""
+    """Print the table for TorchTitan's command line."""
     parser = argparse.ArgumentParser(prog="titan_integration.memory", allow_abbrev=False)
     parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
     known, rest = parser.parse_known_args()

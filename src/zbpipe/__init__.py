@@ -7,8 +7,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from zbpipe import algorithms  # noqa: F401 -- registers them
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.registry import generate, register, stage_indices
 from zbpipe.simulation import simulate
@@ -16,13 +18,16 @@ from zbpipe.timeline import Timeline
 from zbpipe.validation import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.costs_file import dump_costs, load_costs
     from zbpipe.frameworks.installation import install, uninstall
-    from zbpipe.planner.partition import LayerPlan, plan_layers
-    from zbpipe.planner.plan import Plan, plan
+    from zbpipe.planner.plan import plan
+    from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.failures import PipelineError
-    from zbpipe.runtime.gradient_check import GradientCheck, GradientReport, check_gradients
+    from zbpipe.runtime.gradient_check import GradientCheck
+    from zbpipe.runtime.gradient_report import GradientReport
+    from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
@@ -48,9 +53,9 @@ __all__ = [
     "Finding",
     "GradientCheck",
     "GradientReport",
+    "JobCosts",
     "Layer",
     "LayerCosts",
-    "LayerPlan",
     "Link",
     "Op",
     "OpKind",
@@ -70,10 +75,11 @@ __all__ = [
     "WeightProduct",
     "build_pipeline_schedule",
     "check_gradients",
+    "dump_costs",
     "generate",
     "install",
+    "load_costs",
     "plan",
-    "plan_layers",
     "register",
     "simulate",
     "stage_indices",
@@ -83,17 +89,20 @@ __all__ = [
 
 
 _LATER = {
+    "costs_file": ("dump_costs", "load_costs"),
     "frameworks.installation": ("install", "uninstall"),
-    "planner.partition": ("LayerPlan", "plan_layers"),
-    "planner.plan": ("Plan", "plan"),
+    "planner.plan": ("plan",),
+    "planner.result": ("Plan",),
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
     "runtime.failures": ("PipelineError",),
-    "runtime.gradient_check": ("GradientCheck", "GradientReport", "check_gradients"),
+    "runtime.gradient_check": ("GradientCheck",),
+    "runtime.gradient_report": ("GradientReport",),
+    "runtime.lone_check": ("check_gradients",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),
 }
-"""What is loaded when it is first used, by module: it needs torch, or a search that most users do not need."""
+"""What is loaded when it is first used, by module: it needs torch, or most users do not need it."""
 
 
 def __getattr__(name: str) -> Any:

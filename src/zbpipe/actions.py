@@ -1,9 +1,9 @@
-"""torch's compute-and-communication table: are sends and receives matched, in an order that cannot deadlock?
+"""torch's table with communication: its actions, and checks that sends and receives match and cannot deadlock.
 
 A cell is an action as torch writes it: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
-`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not hold its rank up; a receive waits for its
-send, and a wait for a send waits for the receive. Messages carry no names on the way, so one rank has to receive them
-in the order in which the other sends them.
+`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank; a receive waits for its
+send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
+which the other rank sends them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from zbpipe.ir import NUMBER, Op, OpKind, Schedule, cells
-from zbpipe.validation import Finding, Rule, feeders, first_positions, validate, waiting_circles
+from zbpipe.ir import NUMBER, Op, OpKind, Schedule, cells, inputs
+from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
 
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
@@ -24,28 +24,12 @@ _ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])(
 COMPUTE = frozenset(OpKind)
 
 
-# By action what comes before it, one of each group: (kind, how many stages on).
-_NEEDS: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
-    "SEND_F": ((("F", 0),),),
-    "SEND_B": ((("I", 0), ("B", 0)),),
-    "RECV_F": ((("SEND_F", -1),),),
-    "RECV_B": ((("SEND_B", 1),),),
-    "WAIT_SEND_F": ((("SEND_F", 0),), (("RECV_F", 1),)),
-    "WAIT_SEND_B": ((("SEND_B", 0),), (("RECV_B", -1),)),
-}
-
-
-# By action the send at the other end of its message: (kind, how many stages on).
-_MESSAGE_OF = {
-    **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
-    **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
-    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -1)),
-    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
-}
-
-
 class Action(NamedTuple):
-    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none)."""
+    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none).
+
+    >>> print(Action(3, "SEND_F", 0), Action(3, "UNSHARD", -1))
+    3SEND_F0 3UNSHARD
+    """
 
     stage: int
     kind: str
@@ -56,15 +40,83 @@ class Action(NamedTuple):
 
 
 Rows = tuple[tuple[Action, ...], ...]
+"""What each rank does, in order."""
+
+_STEP = {"F": 1, "B": -1}
+"""How many stages on a message goes: the output of a forward to the next stage, a gradient to the one before."""
+_MESSAGE_OF = {
+    **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
+    **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
+    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -_STEP["F"])),
+    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", -_STEP["B"])),
+}
+"""By action the send of its message: (kind, how many stages on)."""
+
+
+def action_of(op: Op) -> Action:
+    """How torch's lists name it.
+
+    >>> action_of(Op.parse("3F0"))
+    Action(stage=3, kind='F', microbatch=0)
+    """
+    return Action(op.stage, op.kind.value, op.microbatch)
+
+
+def op_of(action: Action) -> Op:
+    """The op that an action in `COMPUTE` names.
+
+    >>> str(op_of(Action(3, "F", 0)))
+    '3F0'
+    """
+    return Op(action.stage, OpKind(action.kind), action.microbatch)
+
+
+def send_of(op: Op) -> Action:
+    """The send of what an F, I or B makes for another rank.
+
+    >>> print(send_of(Op.parse("3I0")))
+    3SEND_B0
+    """
+    return Action(op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch)
+
+
+def other_end(action: Action) -> Action:
+    """The receive of a send, or the send of a receive.
+
+    >>> print(other_end(Action(0, "SEND_F", 3)), other_end(Action(0, "RECV_B", 3)))
+    1RECV_F3 1SEND_B3
+    """
+    verb, way = action.kind.split("_")
+    stage = action.stage + (_STEP[way] if verb == "SEND" else -_STEP[way])
+    return Action(stage, f"RECV_{way}" if verb == "SEND" else f"SEND_{way}", action.microbatch)
+
+
+def message_of(action: Action) -> Action | None:
+    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank.
+
+    >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
+    2SEND_F0 3SEND_B0
+    """
+    if action.kind not in _MESSAGE_OF:
+        return None
+    kind, step = _MESSAGE_OF[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
 
 
 def has_communication(table: str) -> bool:
-    """Whether the table is one with communication, and not torch's compute-only one."""
+    """Whether the table is one with communication, and not torch's compute-only one.
+
+    >>> has_communication("0F0,0SEND_F0")
+    True
+    """
     return any(kind in table for kind in ("SEND", "RECV", "SHARD", "REDUCE"))
 
 
 def parse(table: str) -> Rows:
     """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
+
+        >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
+        0UNSHARD 0F1 0B0
 
     Raises:
         ValueError: a cell is no action.
@@ -92,6 +144,10 @@ def _parse_cell(rank: int, cell: str) -> Action:
 def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding]]:
     """The compute ops of a table, with or without communication, and everything that is wrong with it.
 
+        >>> schedule, findings = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+        >>> print(*findings)
+        missing: rank 1, 1RECV_F0: the message is never received
+
     Args:
         table: torch's CSV.
         name: for the schedule.
@@ -108,9 +164,13 @@ def check_table(table: str, name: str, memory_limit: float | None = None) -> tup
 
 
 def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Finding]:
-    """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
+    """Everything that is wrong with the compute ops, the messages between ranks, and their order.
+
+    >>> validate_lowered(parse("0F0,0B0"))
+    []
+    """
     compute = _compute_ops(rows, "table")
-    checks = _Lowered(rows, compute)
+    checks = _Table(rows, compute)
     # Who waits for whom shows better among the messages.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
     return [
@@ -124,8 +184,13 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
 
 
 def mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message which was meant for another one: they give wrong numbers and no error."""
-    return list(_Lowered(rows, _compute_ops(rows, "")).crossed())
+    """Receives that take a message meant for another receive: the numbers get wrong without an error.
+
+    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
+    >>> print(*mixed_up_messages(rows))
+    order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
+    """
+    return list(_Table(rows, _compute_ops(rows, "")).crossed())
 
 
 Queues = Callable[[int], Hashable]
@@ -133,11 +198,14 @@ Queues = Callable[[int], Hashable]
 
 
 def blocked_queues(rows: Rows) -> list[Finding]:
-    """A circle of messages that wait for each other if a rank sends and receives one at a time, in its order.
+    """A circle of messages that wait for each other if each rank sends and receives one message at a time, in order.
 
     That is the strictest reading of NCCL and RCCL: all messages of a rank stand in one queue, where each begins when
     the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds
     sound.
+
+        >>> blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
+        []
     """
     rank_of = _compute_ops(rows, "").placement.rank_of
     try:
@@ -158,6 +226,10 @@ def waits(
     A message is one thing at both ends, called as its send. It waits for the computations before it and the message
     before it in its queue, at both ends; a computation for the one before it and for its message.
 
+        >>> found = waits(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1), lambda peer: 0)
+        >>> {str(node): [str(each) for each in before] for node, before in found.items()}
+        {'0F0': [], '0SEND_F0': ['0F0'], '1F0': ['0SEND_F0']}
+
     Args:
         rows: of a table that `validate_lowered` finds sound.
         rank_of: by stage.
@@ -176,8 +248,7 @@ def waits(
                 continue
             message = message_of(action)
             if action.kind.startswith(("SEND", "RECV")) and message:
-                ends = (message.stage, message.stage + (1 if message.kind == "SEND_F" else -1))
-                queue = queues(rank_of[ends[action.kind.startswith("SEND")]])
+                queue = queues(rank_of[other_end(action).stage])
                 found[message] += [*compute, *([last[queue]] if queue in last else ())]
                 last[queue] = message
                 continue
@@ -190,24 +261,12 @@ def waits(
     return found
 
 
-def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank."""
-    if action.kind not in _MESSAGE_OF:
-        return None
-    kind, step = _MESSAGE_OF[action.kind]
-    return Action(action.stage + step, kind, action.microbatch)
-
-
 def _compute_ops(rows: Rows, name: str) -> Schedule:
-    return Schedule.from_rows([[_op(a) for a in row if a.kind in COMPUTE] for row in rows], name)
+    return Schedule.from_rows([[op_of(each) for each in row if each.kind in COMPUTE] for row in rows], name)
 
 
-def _op(action: Action) -> Op:
-    return Op(action.stage, OpKind(action.kind), action.microbatch)
-
-
-class _Lowered:
-    """A table with what the checks look up again and again."""
+class _Table:
+    """A table with communication, and what the checks look up in it."""
 
     def __init__(self, rows: Rows, compute: Schedule) -> None:
         self.rows = rows
@@ -226,10 +285,8 @@ class _Lowered:
         """All messages that the placement asks for, at both ends."""
         for stage in filter(self.crosses, range(len(self.rank_of))):
             for microbatch in range(self.num_microbatches):
-                yield Action(stage, "SEND_F", microbatch)
-                yield Action(stage + 1, "RECV_F", microbatch)
-                yield Action(stage + 1, "SEND_B", microbatch)
-                yield Action(stage, "RECV_B", microbatch)
+                for send in (Action(stage, "SEND_F", microbatch), Action(stage + 1, "SEND_B", microbatch)):
+                    yield from (send, other_end(send))
 
     def finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
         rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
@@ -256,17 +313,23 @@ class _Lowered:
 
     def needs(self, action: Action) -> list[tuple[Action, ...]]:
         """What has to be over before `action`, one action of each tuple."""
-        stage, kind, microbatch = action
-        groups = _NEEDS.get(kind, ())
-        if kind in COMPUTE:
-            if kind == "F" and self.crosses(stage - 1):
-                groups = ((("RECV_F", 0),),)
-            elif kind in "IB" and self.crosses(stage):
-                groups = ((("F", 0),), (("RECV_B", 0),))
-            else:
-                feeding = feeders(_op(action), len(self.rank_of))
-                return [tuple(Action(op.stage, op.kind.value, op.microbatch) for op in group) for group in feeding]
-        return [tuple(Action(stage + step, each, microbatch) for each, step in group) for group in groups]
+        match action.kind.split("_"):
+            case ["F" | "I" | "W" | "B"]:
+                return [self.given_by(op_of(action), group) for group in inputs(op_of(action), len(self.rank_of))]
+            case ["SEND", way]:
+                return [tuple(action._replace(kind=kind) for kind in (("F",) if way == "F" else ("I", "B")))]
+            case ["RECV", _]:
+                return [(other_end(action),)]
+            case ["WAIT", "SEND", way]:
+                send = action._replace(kind=f"SEND_{way}")
+                return [(send,), (other_end(send),)]
+        return []
+
+    def given_by(self, op: Op, group: tuple[Op, ...]) -> tuple[Action, ...]:
+        """What gives `op` an input that one of `group` makes: that op itself, or the receive from another rank."""
+        if self.rank_of[op.stage] != self.rank_of[group[0].stage]:
+            return (Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch),)
+        return tuple(map(action_of, group))
 
     def disordered(self) -> Iterator[Finding]:
         """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
@@ -301,15 +364,16 @@ class _Lowered:
         received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
         for rank, row in enumerate(self.rows):
             for position, action in enumerate(row):
-                step = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}.get(action.kind)
-                if step is None or not 0 <= action.stage + step < len(self.rank_of):
+                if not action.kind.startswith(("SEND", "RECV")):
                     continue
-                peer = self.rank_of[action.stage + step]
+                end = other_end(action)
+                if not 0 <= end.stage < len(self.rank_of):
+                    continue
+                peer = self.rank_of[end.stage]
                 if action.kind.startswith("SEND"):
                     sent[rank, peer].append(action)
                 else:
-                    message = Action(action.stage + step, action.kind.replace("RECV", "SEND"), action.microbatch)
-                    received[peer, rank].append((message, action, (rank, position)))
+                    received[peer, rank].append((end, action, (rank, position)))
         for way, receives in received.items():
             for (message, action, place), posted in zip(receives, sent[way], strict=False):
                 if message != posted:

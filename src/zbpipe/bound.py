@@ -1,4 +1,4 @@
-"""What no schedule can do better: bounds from work, dependencies and memory.
+"""Times that no schedule can beat: lower bounds from work, dependencies and memory.
 
 Every rank has to do its work, and it cannot be busy all the time:
 
@@ -27,14 +27,18 @@ from zbpipe.ir import Placement
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """A time below which no order of the ops can bring the synchronous step, in seconds.
+    """Seconds of a synchronous step that no order of the ops can beat.
+
+        >>> placement = Placement.v(4)
+        >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+        25.5
 
     Args:
         placement: where the stages are.
         costs: for its stages.
         num_microbatches: from 1 on.
         limits: what each rank may hold, in the unit of `costs.activations`; default: any amount. Where I takes more
-            than it frees, a backward in one piece may do with less, and the bound does not count on that.
+            than it frees, a full backward may need less memory; the bound ignores that.
     """
     path = _alone(placement, costs)
     finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]
@@ -50,7 +54,12 @@ def lower_bound(
 def span_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """The same for the longest time from a rank's first op to its last, whatever the other ranks do meanwhile."""
+    """The same for the longest time from a rank's first op to its last, whatever the other ranks do meanwhile.
+
+    >>> placement = Placement.loop(4)
+    >>> span_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    24.0
+    """
     path = _alone(placement, costs)
     longest = 0.0
     for stages, limit in _ranks(placement, limits):
@@ -83,6 +92,7 @@ class _Window(NamedTuple):
 
 
 def _alone(placement: Placement, costs: CostModel) -> _Path:
+    """F down all stages and I up again: repeats the rule of `ir.inputs`, and a test holds it against the simulator."""
     rank_of, stages = placement.rank_of, range(costs.num_stages)
     path = _Path([], [], [0.0] * len(stages), [0.0] * len(stages))
     now = 0.0

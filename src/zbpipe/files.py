@@ -1,13 +1,17 @@
-"""Files that people hand over: text that may come from Excel, and that may be far too large."""
+"""Reads text files from users, which may come from Excel or be far too large."""
 
 from pathlib import Path
 
 _MOST_BYTES = 2**25
-"""Far more than any table or cost file has; a device may never end."""
+"""Far more than any table or cost file has; a device file may never end."""
 
 
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a file, without the byte order mark that Excel writes.
+
+        >>> read_text("missing.csv")
+        Traceback (most recent call last):
+        FileNotFoundError: ...
 
     Raises:
         OSError: it cannot be read.

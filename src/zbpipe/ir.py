@@ -11,7 +11,7 @@ import csv
 import io
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 NUMBER = "[0-9]{1,15}"
 """A stage or a microbatch in a table, as a regular expression; what is longer is a mistake, or worse."""
+_MOST_SHOWN = 64
+"""Ops in the `repr` of a schedule."""
 _OP = re.compile(rf"(?P<stage>{NUMBER})(?P<kind>[FIWB])(?P<microbatch>{NUMBER})")
 
 MOST_STAGES = 1024
@@ -30,6 +32,10 @@ MOST_WORK = 2**18
 
 def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
     """Refuse what would take gigabytes or hours, before anything is made of that size.
+
+        >>> require_size("a plan", num_stages=4096)
+        Traceback (most recent call last):
+        ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
 
     Args:
         what: for the message.
@@ -48,8 +54,29 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
         )
 
 
+def require_whole(**numbers: object) -> None:
+    """Refuse what is no whole number.
+
+        >>> require_whole(ranks=2.5)
+        Traceback (most recent call last):
+        ValueError: ranks has to be a whole number, got 2.5
+
+    Raises:
+        ValueError: the first of them, by its name.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{name} has to be a whole number, got {number!r}")
+
+
 class OpKind(StrEnum):
-    """What a rank computes in one op; the value is the letter of the text form."""
+    """What a rank computes in one op; the value is the letter of the text form.
+
+    F is a forward, I the backward for the input, W the backward for the weights, and B a full backward (I and W).
+
+        >>> OpKind("I") is OpKind.I
+        True
+    """
 
     F = "F"
     I = "I"  # noqa: E741 -- torch's letter for the input gradient
@@ -58,7 +85,11 @@ class OpKind(StrEnum):
 
 
 class Op(NamedTuple):
-    """One piece of computation: what `kind` of work on which stage for which microbatch. Text form: `3F0`."""
+    """One piece of computation: what `kind` of work on which stage for which microbatch. Text form: `3F0`.
+
+    >>> str(Op(stage=3, kind=OpKind.F, microbatch=0))
+    '3F0'
+    """
 
     stage: int
     kind: OpKind
@@ -71,10 +102,13 @@ class Op(NamedTuple):
     def parse(cls, text: str) -> Op:
         """The op written as `text`, as torch writes it: stage, kind, microbatch, for instance `3F0`.
 
+            >>> Op.parse("3F0").stage
+            3
+
         Raises:
             ValueError: `text` is anything else.
         """
-        match = _OP.fullmatch(text.strip())
+        match = _OP.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
                 f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B, and microbatch, for example 3F0"
@@ -82,34 +116,106 @@ class Op(NamedTuple):
         return cls(int(match["stage"]), OpKind(match["kind"]), int(match["microbatch"]))
 
 
+F, I, W, B = OpKind  # noqa: E741 -- `inputs` runs for every op, and `OpKind.F` takes longer than all else in it
+
+
+def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
+    """What has to be over before `op` can start: one op of each group.
+
+    F takes the output of the stage before, W what I left behind; I and B take their own F and the gradient of the stage
+    after, which comes out of an I or out of a B. This is the rule for all of zbpipe. The planner's flat numbers and the
+    bound repeat it for speed, and tests hold them against it.
+
+        >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
+        [['1F0'], ['2I0', '2B0']]
+
+    Args:
+        op: of any stage and microbatch.
+        num_stages: of the whole pipeline.
+    """
+    stage, kind, microbatch = op
+    if kind is F:
+        return ((Op(stage - 1, F, microbatch),),) if stage > 0 else ()
+    if kind is W:
+        return ((Op(stage, I, microbatch),),)
+    forward = (Op(stage, F, microbatch),)
+    if stage == num_stages - 1:
+        return (forward,)
+    return (forward, (Op(stage + 1, I, microbatch), Op(stage + 1, B, microbatch)))
+
+
+def users(op: Op, num_stages: int) -> tuple[Op, ...]:
+    """The ops that `op` feeds, `inputs` the other way round. Of an I and a B a schedule has one.
+
+        >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
+        ['1W0', '0I0', '0B0']
+
+    Args:
+        op: of any stage and microbatch.
+        num_stages: of the whole pipeline.
+    """
+    stage, kind, microbatch = op
+    found: list[Op] = []
+    if kind is F:
+        found = [Op(stage + 1, F, microbatch)] if stage < num_stages - 1 else []
+        found += [Op(stage, each, microbatch) for each in (I, B)]
+    if kind is I:
+        found = [Op(stage, W, microbatch)]
+    if kind in (I, B) and stage > 0:
+        found += [Op(stage - 1, each, microbatch) for each in (I, B)]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage: `rank_of[stage]` is a pipeline rank; ranks count from 0 without a gap."""
+    """Which rank holds which stage: `rank_of[stage]` is a pipeline rank; ranks count from 0 without a gap.
+
+        >>> Placement((0, 1, 1, 0)).stages_on(0)
+        (0, 3)
+
+    Raises:
+        TypeError: `rank_of` holds no whole numbers.
+        ValueError: a rank without a stage.
+    """
 
     rank_of: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        ranks = set(self.rank_of)
+        given: object = self.rank_of
+        if not isinstance(given, (tuple, list)) or any(type(rank) is not int for rank in given):
+            raise TypeError(
+                "a placement takes the rank of each stage, for example zbpipe.Placement((0, 1, 1, 0)), got"
+                f" {reprlib.repr(given)}"
+            )
+        ranks = set(given)
         if not ranks or min(ranks) < 0 or max(ranks) >= len(ranks):
-            raise ValueError(f"a placement needs a stage on every rank, got the ranks {self.rank_of}")
+            raise ValueError(f"a placement needs a stage on every rank, got the ranks {given}")
+        object.__setattr__(self, "rank_of", tuple(given))
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
-        """Round and round: stage s on rank s modulo `num_ranks`. Not for more than 1024 stages."""
-        require_size(
-            f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank
-        )
+        """Round and round: stage s on rank s modulo `num_ranks`.
+
+            >>> Placement.loop(2, stages_per_rank=2).rank_of
+            (0, 1, 0, 1)
+
+        Raises:
+            ValueError: what is no whole number from 1 on, or more than 1024 stages.
+        """
+        _require_placeable(num_ranks, stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
-        """Down the ranks and up again, as often as `stages_per_rank` says: the last stage meets the first on rank 0.
+        """Down the ranks and up again, in turn; with an even `stages_per_rank` rank 0 has the first and the last stage.
 
-        Not for more than 1024 stages.
+            >>> Placement.v(3).rank_of
+            (0, 1, 2, 2, 1, 0)
+
+        Raises:
+            ValueError: what is no whole number from 1 on, or more than 1024 stages.
         """
-        require_size(
-            f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank
-        )
+        _require_placeable(num_ranks, stages_per_rank)
         down = tuple(range(num_ranks))
         return cls(tuple(rank for leg in range(stages_per_rank) for rank in (down, down[::-1])[leg % 2]))
 
@@ -129,15 +235,43 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, in ascending order."""
+        """The stages of one rank, in ascending order.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        require_whole(rank=rank)
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(
+                f"rank {rank} is outside a placement on {self.num_ranks} ranks: use 0 to {self.num_ranks - 1}"
+            )
         return self._stages_by_rank[rank]
+
+
+def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
+    require_whole(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+    if min(num_ranks, stages_per_rank) < 1:
+        raise ValueError(
+            f"a placement needs at least 1 rank and 1 stage a rank, got num_ranks={num_ranks} and"
+            f" stages_per_rank={stages_per_rank}"
+        )
+    require_size(f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """For every rank the list of ops that it runs, in order.
 
-    A `Schedule` can be built with any lists at all; `zbpipe.validate` tells whether they make sense.
+    A `Schedule` can be built with any lists of ops at all; `zbpipe.validate` tells whether they make sense.
+
+        >>> mine = Schedule.from_csv("0F0,0F1,0B0,0B1", name="mine")
+        >>> mine
+        Schedule('mine', p=1, m=2, ops='0F0 0F1 0B0 0B1')
+        >>> mine.ops[0][-1]
+        Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=1)
+
+    Raises:
+        TypeError: something else than ops in the lists, or another field of the wrong type.
     """
 
     name: str
@@ -145,6 +279,18 @@ class Schedule:
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
     """One tuple per rank."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise TypeError(
+                f"schedule {self.name}: the placement has to be a zbpipe.Placement, for example Placement.v(4), got"
+                f" {reprlib.repr(self.placement)}"
+            )
+        if type(self.num_microbatches) is not int:
+            raise TypeError(
+                f"schedule {self.name}: num_microbatches has to be a whole number, got {self.num_microbatches!r}"
+            )
+        object.__setattr__(self, "ops", _frozen(self.ops, self.name))
 
     @property
     def num_ranks(self) -> int:
@@ -157,20 +303,40 @@ class Schedule:
         """One line per rank: `rank 0: 0F0 0F1 ...`."""
         return "\n".join(f"rank {rank}: {' '.join(map(str, ops))}" for rank, ops in enumerate(self.ops))
 
+    def __repr__(self) -> str:
+        """One line, with the ops only if they are few."""
+        size = f"{self.name!r}, p={self.num_ranks}, m={self.num_microbatches}"
+        num_ops = sum(map(len, self.ops))
+        ops = f"ops='{' | '.join(' '.join(map(str, row)) for row in self.ops)}'"
+        return f"Schedule({size}, {ops if num_ops <= _MOST_SHOWN else f'{num_ops} ops'})"
+
     def to_csv(self) -> str:
-        """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op."""
+        """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op.
+
+        >>> print(zbpipe.generate("1F1B", 2, 2).to_csv(), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
+        """
         table = io.StringIO()
         csv.writer(table, lineterminator="\n").writerows(self.ops)
         return table.getvalue()
 
     @classmethod
     def from_csv(cls, table: str, name: str = "csv") -> Schedule:
-        """Read torch's compute-only table. Empty cells (torch's bubbles) carry no meaning and are dropped.
+        """Read torch's compute-only table, without its empty cells (torch's bubbles).
 
         Placement and number of microbatches come from the table itself: a stage is on the rank in whose row it first
         appears.
 
+            >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
+            (0, 1)
+
+        Args:
+            table: the text, not the path of a file: `zbpipe.generate` takes that.
+            name: of the schedule.
+
         Raises:
+            TypeError: the table is no text.
             ValueError: a cell is no op, a row or the whole table is empty, a stage appears in no row, or there are
                 far too few ops for a microbatch that a cell names.
         """
@@ -183,9 +349,14 @@ class Schedule:
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
         """A schedule from one sequence of ops per rank, with the placement that the ops show.
 
+            >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
+            1
+
         Raises:
+            TypeError: something else than ops in the lists.
             ValueError: as `from_csv`, or a number below zero.
         """
+        rows = _frozen(rows, name)
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
@@ -211,15 +382,43 @@ class Schedule:
                 " are missing"
             )
         placement = Placement(tuple(rank_of[stage] for stage in range(num_stages)))
-        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)))
+        return cls(name, placement, num_microbatches, rows)
+
+
+def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ...]:
+    """The rows as tuples of ops.
+
+    Raises:
+        TypeError: there is something else in them; an op whose kind is text would compare as equal and run as another.
+    """
+    try:
+        frozen = tuple(map(tuple, rows))
+    except TypeError:
+        raise TypeError(f"schedule {name}: ops has to be one list of ops a rank, got {reprlib.repr(rows)}") from None
+    for rank, row in enumerate(frozen):
+        for position, op in enumerate(row):
+            if type(op) is not Op or type(op.kind) is not OpKind:
+                raise TypeError(
+                    f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, which is no zbpipe.Op:"
+                    " make one with zbpipe.Op.parse('3F0')"
+                )
+    return frozen
 
 
 def cells(table: str) -> list[list[str]]:
     """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
 
+        >>> cells("0F0,0B0\\n1F0,1B0")
+        [['0F0', '0B0'], ['1F0', '1B0']]
+
     Raises:
+        TypeError: the table is no text.
         ValueError: the table is no CSV, or other characters than commas separate its cells.
     """
+    if not isinstance(table, str):
+        raise TypeError(
+            f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"
+        )
     if "," not in table and "(" not in table and (separator := re.search("[;\t]", table)):
         raise ValueError(f"{separator[0]!r} separates the cells of the table: save it with commas")
     try:

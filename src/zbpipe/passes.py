@@ -1,75 +1,64 @@
-"""Lists of computations with their messages, and the passes that place receives and waits in them.
+"""Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
 
-torch adds the messages to a schedule by itself; `with_messages` makes the same of it without torch. What a pass makes
-of lists that torch lowered, which also gather and reduce weights, is the same for their messages.
+torch adds the messages by itself; `with_messages` gives the same lists without torch. The passes take both: lists from
+torch also gather and reduce weights, which makes no difference to their messages.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
-from itertools import islice
 
-from zbpipe.actions import COMPUTE, Action, Rows, message_of
+from zbpipe.actions import COMPUTE, Action, Rows, action_of, message_of, other_end, send_of
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives
+from zbpipe.turns import Turns
 
 
 def with_messages(schedule: Schedule) -> Rows:
-    """The lists that torch lowers `schedule` to, with sends and early receives, without torch.
+    """The lists that torch makes of `schedule`, with sends and early receives, without torch.
 
     The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
     receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
 
+        >>> for row in with_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
+        ...     print(*row)
+        0F0 0SEND_F0 0RECV_B0 0B0
+        1RECV_F0 1F0 1B0 1SEND_B0
+
     Args:
         schedule: a valid one.
     """
-    placement, last = schedule.placement, schedule.placement.num_stages - 1
+    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
     rows: list[list[Action]] = [[] for _ in schedule]
-    there: set[tuple[bool, int, int]] = {(True, 0, microbatch) for microbatch in range(schedule.num_microbatches)}
-    """Inputs that a stage has: forward or not, stage, microbatch."""
-    left = [deque(ops) for ops in schedule]
-    while any(left):
-        for rank, ops in enumerate(left):
-            if not ops or not _has_input(ops[0], there, last):
-                continue
-            op = ops.popleft()
-            rows[rank].append(action(op))
-            if op.kind is OpKind.W:
-                continue
-            receiver = op.stage + (1 if op.kind is OpKind.F else -1)
-            there.add((op.kind is OpKind.F, receiver, op.microbatch))
-            if 0 <= receiver <= last and placement.rank_of[receiver] != rank:
-                send, receive = messages(op)
-                rows[rank].append(send)
-                rows[placement.rank_of[receiver]].append(receive)
+    turn = (0, -1)
+    """Round and rank."""
+
+    def next_turn(rank: int, position: int) -> tuple[int, int]:
+        """In this round if its rank comes later in it, else in the next."""
+        number, now = turn
+        return number + (rank <= now), rank
+
+    for rank, op, _ in Turns(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
+        turn = next_turn(rank, 0)
+        rows[rank].append(action_of(op))
+        taker = next((user for user in users(op, num_stages) if rank_of[user.stage] != rank), None)
+        if taker:
+            send = send_of(op)
+            rows[rank].append(send)
+            rows[rank_of[taker.stage]].append(other_end(send))
     return tuple(map(tuple, rows))
-
-
-def _has_input(op: Op, there: set[tuple[bool, int, int]], last: int) -> bool:
-    is_forward = op.kind is OpKind.F
-    if op.kind is OpKind.W or (op.stage == last and not is_forward):
-        return True
-    return (is_forward, op.stage, op.microbatch) in there
-
-
-def action(op: Op) -> Action:
-    """How torch's lists name it."""
-    return Action(op.stage, op.kind.value, op.microbatch)
-
-
-def messages(op: Op) -> tuple[Action, Action]:
-    """The send and the receive of what an F, I or B makes for another rank."""
-    if op.kind is OpKind.F:
-        return Action(op.stage, "SEND_F", op.microbatch), Action(op.stage + 1, "RECV_F", op.microbatch)
-    return Action(op.stage, "SEND_B", op.microbatch), Action(op.stage - 1, "RECV_B", op.microbatch)
 
 
 def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
     """`rows` with their receives moved.
+
+        >>> schedule = zbpipe.generate("1F1B", 2, 2)
+        >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
+        >>> print(*place_receives(with_messages(schedule), Receives.LATE, timeline)[1])
+        1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
     Args:
         rows: with torch's early receives.
@@ -88,10 +77,13 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
 
 def unknown_costs(placement: Placement) -> CostModel:
-    """By which receives are placed before anything was measured: equal times, and messages that take a hundredth.
+    """The costs by which to place receives before anything was measured: equal times, messages take a hundredth.
 
-    A little time for the messages puts those that would start at the same time into the order in which they are needed.
-    With none at all V-Half loses 13 % in one queue where messages do take time.
+    This little time puts messages that would start at the same time into the order in which they are needed. Without
+    it V-Half loses 13 % in one queue where messages do take time.
+
+        >>> unknown_costs(Placement.loop(2)).transfer(0, 1)
+        0.01
     """
     return CostModel.uniform(placement, comm=0.01)
 
@@ -99,8 +91,8 @@ def unknown_costs(placement: Placement) -> CostModel:
 def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
 
-    torch's own `defer_pp_recv` goes further back, past other messages: on a V it then takes F and I, which come from
-    the same rank, for one another, and with all messages of a rank in one queue it can hang.
+    torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
+    rank, and with all messages of a rank in one queue it can hang.
     """
     held: list[Action] = []
     reordered: list[Action] = []
@@ -112,8 +104,8 @@ def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
         if each.kind.startswith("SEND"):
             release = len(held)
         elif each.kind in COMPUTE:
-            message = message_of(each)
-            release = max((n for n, receive in enumerate(held, start=1) if message_of(receive) == message), default=0)
+            needed = message_of(each)
+            release = max((n for n, receive in enumerate(held, start=1) if message_of(receive) == needed), default=0)
         reordered += [*held[:release], each]
         held = held[release:]
     return tuple(reordered)
@@ -133,9 +125,9 @@ def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
             behind it.
     """
-    spans = {action(span.op): span for row in timeline.spans for span in row if span.step == 0}
-    place = {action(op): n for n, op in enumerate(in_order_of_ends(timeline))}
-    maker = {messages(span.op)[1]: each for each, span in spans.items() if span.op.kind is not OpKind.W}
+    spans = {action_of(span.op): span for row in timeline.spans for span in row if span.step == 0}
+    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
+    maker = {other_end(send_of(span.op)): each for each, span in spans.items() if span.op.kind is not OpKind.W}
     """By receive the computation whose result it gets."""
 
     def moved(row: tuple[Action, ...]) -> Iterator[Action]:
@@ -174,8 +166,13 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 
     torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
-    A rank that has posted a receive before a send, in its own order, has posted it when that send arrives here. So no
-    wait holds anything up. torch before 2.14 has no waits for sends.
+    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. torch
+    before 2.14 has no waits for sends.
+
+        >>> from zbpipe.actions import parse
+        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+        >>> print(*free_sends_early(rows, Placement.loop(2))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
     places = {each: n for row in rows for n, each in enumerate(row)}
     return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
@@ -193,13 +190,12 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
             continue
         yield each
         if each.kind in ("SEND_F", "SEND_B"):
-            receiver = each.stage + (1 if each.kind == "SEND_F" else -1)
-            posted = places[Action(receiver, each.kind.replace("SEND", "RECV"), each.microbatch)]
-            owed[placement.rank_of[receiver]].append((posted, each._replace(kind=f"WAIT_{each.kind}")))
-        message = message_of(each) if each.kind in COMPUTE else None
-        if message and message in places:
-            others = owed[placement.rank_of[message.stage]]
-            received = [wait for posted, wait in others if posted < places[message]]
+            receive = other_end(each)
+            owed[placement.rank_of[receive.stage]].append((places[receive], each._replace(kind=f"WAIT_{each.kind}")))
+        needed = message_of(each) if each.kind in COMPUTE else None
+        if needed and needed in places:
+            others = owed[placement.rank_of[needed.stage]]
+            received = [wait for posted, wait in others if posted < places[needed]]
             others[:] = [other for other in others if other[1] not in received]
             for wait in received:
                 if wait in waits:
@@ -208,25 +204,13 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
 
 
 def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
-    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
-    schedule = timeline.schedule
-    last = schedule.placement.num_stages - 1
-    there = {(True, 0, microbatch) for microbatch in range(schedule.num_microbatches)}
-    rows = [iter(spans[: len(ops)]) for spans, ops in zip(timeline.spans, schedule, strict=True)]
-    sleepers: dict[tuple[bool, int, int], tuple[float, int, Op]] = {}
-    heads = [(span.end, rank, span.op) for rank, row in enumerate(rows) for span in islice(row, 1)]
-    heapify(heads)
-    while heads:
-        end, rank, op = heappop(heads)
-        if not _has_input(op, there, last):
-            sleepers[op.kind is OpKind.F, op.stage, op.microbatch] = (end, rank, op)
-            continue
-        yield op
-        for span in islice(rows[rank], 1):
-            heappush(heads, (span.end, rank, span.op))
-        if op.kind is OpKind.W:
-            continue
-        made = (op.kind is OpKind.F, op.stage + (1 if op.kind is OpKind.F else -1), op.microbatch)
-        there.add(made)
-        if made in sleepers:
-            heappush(heads, sleepers.pop(made))
+    """All ops of one step by when they end, and in a tie none before one whose result it takes.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
+    >>> print(*in_order_of_ends(timeline))
+    0F0 1F0 1B0 0B0
+    """
+    schedule, spans = timeline.schedule, timeline.spans
+    num_stages = schedule.placement.num_stages
+    turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
+    return (op for _, op, _ in turns)

@@ -1,4 +1,4 @@
-"""Names of schedules, and what has to be known of each before a stage is built: how many stages a rank, and where.
+"""Schedules by name: the function that makes each, how many stages a rank holds, and how they lie on the ranks.
 
 A schedule is a function `(ranks, microbatches) -> Schedule`, registered under its name:
 
@@ -6,15 +6,15 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times. Installed packages offer their functions through the entry-point group "zbpipe.algorithms".
+measured times. Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's own
+stand in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -22,16 +22,21 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, Literal
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
-from zbpipe.ir import Placement, Schedule, require_size
+from zbpipe.ir import Placement, Schedule, require_size, require_whole
 
 Generate = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a name stands for."""
+class Algorithm:
+    """What a name stands for: a function that makes schedules, and what is known of them before one is made.
+
+    >>> zbv = lookup("ZBV")
+    >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
+    ('ZBV', 'v', 2, 'zbpipe')
+    """
 
     name: str
     placement: Literal["loop", "v", "table"]
@@ -39,7 +44,7 @@ class Traits:
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`, perhaps with the keywords `stages_per_rank` and `costs`."""
+    """`(ranks, microbatches) -> Schedule`; it may take the keywords `stages_per_rank` and `costs`."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
@@ -63,6 +68,7 @@ class Traits:
                 than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        require_whole(num_ranks=num_ranks, stages_per_rank=stages)
         if num_ranks < 1:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
@@ -76,7 +82,7 @@ class Traits:
         return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
 
 
-_registered: dict[str, Traits] = {}
+_registered: dict[str, Algorithm] = {}
 
 
 def register(
@@ -88,7 +94,13 @@ def register(
     summary: str = "",
     listed: bool = True,
 ) -> Callable[[Generate], Generate]:
-    """Decorator that makes a schedule known under `name` (case-insensitive).
+    """Decorator that makes a schedule known under `name`, in any case.
+
+        >>> @zbpipe.register("AllAtOnce", summary="one rank, one backward a microbatch", listed=False)
+        ... def all_at_once(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        ...     return zbpipe.generate("GPipe", ranks, microbatches)
+        >>> print(zbpipe.generate("allatonce", 1, 2))
+        rank 0: 0F0 0F1 0B0 0B1
 
     Args:
         name: what users write.
@@ -102,24 +114,27 @@ def register(
         ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
             or the placement is impossible.
     """
-    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
-        raise ValueError(
-            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
-            " a dash in front"
-        )
+    _require_name(name)
     require_whole(stages_per_rank=stages_per_rank)
-    if placement not in ("loop", "v") or stages_per_rank < 1 or name.lower().endswith(".csv"):
+    if placement not in ("loop", "v") or stages_per_rank < 1:
         raise ValueError(
             f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
-            " placement is 'loop' or 'v', a rank holds at least 1 stage, and names ending in .csv are files"
+            " placement is 'loop' or 'v', and a rank holds at least 1 stage"
+        )
+    if source not in ("torch", "zbpipe") or not isinstance(summary, str):
+        raise ValueError(
+            f"{name!r} with source={source!r} and summary={summary!r} cannot be registered: a source is 'torch' or"
+            " 'zbpipe', and a summary is one line of text"
         )
 
     def add(generate: Generate) -> Generate:
+        if not callable(generate):
+            raise TypeError(f"{generate!r} cannot be registered as {name!r}: give a function (ranks, microbatches)")
         known = _registered.get(name.lower())
         if known is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
         keywords = frozenset({"stages_per_rank", "costs"} & inspect.signature(generate).parameters.keys())
-        _registered[name.lower()] = Traits(
+        _registered[name.lower()] = Algorithm(
             name, placement, stages_per_rank, generate, source, summary, keywords=keywords, listed=listed
         )
         return generate
@@ -127,14 +142,31 @@ def register(
     return add
 
 
-def schedules() -> Mapping[str, Traits]:
-    """All schedules by their lower-case name, without `Auto`, which becomes one of them."""
-    _load()
-    return MappingProxyType({name: traits for name, traits in _registered.items() if traits.listed})
+def _require_name(name: str) -> None:
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    if name.lower().endswith(".csv"):
+        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
 
 
-def lookup(name: str) -> Traits:
+def schedules() -> Mapping[str, Algorithm]:
+    """All schedules by their lower-case name, without `Auto`, which becomes one of them.
+
+    >>> schedules()["zbv"].stages_per_rank
+    2
+    """
+    _load_installed()
+    return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
+
+
+def lookup(name: str) -> Algorithm:
     """The schedule called `name`, in any case, or the one in the CSV file of that name.
+
+        >>> lookup("zbv").place(num_ranks=2).rank_of
+        (0, 1, 1, 0)
 
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
@@ -143,11 +175,11 @@ def lookup(name: str) -> Traits:
         raise ValueError(f"a schedule is named by a string, for example 'ZBV', got {name!r}")
     if name.lower().endswith(".csv"):
         return _read_table(name)
-    _load()
+    _load_installed()
     known = _registered
-    traits = known.get(name.lower())
-    if traits is not None:
-        return traits
+    algorithm = known.get(name.lower())
+    if algorithm is not None:
+        return algorithm
     near = get_close_matches(name.lower(), known, n=1, cutoff=0)
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
     raise ValueError(
@@ -158,6 +190,9 @@ def lookup(name: str) -> Traits:
 
 def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
+
+        >>> zbpipe.stage_indices("ZBV", rank=1, num_ranks=4)
+        (1, 6)
 
     Args:
         schedule: a name, in any case, or the path of a CSV file.
@@ -182,61 +217,61 @@ def generate(
     microbatches: int,
     *,
     stages_per_rank: int | None = None,
-    costs: CostModel | None = None,
+    costs: CostModel | Sequence[float] | None = None,
 ) -> Schedule:
     """The schedule of that name for so many ranks and microbatches.
+
+        >>> print(zbpipe.generate("1F1B", ranks=2, microbatches=3))
+        rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
     Args:
         schedule: a name, in any case, or the path of a CSV file.
         ranks: pipeline ranks, from 1 on.
         microbatches: from 1 on.
         stages_per_rank: for the looped schedules; default: the schedule's usual one.
-        costs: for the schedules that fit themselves to them (ZB1P, ZB2P); the others do not look at them.
+        costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
+            the others do not look at them.
 
     Raises:
+        TypeError: `costs` is something else.
         ValueError: unknown name, numbers that the schedule cannot have, more than 1024 stages or 2**18 microbatches
             times stages; or a registered function that returns something else than it is asked for.
     """
-    traits = lookup(schedule)
+    algorithm = lookup(schedule)
     require_whole(ranks=ranks, microbatches=microbatches)
-    if costs is not None and not isinstance(costs, CostModel):
-        raise ValueError(f"costs has to be a zbpipe.CostModel, for example CostModel.uniform(...), got {costs!r}")
     if microbatches < 1:
-        raise ValueError(f"{traits.name} needs at least 1 microbatch, got {microbatches}")
-    placement = traits.place(ranks, stages_per_rank)
-    if traits.table is None:
-        require_size(f"{traits.name} on {ranks} ranks", placement.num_stages, microbatches)
+        raise ValueError(f"{algorithm.name} needs at least 1 microbatch, got {microbatches}")
+    placement = algorithm.place(ranks, stages_per_rank)
+    if algorithm.table is None:
+        require_size(f"{algorithm.name} on {ranks} ranks", placement.num_stages, microbatches)
+    if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
+        costs = as_cost_model(costs, placement)
     keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
-    made = traits.generate(ranks, microbatches, **{name: keywords[name] for name in traits.keywords})
-    if not isinstance(made, Schedule):
-        raise ValueError(
-            f"the function registered as {traits.name!r} has to return a zbpipe.Schedule, got {type(made)}"
-        )
-    if made.placement != placement:
-        raise ValueError(
-            f"{traits.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but"
-            f" its function puts them on {made.placement.rank_of}"
-        )
-    if made.num_microbatches != microbatches:
-        raise ValueError(
-            f"the function registered as {traits.name!r} has to return a schedule for {microbatches} microbatches, got"
-            f" one for {made.num_microbatches}"
-        )
+    made = algorithm.generate(ranks, microbatches, **{name: keywords[name] for name in algorithm.keywords})
+    _require_as_asked(made, algorithm, placement, microbatches)
     return made
 
 
-def require_whole(**numbers: object) -> None:
-    """Refuse what is no whole number.
+def _require_as_asked(made: object, algorithm: Algorithm, placement: Placement, microbatches: int) -> None:
+    """Refuse what a registered function returns if it is something else than it was asked for."""
+    if not isinstance(made, Schedule):
+        raise ValueError(
+            f"the function registered as {algorithm.name!r} has to return a zbpipe.Schedule, got {type(made)}"
+        )
+    if made.placement != placement:
+        raise ValueError(
+            f"{algorithm.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of},"
+            f" but its function puts them on {made.placement.rank_of}"
+        )
+    if made.num_microbatches != microbatches:
+        raise ValueError(
+            f"the function registered as {algorithm.name!r} has to return a schedule for {microbatches} microbatches,"
+            f" got one for {made.num_microbatches}"
+        )
 
-    Raises:
-        ValueError: the first of them, by its name.
-    """
-    for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise ValueError(f"{name} has to be a whole number, got {number!r}")
 
-
-def _read_table(path: str) -> Traits:
+def _read_table(path: str) -> Algorithm:
     try:
         schedule = Schedule.from_csv(read_text(path), name=path)
     except OSError as error:
@@ -252,12 +287,12 @@ def _read_table(path: str) -> Traits:
         return schedule
 
     stages_per_rank = len(schedule.placement.stages_on(0))
-    return Traits(path, "table", stages_per_rank, as_it_is, table=schedule)
+    return Algorithm(path, "table", stages_per_rank, as_it_is, table=schedule)
 
 
 @cache
-def _load() -> None:
-    importlib.import_module("zbpipe.algorithms")
+def _load_installed() -> None:
+    """Once, and not before a name is asked for: the modules of other packages may be slow to import."""
     for entry_point in entry_points(group="zbpipe.algorithms"):
         try:
             entry_point.load()

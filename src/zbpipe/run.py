@@ -1,10 +1,10 @@
-"""`python -m zbpipe.run`: a script that cannot be changed, with one of zbpipe's schedules.
+"""`python -m zbpipe.run`: run a script, unchanged, with one of zbpipe's schedules.
 
     torchrun ... -m zbpipe.run --schedule ZBV -- script.py its arguments
     torchrun ... -m zbpipe.run --schedule ZBV -- -m package.module its arguments
 
-The job gets that schedule whatever it asks torch for by name. Without `--schedule` it gets what it asks for, and
-zbpipe's names are known, too. The options are those of `zbpipe.install`.
+Whatever schedule the job asks torch for by name, it gets that one. Without `--schedule` it gets what it asks for, and
+may ask for zbpipe's names, too. The options are those of `zbpipe.install`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from zbpipe.frameworks.installation import asked_for, install
-from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
+from zbpipe.frameworks.installation import asked_for, install_with
+from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
 from zbpipe.runtime.options import add_arguments, from_arguments
 
 
@@ -33,15 +33,15 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
     options = from_arguments(vars(found))
     try:
-        install(found.schedule, everywhere=found.schedule is not None, **options.given())
+        install_with(options, found.schedule, everywhere=found.schedule is not None)
     except ValueError as error:
         parser.error(str(error))
-    with ended_at_once(), told_to_other_ranks():
+    with ended_at_once(), shared_with_other_ranks():
         _run(target, is_module)
     if found.schedule is not None and not asked_for():
         _say(
-            f"the job has never asked torch for a schedule by its name, so {found.schedule} was not used: where it"
-            " names torch's class itself, have it call zbpipe.build_pipeline_schedule instead"
+            f"the job never asked torch for a schedule by name, so it did not use {found.schedule}: if it uses one of"
+            " torch's classes, make it call zbpipe.build_pipeline_schedule instead"
         )
 
 

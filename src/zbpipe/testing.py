@@ -24,15 +24,15 @@ This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, Link
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
 from zbpipe.simulation import simulate
-from zbpipe.validation import Rule, feeders, validate
+from zbpipe.validation import Rule, validate
 
 try:
     from hypothesis import strategies as st
@@ -43,21 +43,24 @@ _MOST_STAGES_PER_RANK = 4
 _Rows = list[list[Op]]
 
 
-def check_schedule(schedule: Schedule, memory_limit: float | None = None, *, freed_by_i: float = 0.0) -> None:
+def check_schedule(
+    schedule: Schedule, memory_limit: float | Sequence[float] | None = None, costs: CostModel | None = None
+) -> None:
     """Assert that `schedule` can run, and in how much memory.
 
         check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
 
     Args:
         schedule: any.
-        memory_limit: the most activations that a rank may hold, in units of its share of one microbatch; the stages of
-            a rank count equally, so 1F1B needs p and ZBV does, too.
-        freed_by_i: the share of the activations that I frees; below zero where it takes more.
+        memory_limit: the most activations that a rank may hold, one number or one a rank, in the unit of
+            `costs.activations`.
+        costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
+            1F1B and ZBV need p.
 
     Raises:
         AssertionError: with everything that is wrong, one finding a line.
     """
-    findings = [str(finding) for finding in validate(schedule, memory_limit, freed_by_i=freed_by_i)]
+    findings = [str(finding) for finding in validate(schedule, memory_limit, costs)]
     if findings:
         # Raised by hand, because `assert` is gone under `python -O`.
         raise AssertionError("\n  ".join([f"schedule {schedule.name}, {len(findings)} finding(s):", *findings]))
@@ -123,25 +126,27 @@ def schedules(
     Raises:
         ValueError: unknown name, or numbers that the schedule cannot have.
     """
-    traits = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
+    algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
     num_microbatches = draw(st.integers(1, max_microbatches)) if microbatches is None else microbatches
-    if stages_per_rank is None and traits.any_stages_per_rank:
+    if stages_per_rank is None and algorithm.any_stages_per_rank:
         stages_per_rank = draw(st.integers(1, _MOST_STAGES_PER_RANK))
     # By name where there is one: `name` may be the path of a table.
-    return registry.generate(name or traits.name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+    return registry.generate(name or algorithm.name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
 
 
-def _candidates(stages_per_rank: int | None) -> list[registry.Traits]:
+def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
     """The schedules that run with so many stages a rank, plain ones first, because hypothesis shrinks towards these."""
     fitting = [
-        traits
-        for traits in registry.schedules().values()
-        if stages_per_rank in (None, traits.stages_per_rank) or traits.any_stages_per_rank
+        algorithm
+        for algorithm in registry.schedules().values()
+        if stages_per_rank in (None, algorithm.stages_per_rank) or algorithm.any_stages_per_rank
     ]
     if not fitting:
         raise ValueError(f"no registered schedule runs {stages_per_rank} stages per rank")
-    return sorted(fitting, key=lambda traits: (traits.stages_per_rank, traits.placement, traits.name.lower()))
+    return sorted(
+        fitting, key=lambda algorithm: (algorithm.stages_per_rank, algorithm.placement, algorithm.name.lower())
+    )
 
 
 @st.composite
@@ -151,7 +156,7 @@ def runnable_schedules(
     *,
     max_microbatches: int = 6,
 ) -> Schedule:
-    """Valid schedules in any order at all, some backwards in one piece and some in two: most of them no good.
+    """Valid schedules in any order that can run, with full and with split backwards: most of them slow.
 
         @given(runnable_schedules())
         def test_my_tool_copes_with_whatever_can_run(schedule): ...
@@ -176,21 +181,17 @@ def runnable_schedules(
 
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
     """One op after the other, each after those that feed it; lists that agree with one order cannot deadlock."""
-    there = set(ops)
-    missing = {op: [there.intersection(choices) for choices in feeders(op, num_stages)] for op in ops}
-    users: dict[Op, list[Op]] = {op: [] for op in ops}
-    for op, inputs in missing.items():
-        for (feeder,) in inputs:
-            users[feeder].append(op)
-    unmet = {op: len(inputs) for op, inputs in missing.items()}
+    # No `Turns`: there are no lists yet.
+    unmet = {op: len(inputs(op, num_stages)) for op in ops}
     ready = [op for op in ops if not unmet[op]]
     while ready:
         op = ready.pop(draw(st.integers(0, len(ready) - 1)))
         yield op
-        for user in users[op]:
-            unmet[user] -= 1
-            if not unmet[user]:
-                ready.append(user)
+        for user in users(op, num_stages):
+            if user in unmet:
+                unmet[user] -= 1
+                if not unmet[user]:
+                    ready.append(user)
 
 
 _times = st.integers(1, 32).map(lambda eighths: eighths / 8)
@@ -352,7 +353,7 @@ def _disorder(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
         (row, op, feeder)
         for row, own in ((row, set(row)) for row in rows)
         for op in row
-        if (fed_by := [own.intersection(choices) for choices in feeders(op, schedule.placement.num_stages)])
+        if (fed_by := [own.intersection(choices) for choices in inputs(op, schedule.placement.num_stages)])
         and all(fed_by)
         for (feeder,) in fed_by
     ]

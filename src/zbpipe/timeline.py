@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.ir import Op, OpKind, Schedule, inputs
 from zbpipe.transport import Receives, Transport
 
 
 class Span(NamedTuple):
-    """One op on a rank, from `start` to `end` in seconds."""
+    """One op on a rank, from `start` to `end` in seconds.
+
+    >>> Span(Op.parse("3F0"), start=1.0, end=2.0).step
+    0
+    """
 
     op: Op
     start: float
@@ -25,7 +30,11 @@ class Span(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when."""
+    """Seconds in which a rank has nothing to do, by when.
+
+    >>> zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1)).idle[1]
+    Idle(warmup=1.0, steady=0.0, cooldown=2.0)
+    """
 
     warmup: float
     """Before its first backward."""
@@ -35,9 +44,18 @@ class Idle(NamedTuple):
     """After its last forward (or first backward, whichever is later)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """A schedule that ran. All times are seconds from the beginning of the first step."""
+    """A schedule that ran. All times are seconds from the beginning of the first step.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
+    >>> timeline
+    Timeline('ZBV', p=4, m=8, makespan=25.5)
+    >>> timeline.spans[0][0]
+    Span(op=Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), start=0.0, end=0.5, step=0)
+    >>> timeline.peak_activations
+    (4.0, 4.0, 4.0, 4.0)
+    """
 
     schedule: Schedule
     costs: CostModel
@@ -47,8 +65,16 @@ class Timeline:
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """Where its receives stand; None where that makes no difference."""
-    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: MappingProxyType({}))
+    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=dict, hash=False)
     """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "waited_for", MappingProxyType(dict(self.waited_for)))
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
+        return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
     @cached_property
     def makespan(self) -> float:
@@ -85,12 +111,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds at a time, in the unit of `costs.activations`."""
+        """By rank the peak of `memory`, in the unit of `costs.activations`."""
         return tuple(max(held for _, held in self.memory(rank)) for rank in range(len(self.spans)))
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The same by rank in units of its share of one microbatch: what all its stages keep of one."""
+        """By rank the peak of `memory` in units of its share of one microbatch: what all its stages keep of one."""
         shares = (
             sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
             for rank in range(len(self.spans))
@@ -104,7 +130,7 @@ class Timeline:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds below which no schedule with this placement, these costs and so many microbatches can be."""
+        """Seconds that no schedule with this placement, these costs and this number of microbatches can beat."""
         one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
         return max(one_step, *self.busy)
 
@@ -159,7 +185,7 @@ def _latest_before(
     rank, position = place
     span = timeline.spans[rank][position]
     before = (rank, position - 1) if position else None
-    for op in _inputs(span.op, schedule.placement.num_stages):
+    for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
         found = places.get((span.step, op))
         if found is None:
             continue
@@ -167,12 +193,3 @@ def _latest_before(
         if before is None or arrival > timeline.spans[before[0]][before[1]].end:
             before = found
     return before
-
-
-def _inputs(op: Op, num_stages: int) -> tuple[Op, ...]:
-    """The ops of other stages whose result `op` takes."""
-    if op.kind is OpKind.F:
-        return (Op(op.stage - 1, OpKind.F, op.microbatch),) if op.stage else ()
-    if op.kind is OpKind.W or op.stage == num_stages - 1:
-        return ()
-    return (Op(op.stage + 1, OpKind.I, op.microbatch), Op(op.stage + 1, OpKind.B, op.microbatch))

@@ -13,24 +13,37 @@ from zbpipe.ir import OpKind, Placement
 
 
 class _Named(StrEnum):
-    """Words that people write."""
+    """Names that users write."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The one called `text`, with spaces, dashes or underscores between the words.
 
+            >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
+            True
+
         Raises:
-            ValueError: there is none such.
+            TypeError: `text` is no text.
+            ValueError: there is no such name.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_listed(cls)}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:
-            known = ", ".join(repr(each.value) for each in cls)
-            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {known}") from None
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {_listed(cls)}") from None
+
+
+def _listed(words: type[StrEnum]) -> str:
+    return ", ".join(repr(each.value) for each in words)
 
 
 class Transport(_Named):
-    """What messages of a rank wait for, besides the computations that make them."""
+    """What messages of a rank wait for, besides the computations that make them.
+
+    >>> Transport.ONE_QUEUE == "one queue"
+    True
+    """
 
     IDEAL = "ideal"
     """Nothing: each is on its way as soon as it is made."""
@@ -45,7 +58,11 @@ class Transport(_Named):
 
 
 class Receives(_Named):
-    """When a rank posts its receives."""
+    """When a rank posts its receives.
+
+    >>> Receives.parse("Late") is Receives.LATE
+    True
+    """
 
     EARLY = "early"
     """As torch does: where the other rank sends, if all computations take the same time."""
@@ -65,7 +82,11 @@ _QUEUES: Mapping[Transport, Queues] = {
 
 
 class Times(NamedTuple):
-    """When computations run."""
+    """When computations run.
+
+    >>> Times(start={}, end={}, waited_for={}).start
+    {}
+    """
 
     start: Mapping[Action, float]
     end: Mapping[Action, float]
@@ -76,6 +97,12 @@ class Times(NamedTuple):
 
 def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport) -> Times:
     """When everything in `rows` runs if messages wait for each other.
+
+        >>> from zbpipe.passes import with_messages
+        >>> schedule = zbpipe.generate("1F1B", 2, 1)
+        >>> costs = CostModel.uniform(schedule.placement, comm=0.5)
+        >>> run(with_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
+        7.0
 
     Args:
         rows: computations with sends and receives, of all ranks.
@@ -93,6 +120,7 @@ def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport
     behind: dict[Action, Action] = {}
     """By node the computation that it is behind."""
     try:
+        # No `Turns`: a message is one node on two ranks, so these are no lists that each rank runs by itself.
         for node in TopologicalSorter(before).static_order():
             latest = max(before[node], key=end.__getitem__, default=None)
             start[node] = 0.0 if latest is None else end[latest]

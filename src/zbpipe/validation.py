@@ -1,27 +1,35 @@
-"""Is a schedule complete, in an order that each rank can run, with every stage on one rank, and free of deadlock?"""
+"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a circle."""
 
 from __future__ import annotations
 
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import inf
 from typing import Literal, NamedTuple, TypeVar
 
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.costs import CostModel, as_cost_model
+from zbpipe.ir import Op, OpKind, Schedule, inputs
+from zbpipe.turns import Turns
 
 T = TypeVar("T", bound=Hashable)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
 """Where each op stands: rank and position, more than once if it is doubled."""
 _MOST_MISSING = 1000
-"""So many more missing ops than there are ops are listed."""
+"""Of the missing ops this many more than there are ops are listed."""
+_ROUNDING = 1e-9
+"""The share of a limit by which a sum may exceed it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a schedule, and where."""
+    """One thing wrong with a schedule, and where.
+
+    >>> print(Finding("order", 2, 7, Op.parse("3W0"), "it needs 3I0"))
+    order: rank 2, position 7, 3W0: it needs 3I0
+    """
 
     rule: Rule
     rank: int
@@ -36,26 +44,36 @@ class Finding:
         return f"{self.rule}: rank {self.rank}{at}, {self.op}: {self.message}"
 
 
-def validate(schedule: Schedule, memory_limit: float | None = None, *, freed_by_i: float = 0.0) -> list[Finding]:
+def validate(
+    schedule: Schedule,
+    memory_limit: float | Sequence[float] | None = None,
+    costs: CostModel | None = None,
+) -> list[Finding]:
     """Everything that is wrong with `schedule`; an empty list if nothing is.
 
-    Checked are: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
+        >>> zbpipe.validate(zbpipe.generate("ZBV", 4, 8), memory_limit=4)
+        []
+        >>> print(*zbpipe.validate(zbpipe.Schedule.from_csv("0F0,0W0")))
+        missing: rank 0, 0I0: no rank runs it, but 0W0 is there
+
+    It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
     or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
-    circle; and ranks that hold too much. Of missing ops that outnumber by far those that are there, some are listed.
+    circle; and ranks that hold too much. If most ops are missing, only some of these are listed.
 
     Args:
         schedule: any lists at all.
-        memory_limit: peak activations per rank, in units of the rank's share of one microbatch; None for no limit.
-        freed_by_i: the share of the activations that I frees, as in `CostModel`; below zero where it takes more.
+        memory_limit: the most activations that a rank may hold, one number or one a rank, in the unit of
+            `costs.activations`. Default: no limit.
+        costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
 
     Raises:
-        ValueError: a limit below zero or a share above 1, or what is no number.
+        TypeError: `schedule`, `memory_limit` or `costs` is something else.
+        ValueError: a limit below zero, not as many limits as ranks, or costs for another number of stages.
     """
-    if memory_limit is not None and not memory_limit >= 0:
-        raise ValueError(f"memory_limit={memory_limit} is no amount: give a number from zero on, or None for no limit")
-    if not -inf < freed_by_i <= 1:
-        raise ValueError(f"freed_by_i={freed_by_i} is no share: give a number up to 1")
+    require_schedule(schedule)
+    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
+    limits = None if memory_limit is None else _limits(memory_limit, schedule.placement.num_ranks)
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
@@ -65,12 +83,49 @@ def validate(schedule: Schedule, memory_limit: float | None = None, *, freed_by_
         *islice(_incomplete(schedule, places), len(places) + _MOST_MISSING),
         *_disordered(schedule),
         *_deadlocked(schedule, places),
-        *(_out_of_memory(schedule, memory_limit, freed_by_i) if memory_limit is not None else ()),
+        *(() if limits is None else _out_of_memory(schedule, limits, costs)),
     ]
+
+
+def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    """By rank."""
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    for limit in limits:
+        if not isinstance(limit, (int, float)):
+            raise TypeError(f"memory_limit={memory_limit!r} is no number: give one number, one a rank, or None")
+        if not limit >= 0:
+            raise ValueError(f"memory_limit={limit} is no amount: give a number from zero on, or None for no limit")
+    if len(limits) != num_ranks:
+        raise ValueError(
+            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one number, or one a rank"
+        )
+    return limits
+
+
+def require_schedule(schedule: Schedule) -> None:
+    """Refuse what is no schedule, for instance its name.
+
+        >>> require_schedule("ZBV")
+        Traceback (most recent call last):
+        TypeError: 'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or ...
+
+    Raises:
+        TypeError: with the way out.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"{reprlib.repr(schedule)} is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
+            " zbpipe.Schedule.from_csv(table)"
+        )
 
 
 def require_valid(schedule: Schedule) -> None:
     """Refuse a schedule that `validate` objects to.
+
+        >>> require_valid(Schedule.from_csv("0F0,0W0"))
+        Traceback (most recent call last):
+        ValueError: schedule csv cannot run, 1 finding(s):
+          missing: rank 0, 0I0: no rank runs it, but 0W0 is there
 
     Raises:
         ValueError: with all findings, one a line.
@@ -119,21 +174,12 @@ def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                 yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
 
 
-def feeders(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
-    """What has to be over before `op`: one op of each inner tuple (a gradient comes out of an I or out of a B)."""
-    stage, kind, microbatch = op
-    if kind is OpKind.F:
-        return ((Op(stage - 1, OpKind.F, microbatch),),) if stage > 0 else ()
-    if kind is OpKind.W:
-        return ((Op(stage, OpKind.I, microbatch),),)
-    forward = (Op(stage, OpKind.F, microbatch),)
-    if stage == num_stages - 1:
-        return (forward,)
-    return (forward, (Op(stage + 1, OpKind.I, microbatch), Op(stage + 1, OpKind.B, microbatch)))
-
-
 def first_positions(row: Sequence[T]) -> dict[T, int]:
-    """By item where it first stands."""
+    """By item where it first stands.
+
+    >>> first_positions("abca")
+    {'a': 0, 'b': 1, 'c': 2}
+    """
     first: dict[T, int] = {}
     for position, item in enumerate(row):
         first.setdefault(item, position)
@@ -145,32 +191,28 @@ def _disordered(schedule: Schedule) -> Iterator[Finding]:
     for rank, ops in enumerate(schedule):
         first = first_positions(ops)
         for position, op in enumerate(ops):
-            for choices in feeders(op, schedule.placement.num_stages):
+            for choices in inputs(op, schedule.placement.num_stages):
                 here = [first[choice] for choice in choices if choice in first]
                 if here and min(here) > position:
                     message = f"it needs {ops[min(here)]}, which comes later, at position {min(here)}"
                     yield Finding("order", rank, position, op, message)
 
 
-def _out_of_memory(schedule: Schedule, limit: float, freed_by_i: float) -> Iterator[Finding]:
-    """The first op of every rank that takes it over the limit. Activations live from F to W or B, some only to I."""
-    # A row beyond the placement holds strangers only.
-    for rank, ops in enumerate(schedule.ops[: schedule.placement.num_ranks]):
-        share = 1 / len(schedule.placement.stages_on(rank))
-        live: dict[tuple[int, int], Op] = {}
-        alive = {OpKind.F: 0, OpKind.I: 0}
+def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
+    """The first op of every rank that takes it over its limit."""
+    # A row beyond the placement holds only ops that are somewhere else.
+    for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
+        held, live = 0.0, dict[tuple[int, int], Op]()
         for position, op in enumerate(ops):
-            key = (op.stage, op.microbatch)
-            if (before := live.pop(key, None)) is not None:
-                alive[before.kind] -= 1
-            if op.kind in alive:
-                live[key] = op
-                alive[op.kind] += 1
-            # What F has left counts whole, and after I the part that waits for W.
-            total = share * (alive[OpKind.F] + alive[OpKind.I] * (1 - freed_by_i))
-            if total > limit + 1e-9:
-                held = " ".join(map(str, live.values()))
-                message = f"it holds {total:g} microbatches, the limit is {limit:g}; live are {held}"
+            if not 0 <= op.stage < costs.num_stages:
+                continue
+            held += costs.adds(op.stage, op.kind)
+            live.pop((op.stage, op.microbatch), None)
+            if op.kind in (OpKind.F, OpKind.I):
+                live[op.stage, op.microbatch] = op
+            if held > limit * (1 + _ROUNDING):
+                ops_held = " ".join(map(str, live.values()))
+                message = f"its activations take {held:g}, the limit is {limit:g}; live are {ops_held}"
                 yield Finding("memory", rank, position, op, message)
                 break
 
@@ -178,7 +220,7 @@ def _out_of_memory(schedule: Schedule, limit: float, freed_by_i: float) -> Itera
 def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Circles of ranks that wait for each other."""
     num_stages = schedule.placement.num_stages
-    for rank, position, message in waiting_circles(schedule.ops, places, lambda op: feeders(op, num_stages)):
+    for rank, position, message in waiting_circles(schedule.ops, places, lambda op: inputs(op, num_stages)):
         yield Finding("deadlock", rank, position, schedule.ops[rank][position], message)
 
 
@@ -187,9 +229,13 @@ def waiting_circles(
     places: Mapping[T, Sequence[tuple[int, int]]],
     needs: Callable[[T], Iterable[tuple[T, ...]]],
 ) -> Iterator[tuple[int, int, str]]:
-    """Run every row in order without a clock, and tell which ranks end up waiting for each other in a circle.
+    """Run all rows without a clock, and tell which ranks end up waiting for each other in a circle.
 
     Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
+
+        >>> places = {"a": [(0, 0)], "b": [(1, 0)]}
+        >>> list(waiting_circles(["a", "b"], places, lambda item: [("b",)] if item == "a" else [("a",)]))
+        [(0, 0, 'rank 0 (position 0, a) waits for b on rank 1 (position 0), ...')]
 
     Args:
         rows: what each rank does.
@@ -199,41 +245,29 @@ def waiting_circles(
     Yields:
         For each circle its lowest rank, the position at which that is stuck, and the whole chain in words.
     """
-    place = {item: standing[0] for item, standing in places.items()}
-    own = [frozenset(row) for row in rows]
-    done = [0] * len(rows)
-    sleepers: dict[T, list[int]] = defaultdict(list)
-    waiting_for: dict[int, T] = {}
 
-    def missing(rank: int) -> tuple[T, ...]:
-        """Items on other ranks of which the rank needs one to go on; empty if it can."""
-        for choices in needs(rows[rank][done[rank]]):
-            known = tuple(choice for choice in choices if choice in place)
-            elsewhere = own[rank].isdisjoint(known)
-            if known and elsewhere and all(done[place[choice][0]] <= place[choice][1] for choice in known):
-                return known
-        return ()
+    def from_other_ranks(item: T) -> Iterator[tuple[T, ...]]:
+        rank = places[item][0][0]
+        for choices in needs(item):
+            known = tuple(choice for choice in choices if choice in places)
+            if known and all(places[choice][0][0] != rank for choice in known):
+                yield known
 
-    awake = list(range(len(rows)))
-    while awake:
-        rank = awake.pop()
-        waiting_for.pop(rank, None)
-        while done[rank] < len(rows[rank]):
-            if choices := missing(rank):
-                waiting_for[rank] = choices[0]
-                for choice in choices:
-                    sleepers[choice].append(rank)
-                break
-            awake += sleepers.pop(rows[rank][done[rank]], ())
-            done[rank] += 1
-
-    for circle in _circles({rank: place[item][0] for rank, item in waiting_for.items()}):
-        steps = [
-            f"rank {rank} (position {done[rank]}, {rows[rank][done[rank]]}) waits for {waiting_for[rank]}"
-            f" on rank {place[waiting_for[rank]][0]} (position {place[waiting_for[rank]][1]})"
-            for rank in circle
-        ]
-        yield circle[0], done[circle[0]], ", ".join(steps)
+    turns = Turns(rows, from_other_ranks)
+    for _ in turns:
+        pass
+    waiting_for = {rank: choices[0] for rank, choices in turns.waiting.items()}
+    giver = {rank: places[item][0][0] for rank, item in waiting_for.items()}
+    for circle in _circles({rank: other for rank, other in giver.items() if other != rank}):
+        yield (
+            circle[0],
+            turns.position[circle[0]],
+            ", ".join(
+                f"rank {rank} (position {turns.position[rank]}, {rows[rank][turns.position[rank]]}) waits for"
+                f" {waiting_for[rank]} on rank {giver[rank]} (position {places[waiting_for[rank]][0][1]})"
+                for rank in circle
+            ),
+        )
 
 
 def _circles(successor: dict[int, int]) -> Iterator[list[int]]:

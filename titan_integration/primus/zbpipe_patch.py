@@ -1,9 +1,9 @@
-"""zbpipe's schedules in Primus' TorchTitan: give this file to primus-cli in place of its own script.
+"""zbpipe's schedules in Primus' TorchTitan: give this file to primus-cli instead of its own script.
 
     primus-cli direct --script .../zbpipe_patch.py -- train pretrain --config experiment.yaml
 
-The experiment's `parallelism.pipeline_parallel_schedule` then takes zbpipe's names, and beside TorchTitan's sections
-`zbpipe` takes a line with zbpipe's arguments.
+Then the experiment's `parallelism.pipeline_parallel_schedule` takes zbpipe's names, and a new key `zbpipe`, besides
+TorchTitan's sections, takes a line with zbpipe's arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zbpipe.runtime.options import Options
 from zbpipe.titan import command_line
 
 _LAST = 1000
-"""Primus' own have 50: TorchTitan must not be imported before they have put their parts into it."""
+"""Primus' own patches have 50. They have to run before TorchTitan is imported, so this one comes last."""
 
 
 @register_patch(  # type: ignore[untyped-decorator]
@@ -30,12 +30,12 @@ _LAST = 1000
     description="zbpipe's schedules for parallelism.pipeline_parallel_schedule",
 )
 def plug_in(ctx: PatchContext) -> None:
-    """Runs in every process, before TorchTitan's trainer is made.
+    """Called in every process before TorchTitan's trainer is made.
 
     Raises:
-        SystemExit: the arguments are wrong, or this TorchTitan is none that zbpipe knows.
+        SystemExit: the arguments are wrong, or zbpipe does not know this TorchTitan.
     """
-    # Primus logs all that any library tells, and numba tells of every step of its compiler when Auto plans.
+    # Primus shows the log of every library, and numba logs each step of its compiler when Auto plans.
     logging.getLogger("numba").setLevel(logging.WARNING)
     try:
         titan.plug_in(chosen(get_param(ctx, "zbpipe", "")))
@@ -48,7 +48,7 @@ def chosen(line: object) -> Options:
     """zbpipe's options by `line`, such as "--zbpipe.trace step.json --zbpipe.trace-step 5"."""
     found, rest = command_line.parse(shlex.split(str(line)))
     if rest:
-        raise ValueError(f"the experiment says zbpipe: {line}. It has to be a line such as --zbpipe.trace-step 5")
+        raise ValueError(f"the experiment's key zbpipe has to be a line such as --zbpipe.trace-step 5, got {line!r}")
     return found
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.validation import feeders
+from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 _PERIOD = 6
@@ -76,6 +75,7 @@ def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, 
 
     All ops take one unit here. Up to its last F each rank's order stays as it is, so memory does not grow.
     """
+    # No `Turns`: these ranks choose what to run next, and a clock says what is ready.
     steady = [max(n for n, op in enumerate(row) if op.kind is F) + 1 for row in rows]
     waiting = [list(row) for row in rows]
     done: dict[Op, int] = {}
@@ -83,7 +83,7 @@ def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, 
     now = 0
 
     def ready(op: Op) -> bool:
-        return all(any(done.get(choice, now + 1) <= now for choice in choices) for choices in feeders(op, num_stages))
+        return all(any(done.get(choice, now + 1) <= now for choice in choices) for choices in inputs(op, num_stages))
 
     while any(waiting):
         chosen = []

@@ -20,7 +20,12 @@ from zbpipe.registry import register
     summary="DeepSeek's cut-in-half schedule; p + 1/2 activations",
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """The drawing needs 2p microbatches; with fewer, those that the job lacks are left out of the one for 2p."""
+    """The drawing needs 2p microbatches; with fewer, it is the one for 2p without the ops of those that are missing.
+
+    >>> print(dualpipe_v(2, 2))
+    rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3B1 0B0 0B1
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+    """
     drawn = max(microbatches, 2 * ranks)
     rows = tuple(tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks))
     return Schedule("DualPipeV", Placement.v(ranks), microbatches, rows)

@@ -6,7 +6,12 @@ from zbpipe.registry import register
 
 @register("GPipe", source="torch", summary="all forwards, then all backwards; holds all m activations")
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Every rank runs its m forwards and then its m full backwards."""
+    """Every rank runs its m forwards and then its m full backwards.
+
+    >>> print(gpipe(2, 3))
+    rank 0: 0F0 0F1 0F2 0B0 0B1 0B2
+    rank 1: 1F0 1F1 1F2 1B0 1B1 1B2
+    """
     rows = tuple(
         tuple(Op(rank, kind, microbatch) for kind in (OpKind.F, OpKind.B) for microbatch in range(microbatches))
         for rank in range(ranks)

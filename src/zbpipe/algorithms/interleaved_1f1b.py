@@ -17,6 +17,10 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
     """Megatron's order. Rank r warms up with (v - 1) g + 2 (p - r - 1) + 1 forwards, then one backward, one forward.
 
     Microbatches go through a rank's stages in groups of g = p. If p does not divide m, the groups are somewhat larger.
+
+        >>> print(interleaved_1f1b(2, 2))
+        rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     placement = Placement.loop(ranks, stages_per_rank)
     groups = split_into_groups(microbatches, ranks)

@@ -13,6 +13,10 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     """Rank r warms up with (v - 1) g + p - r forwards; then I, W and F in turn, W being r ops behind I.
 
     Microbatches go through a rank's stages in groups of g, as in Interleaved1F1B.
+
+        >>> print(interleaved_zero_bubble(2, 2))
+        rank 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+        rank 1: 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
     placement = Placement.loop(ranks, stages_per_rank)
     groups = split_into_groups(microbatches, ranks)

@@ -11,7 +11,12 @@ from zbpipe.registry import register
     summary="breadth first over v stages per rank; holds all m activations",
 )
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """All forwards, stage by stage, then all full backwards in the opposite order, as torch has it."""
+    """All forwards, stage by stage, then all full backwards in the opposite order, as torch has it.
+
+    >>> print(looped_bfs(2, 2))
+    rank 0: 0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+    rank 1: 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    """
     placement = Placement.loop(ranks, stages_per_rank)
 
     def row(stages: tuple[int, ...]) -> tuple[Op, ...]:

@@ -6,7 +6,12 @@ from zbpipe.registry import register
 
 @register("1F1B", source="torch", summary="one forward, one backward; at most p activations")
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs p - r forwards to warm up, then one full backward after each further forward, then the rest."""
+    """Rank r runs p - r forwards to warm up, then one full backward after each further forward, then the rest.
+
+    >>> print(one_f_one_b(2, 3))
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
     return Schedule(
         "1F1B",
         Placement.loop(ranks),

@@ -12,6 +12,10 @@ from zbpipe.registry import register
 def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best found that holds at most 2p activations per rank.
 
+        >>> print(zb2p(2, 3))
+        rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+
     Args:
         ranks: p.
         microbatches: from 1 on.

@@ -7,6 +7,11 @@ from zbpipe.registry import register
 
 @register("ZBH1", summary="1F1B's memory and a third of its bubble; one stage a rank")
 def zbh1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B's order of F and I. Rank r starts its W r microbatches late: as many as its warm-up is shorter than p."""
+    """1F1B's order of F and I. Rank r starts its W r microbatches late: as many as its warm-up is shorter than p.
+
+    >>> print(zbh1(2, 3))
+    rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
     rows = tuple(f_i_w(rank, microbatches, warmup=ranks - rank, lag=rank) for rank in range(ranks))
     return Schedule("ZBH1", Placement.loop(ranks), microbatches, rows)

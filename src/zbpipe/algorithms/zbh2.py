@@ -11,6 +11,10 @@ def zbh2(ranks: int, microbatches: int) -> Schedule:
     """Rank r warms up with 2 (p - r) - 1 forwards, so that no rank waits for its first I, and starts its W 2r late.
 
     With fewer than 2p - 1 microbatches no rank can warm up like that; then each takes what is ready, I first, W last.
+
+        >>> print(zbh2(2, 3))
+        rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     if microbatches < 2 * ranks - 1:
         return best_within("ZBH2", Placement.loop(ranks), microbatches, 2 * ranks - 1)

@@ -21,6 +21,10 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     The drawing needs 2p - 1 microbatches to fill the V. With fewer it is cut down, and list scheduling, in which each
     rank takes what is ready, I first and W last, is often better: then that is taken.
+
+        >>> print(zbv(2, 2))
+        rank 0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
+        rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 2W1 1W0 1W1
     """
     schedule = cut_down("ZBV", ranks, microbatches)
     if microbatches >= 2 * ranks - 1:

@@ -1,4 +1,8 @@
-"""The `zbpipe` command. Everything heavy is imported by the command that needs it."""
+"""The `zbpipe` command.
+
+A command imports what it needs inside its functions, so that the others answer fast; none hides a circle. It has a
+parameter for each of its options, which is why some have more than 7.
+"""
 
 import click
 
@@ -11,7 +15,7 @@ from zbpipe.cli.tables import export, validate
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
+@click.version_option(__version__, prog_name="zbpipe")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.

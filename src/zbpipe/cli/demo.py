@@ -1,4 +1,4 @@
-"""`demo`: the whole way, on this machine's CPU."""
+"""`demo`: a short training run with each of three schedules, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
 
 
 def _require_new(folder: Path) -> None:
-    """Refuse a folder that has something in it, or that cannot be made."""
+    """Refuse a folder that is not empty or cannot be made."""
     if folder.exists() and any(folder.iterdir()):
         raise click.UsageError(f"--keep {folder}: the folder is not empty; name a new one")
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise click.UsageError(f"--keep {folder}: {above} is no folder that is yours to write to")
+        raise click.UsageError(f"--keep {folder}: {above} is no folder that you can write to")
 
 
 def _exit_code(runs: list[Run]) -> int:
-    """Nonzero if a run failed that is not known to fail: torch's ZBVZeroBubble may."""
+    """1 if a run failed, except torch's ZBVZeroBubble, which is known to fail."""
     return int(any(run.status == "failed" and run.schedule != "ZBVZeroBubble" for run in runs))

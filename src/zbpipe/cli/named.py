@@ -1,4 +1,4 @@
-"""Schedules by name, as the commands take them: made, checked and run on paper."""
+"""Schedules by name, as the commands take them: made, validated and simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zbpipe.timeline import Timeline
 
     CostsOf = Callable[[Placement], CostModel]
-    """The costs of a placement's stages. A ValueError if there are none for it."""
+    """The costs of a placement's stages; raises ValueError where there are none."""
 
 
 def uniform(times: Times, comm: float) -> CostsOf:
@@ -30,7 +30,7 @@ def uniform(times: Times, comm: float) -> CostsOf:
 def generated(
     name: str, ranks: int | None, microbatches: int | None, costs_of: CostsOf, stages_per_rank: int | None = None
 ) -> tuple[Schedule, CostModel]:
-    """The schedule of that name or file, valid, and its costs."""
+    """The schedule of that name or file, validated, and its costs."""
     from zbpipe.registry import generate, lookup
     from zbpipe.validation import validate
 
@@ -48,7 +48,7 @@ def generated(
         raise ValueError(
             f"{traits.name} cannot run: {findings[0]}{more}; `zbpipe validate FILE.csv` lists all findings"
         )
-    # A function may call what it makes as it likes; people look for the name that they gave.
+    # A registered function may give its schedule any name; people look for the one that they typed.
     return replace(schedule, name=traits.name), costs
 
 
@@ -60,7 +60,7 @@ def simulated(
     stages_per_rank: int | None = None,
     **how: Any,
 ) -> Timeline:
-    """Its timeline; `how` is for `zbpipe.simulate.simulate`."""
+    """Its timeline; `how` is for `zbpipe.simulate`."""
     from zbpipe.simulation import simulate
 
     schedule, costs = generated(name, ranks, microbatches, costs_of, stages_per_rank)
@@ -74,9 +74,9 @@ def all_simulated(
     has_costs: Callable[[Placement], bool] = lambda placement: True,
     **how: Any,
 ) -> Iterator[Timeline]:
-    """The timelines of all schedules with a name and a placement that has costs; `how` is for `simulate`.
+    """The timelines of all named schedules whose placement has costs; `how` is for `zbpipe.simulate`.
 
-    Those that cannot have these numbers, or that fail in any other way, are reported and left out.
+    A schedule that cannot have these sizes, or fails in any other way, is left out with a line on stderr.
 
     Raises:
         ValueError: no schedule can have these numbers.
@@ -91,5 +91,5 @@ def all_simulated(
                 yield simulated(traits.name, ranks, microbatches, costs_of, **how)
         except ValueError as error:
             click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)
-        except Exception as error:  # whatever the function of an installed package does wrong, the others are shown
+        except Exception as error:  # a broken function of an installed package is no reason to hide the others
             click.echo(f"left out {traits.name}: {type(error).__name__}: {one_line(str(error))}", err=True)

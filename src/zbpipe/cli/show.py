@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.command("list", cls=Command)
 @json_option
 def list_(as_json: bool) -> None:
-    """List all schedules, also those of installed packages.
+    """List all schedules, with those of installed packages.
 
     \b
     Example:
@@ -67,9 +67,7 @@ def list_(as_json: bool) -> None:
 @cost_options
 @transport_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
-@click.option(
-    "--html", "html_file", type=OutputFile(), help="Write a page to zoom, pan and point at, with memory over time."
-)
+@click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
     "--perfetto", "perfetto_file", type=OutputFile(), help="Write a trace for ui.perfetto.dev or chrome://tracing."
 )
@@ -145,7 +143,7 @@ def _write_pictures(
 @transport_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
-    "--no-sync", is_flag=True, help="Let each rank begin its next step when it is done, as ZBH2 and ZB2P count on."
+    "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
 @json_option
 def simulate(
@@ -160,9 +158,9 @@ def simulate(
     no_sync: bool,
     as_json: bool,
 ) -> None:
-    """Run a schedule on paper: makespan, bubble, peak activations.
+    """Simulate a schedule: makespan, bubble, peak activations.
 
-    And the idle time of each rank, and a lower bound of the makespan for this placement and these times.
+    Also prints the idle time of each rank, and a lower bound of the makespan for this placement and these times.
 
     \b
     Examples:
@@ -204,7 +202,7 @@ def compare(
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    What exceeds the memory limit comes after all others and is marked.
+    Schedules over the memory limit come last, with a mark.
 
     \b
     Examples:

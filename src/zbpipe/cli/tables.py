@@ -27,7 +27,7 @@ from zbpipe.cli.named import generated, uniform
 def export(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
-    A row per rank, a cell per op. torch and TorchTitan load it as it is, for instance with
+    One row for each rank, one cell for each op. torch and TorchTitan load it unchanged, for example with
     --parallelism.pipeline_parallel_schedule_csv.
 
     \b
@@ -48,9 +48,9 @@ def export(name: str, ranks: int | None, microbatches: int | None, stages_per_ra
 def validate(file: Path, memory_limit: float | None) -> None:
     """Check a schedule in a CSV file.
 
-    Is it complete, in an order that each rank can run, and free of deadlock? The format is torch's compute-only table,
-    or its table with communication, in which sends and receives have to match as well. Prints everything that is wrong
-    with it, a line each, and ends with exit code 1 if anything is.
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. The file is torch's
+    compute-only table, or its table with communication, whose sends and receives have to match as well. Prints each
+    finding on a line; the exit code is 1 if there is any.
 
     \b
     Example:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from zbpipe.demo.launch import Outcome, train_on_cpu
+from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.registry import lookup
 from zbpipe.titan.versions import installed
 
@@ -27,13 +27,13 @@ class Run:
     activation_checkpoint: str
     losses: list[float]
     tokens_per_second: float | None
-    """Of the whole job: median over the steps after the first, which sets everything up."""
+    """Of the whole job: the median over all steps but the first, which sets everything up."""
     status: Literal["ok", "failed"]
     error: str | None
 
 
 class Progress(Protocol):
-    """What is told while the demo works."""
+    """Shows how far the demo is."""
 
     def started(self, what: str, steps: int) -> None: ...
 
@@ -51,11 +51,11 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None) -> list
 
     Args:
         steps: optimizer steps of each run.
-        progress: hears of every step.
+        progress: called at every step.
         folder: where checkpoints and logs go; default: a temporary one.
 
     Raises:
-        DemoError: TorchTitan is not installed or not known, or the seed checkpoint could not be made.
+        DemoError: TorchTitan is not installed, zbpipe does not know its version, or the seed checkpoint failed.
     """
     try:
         installed()
@@ -97,8 +97,8 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
     return run
 
 
-def _summary(schedule: str, outcome: Outcome) -> Run:
-    # TorchTitan counts tokens per second and device, and a pipeline's devices work on the same tokens.
+def _summary(schedule: str, outcome: JobOutcome) -> Run:
+    # TorchTitan gives tokens per second and device, and all devices of a pipeline work on the same tokens.
     rates = [RANKS * step["throughput(tps)"] for step in outcome.steps[1:]]
     return Run(
         schedule,
@@ -112,7 +112,7 @@ def _summary(schedule: str, outcome: Outcome) -> Run:
 
 
 def largest_difference(runs: list[Run]) -> float | None:
-    """The largest relative difference between the losses of the runs that are ok; None for fewer than two runs."""
+    """The largest relative difference between the losses of the runs that ended well; None if fewer than two did."""
     losses = [run.losses for run in runs if run.status == "ok"]
     if len(losses) < 2:
         return None

@@ -21,7 +21,7 @@ from zbpipe.demo.comparison import ACTIVATION_CHECKPOINT, RANKS, Run, largest_di
 
 
 class ConsoleProgress:
-    """A line per run: a moving bar on a terminal, a line at its beginning and end elsewhere."""
+    """On a terminal a moving bar for each run; elsewhere lines."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -68,7 +68,7 @@ class ConsoleProgress:
 
 
 def print_table(runs: list[Run]) -> None:
-    """Schedule, losses, speed and outcome of each run; an error keeps to its one line, however long."""
+    """Schedule, losses, speed and outcome of each run; an error stays on one line, however long."""
     console = Console(highlight=False)
     table = Table("schedule", "from", box=None, padding=(0, 2, 0, 0))
     for name in ("first loss", "last loss", "tokens/s"):

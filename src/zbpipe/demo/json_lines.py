@@ -1,4 +1,4 @@
-"""The metrics of a job of the demo in a file, for whoever watches it."""
+"""Writes the metrics of a job to a file, for the process that watches the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan.components.metrics import BaseLogger
 
 
 class JsonLines(BaseLogger):  # type: ignore[misc]
-    """Hands TorchTitan's metrics on to `logger`, and adds one JSON object a step to `file`."""
+    """Passes TorchTitan's metrics to `logger`, and appends one JSON object a step to `file`."""
 
     def __init__(self, logger: BaseLogger, file: Path) -> None:
         self.logger = logger

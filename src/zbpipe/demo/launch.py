@@ -1,4 +1,4 @@
-"""Start a TorchTitan job on this machine's CPU, by torchrun, and watch it. Imports neither torch nor torchtitan."""
+"""Start a TorchTitan job on this machine's CPU with torchrun, and watch it. Imports neither torch nor torchtitan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 from zbpipe.titan.versions import installed
 
 METRICS = "metrics.jsonl"
-"""Where the models of the demo leave their metrics, one JSON object a step, below the job's folder."""
+"""The file in the job's folder to which the demo's models write their metrics, one JSON object a step."""
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended."""
 
     steps: tuple[dict[str, Any], ...]
@@ -43,19 +43,18 @@ def train_on_cpu(
     timeout: float,
     model: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
-) -> Outcome:
-    """Train a model of the demo on so many processes without an accelerator.
+) -> JobOutcome:
+    """Train a model of the demo on `num_ranks` processes, without an accelerator.
 
     Args:
-        arguments: those of `torchtitan.train`, beside the ones that name the model.
+        arguments: those of `torchtitan.train`, besides the ones that name the model.
         num_ranks: processes; they share the cores evenly.
-        folder: for all output: `metrics.jsonl`, what the ranks print in `output.log`, checkpoints.
-        timeout: seconds after which the job is ended.
+        folder: for all output: `metrics.jsonl`, `output.log` with what the ranks print, and checkpoints.
+        timeout: seconds after which this ends the job.
         model: its name in `zbpipe.demo.models03`, or for torchtitan 0.2 in `zbpipe.demo.models02`.
-        on_step: called with the metrics of each step as soon as they are there.
+        on_step: called with the metrics of each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / METRICS
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [
@@ -73,25 +72,26 @@ def train_on_cpu(
             start_new_session=True,
         )
         steps: list[dict[str, Any]] = []
-
-        def read_steps() -> None:
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
-            for line in lines[len(steps) :]:
-                steps.append(json.loads(line))
-                on_step(steps[-1])
-
         try:
             deadline = time.monotonic() + timeout
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-                read_steps()
+                _read_steps(folder / METRICS, steps, on_step)
             timed_out = process.poll() is None
         finally:
             _end(process)
-        read_steps()
+        _read_steps(folder / METRICS, steps, on_step)
     if timed_out:
-        return Outcome(tuple(steps), f"no end after {timeout:.0f} seconds")
-    return Outcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+        return JobOutcome(tuple(steps), f"not finished after {timeout:.0f} seconds")
+    return JobOutcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+
+
+def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
+    """Add the new lines of `file` to `steps`."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines[len(steps) :]:
+        steps.append(json.loads(line))
+        on_step(steps[-1])
 
 
 def demo_arguments(folder: Path, model: str) -> list[str]:
@@ -124,7 +124,7 @@ _ARGUMENTS = {"0.2.2": _arguments_02, "0.3.0": _arguments_03}
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End torchrun and its ranks, whatever they are doing."""
     if process.poll() is None:
-        process.terminate()  # torchrun passes it on to its ranks
+        process.terminate()  # torchrun passes the signal on to its ranks
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
     with suppress(ProcessLookupError):
@@ -133,13 +133,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_error(folder: Path) -> str:
-    """The error that came first: torchrun has every rank leave its exception and the time in a file."""
+    """The error that came first: under torchrun every rank writes its exception, with the time, to a file."""
     messages = [json.loads(file.read_text())["message"] for file in (folder / "errors").rglob("error.json")]
     if messages:
         first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))
         return " ".join(first["message"].split())
     lines = (folder / "output.log").read_text().splitlines()
-    # A rank that a signal ended, by a crash or from outside, left no exception. torchrun tells of the root cause last.
+    # A rank that was ended by a signal (a crash, or from outside) wrote no exception. torchrun prints the cause last.
     killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
     errors = killed[-1:] or [line for line in lines if "Error: " in line]
     return errors[0].strip() if errors else f"the job ended without an error of its own; see {folder / 'output.log'}"

@@ -1,7 +1,7 @@
 """The models that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-A module for `--experimental.custom_import` of torchtitan 0.2: it makes the names below known to `--model.name`.
-Everything but data, tokenizer and metrics is TorchTitan's own.
+For `--experimental.custom_import` of torchtitan 0.2: it makes the names below known to `--model.name`. Everything but
+data, tokenizer and metrics is TorchTitan's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zbpipe.titan import _titan02
 
 
 def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, **kwargs: Any) -> MetricsProcessor:
-    """TorchTitan's metrics, which the rank that has the loss also writes to a file, one JSON object a step."""
+    """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
     processor = MetricsProcessor(job_config, parallel_dims)
     name = job_config.parallelism.pipeline_parallel_schedule
     if dist.get_rank() == _titan02.rank_with_loss(parallel_dims, name):

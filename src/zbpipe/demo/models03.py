@@ -1,6 +1,6 @@
 """The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-A module for `--module` of torchtitan 0.3; everything but data, tokenizer and size of the batch is TorchTitan's own.
+For `--module` of torchtitan 0.3. Everything but data, tokenizer and batch size is TorchTitan's own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zbpipe.titan import _titan03
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
-    """TorchTitan's metrics, which the rank that has the loss also writes to a file, one JSON object a step."""
+    """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
         json_lines: str = ""
-        """File to append to; empty writes none."""
+        """The file to append to; empty for none."""
 
     def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
         self.logger: BaseLogger
@@ -39,7 +39,7 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ByteTokenizer(python_text.ByteTokenizer):
-    """As TorchTitan 0.3 takes it: from a config."""
+    """With a config, as TorchTitan 0.3 wants it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -57,7 +57,7 @@ def deepseek_v3_python_stdlib() -> Trainer.Config:
 
 
 def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
-    """In float32, so that losses of two schedules differ by rounding only."""
+    """In float32, so that the losses of two schedules differ by rounding only."""
     python_text.register()
     config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the source of the running interpreter's standard library, byte by byte.
+"""A text that every machine has: the source code of Python's standard library, byte by byte.
 
-`register()` adds it to TorchTitan's data sets as "python_stdlib". Like TorchTitan's other sets it is streamed, split by
-data-parallel rank, and resumed from a checkpoint.
+`register()` adds it to TorchTitan's data sets as "python_stdlib". Like TorchTitan's other data sets it is streamed,
+split by data-parallel rank, and resumed from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = 256
 
 
 def register() -> None:
-    """Make the data set "python_stdlib" known to TorchTitan."""
+    """Add the data set "python_stdlib" to TorchTitan's."""
     DATASETS[NAME] = DatasetConfig(
         path=sysconfig.get_path("stdlib"), loader=_load, sample_processor=lambda sample: str(sample["text"])
     )
@@ -42,7 +42,7 @@ def _read(files: list[str]) -> Iterator[dict[str, str]]:
 
 
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """UTF-8 bytes as tokens, then one token each for the beginning and the end of a document."""
+    """The bytes of UTF-8 as tokens, and two more tokens for the beginning and the end of a document."""
 
     def __init__(self, *unused: Any, **also_unused: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What NeMo AutoModel needs besides: it computes stages in functions of its own, and looks for the loss on one rank.
+"""What NeMo AutoModel needs besides: it places stages by functions of its own, and reads the loss from one rank.
 
-The private names of AutoModel, all in this one file. Written for 0.7.0. Nothing here imports it: what it has imported
-itself by the time that it asks for a schedule is changed, and changed back for torch's schedules.
+All private names of AutoModel stand in this file, which was written for 0.7.0. Nothing here imports AutoModel: when it
+asks for one of zbpipe's schedules, this replaces functions in its modules, and puts them back for torch's schedules.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
+from zbpipe.runtime import checks
 
 KNOWN = "0.7.0"
-"""The version that all of this was tried with."""
+"""The version that this was tried with."""
 
 _FUNCTIONAL = "nemo_automodel.components.distributed.pipelining.functional"
 _BUFFER_POOL = "nemo_automodel.components.distributed.pipelining.recv_buffer_pool"
@@ -29,18 +30,17 @@ _TAKES = {
     "calculate_virtual_stages": ("num_layers", "layers_per_stage", "pp_size"),
     "stage_ids_this_rank": ("pp_rank", "pp_size", "num_stages"),
 }
-"""What AutoModel gives to its functions, by their names, in this order."""
+"""The functions of AutoModel that are replaced, and the arguments that it gives them, in order."""
 
 _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of what was replaced."""
 
 
-def adapt(traits: Traits) -> None:
-    """Have AutoModel, if it is in this process, cut and place stages as `traits` says, and find the loss there.
+def adapt(traits: Algorithm) -> None:
+    """Make AutoModel, if this process has imported it, place stages as `traits` says, and find the loss there.
 
     Raises:
-        ValueError: it is a version without the functions that do so, or it uses receive buffers again, as soon as 1F1B
-            allows it.
+        ValueError: this version has no such functions, or it reuses receive buffers as early as 1F1B allows.
     """
     restore()
     functional = sys.modules.get(_FUNCTIONAL)
@@ -52,7 +52,7 @@ def adapt(traits: Traits) -> None:
     _replace(functional, "stage_ids_this_rank", _Stages(traits).on_rank)
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
     if recipe is not None and hasattr(recipe, "_dp_allreduce"):
-        _replace(recipe, "_dp_allreduce", _tell_all_ranks(traits, recipe._dp_allreduce))
+        _replace(recipe, "_dp_allreduce", _sent_to_all_ranks(traits, recipe._dp_allreduce))
 
 
 def restore() -> None:
@@ -66,7 +66,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _require_known(functional: Any, traits: Traits) -> None:
+def _require_known(functional: Any, traits: Algorithm) -> None:
     for name, arguments in _TAKES.items():
         function = getattr(functional, name, None)
         if function is None or tuple(inspect.signature(function).parameters)[: len(arguments)] != arguments:
@@ -78,24 +78,24 @@ def _require_known(functional: Any, traits: Traits) -> None:
             )
 
 
-def _require_all_buffers(traits: Traits) -> None:
+def _require_all_buffers(traits: Algorithm) -> None:
     if getattr(sys.modules.get(_BUFFER_POOL), "_INSTALLED", False):
         raise ValueError(
-            "pp_recv_buffer_pool has NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few for"
-            f" {traits.name}: leave it out of distributed.pipeline"
+            "pp_recv_buffer_pool makes NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few"
+            f" for {traits.name}: leave it out of distributed.pipeline"
         )
 
 
 class _Stages:
-    """In the place of AutoModel's functions, with their arguments."""
+    """What replaces AutoModel's functions, with their arguments."""
 
-    def __init__(self, traits: Traits) -> None:
+    def __init__(self, traits: Algorithm) -> None:
         self._traits = traits
 
     def how_many(
         self, num_layers: int, layers_per_stage: int | None, pp_size: int, *unused: Any, **also_unused: Any
     ) -> tuple[int, int]:
-        """In all, and on each rank.
+        """The number of stages: in all, and on each rank.
 
         Raises:
             ValueError: `layers_per_stage` cuts the model into another number of stages than the schedule has.
@@ -103,42 +103,34 @@ class _Stages:
         traits = self._traits
         cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
         chosen = cut // pp_size if cut and cut % pp_size == 0 and traits.any_stages_per_rank else None
-        num_stages = traits.place(pp_size, chosen).num_stages
-        if cut is not None and cut != num_stages:
-            raise ValueError(
-                f"layers_per_stage={layers_per_stage} cuts the model's {num_layers} layers into {cut} stages, but"
-                f" {traits.name} on {pp_size} ranks has {num_stages}: leave the field out"
-            )
-        return num_stages, num_stages // pp_size
+        placement = traits.place(pp_size, chosen)
+        checks.require_cut(traits.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
+        return placement.num_stages, placement.num_stages // pp_size
 
     def on_rank(self, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-        """Which ones.
+        """The stages on a rank.
 
         Raises:
             ValueError: the model was cut into another number of stages than the schedule has.
         """
         chosen = num_stages // pp_size if self._traits.any_stages_per_rank else None
         placement = self._traits.place(pp_size, chosen)
-        if num_stages != placement.num_stages:
-            raise ValueError(
-                f"{self._traits.name} on {pp_size} ranks has {placement.num_stages} stages, but"
-                f" module_fqns_per_model_part lists {num_stages}"
-            )
+        checks.require_parts(self._traits.name, placement, num_stages)
         return placement.stages_on(pp_rank)
 
 
-def _tell_all_ranks(traits: Traits, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Recipes report the reduced loss of a pipeline's last rank; a V has it on the first. So all get to know it."""
+def _sent_to_all_ranks(traits: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Recipes report the reduced loss of the pipeline's last rank; a V has it on the first. So send it to all."""
 
     @wraps(reduce)
-    def reduce_and_tell(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def reduce_and_send(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         reduced = reduce(self, *args, **kwargs)
         if not getattr(self, "pp_enabled", False):
             return reduced
         group = self.device_mesh["pp"].get_group()
         owner = traits.place(dist.get_world_size(group)).rank_of[-1]
-        told = reduced.to(self.dist_env.device)
-        dist.broadcast(told, src=dist.get_global_rank(group, owner), group=group)
-        return told.to(reduced.device)
+        loss = reduced.to(self.dist_env.device)
+        dist.broadcast(loss, src=dist.get_global_rank(group, owner), group=group)
+        return loss.to(reduced.device)
 
-    return reduce_and_tell
+    return reduce_and_send

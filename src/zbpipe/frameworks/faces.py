@@ -1,8 +1,8 @@
-"""The class that a framework gets for a schedule's name, and which it looks at before it builds any stage.
+"""The classes that frameworks get for the names of zbpipe's schedules.
 
 Frameworks on torch's schedules all do the same. They give a rank one stage if the class is a `PipelineScheduleSingle`
-and two or more otherwise, place them in a V if it is `ScheduleZBVZeroBubble`, and at last call it. So each of zbpipe's
-schedules shows them such a class; calling it builds zbpipe's.
+and two or more otherwise, place the stages in a V if it is `ScheduleZBVZeroBubble`, and then call it. So they get a
+class that looks like one of torch's; calling it builds zbpipe's schedule.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from zbpipe.ir import Placement
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, checks, job
 from zbpipe.runtime.options import Options
 
 
 class Face(ABCMeta):
-    """Classes that stand for a schedule: equal to torch's V-shaped one where the schedule is a V."""
+    """Classes that stand for a schedule. One for a V is equal to torch's V-shaped class."""
 
-    traits: Traits
+    traits: Algorithm
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
-        """zbpipe's schedule in the place of an object of this class; the arguments are those of torch's class.
+        """zbpipe's schedule instead of an object of this class. The arguments are those of torch's class.
 
         Raises:
             ValueError: stages that do not fit the schedule, or options that do not fit the job.
@@ -52,20 +52,20 @@ class Face(ABCMeta):
         return hash(cls.__bases__[0])
 
 
-def face_of(traits: Traits, options: Options) -> type[_torch.PipelineSchedule]:
-    """What frameworks are to see of a schedule of zbpipe's.
+def face_of(traits: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
+    """The class that frameworks get for one of zbpipe's schedules.
 
     Args:
         traits: of the schedule.
-        options: for the schedule, beside what the framework gives.
+        options: for the schedule, besides what the framework gives.
     """
     name = "ScheduleFromFile" if traits.table else f"Schedule{traits.name}"
     face = Face(name, (_nearest(traits),), {"traits": traits, "options": options, "__module__": __name__})
     return cast(type[_torch.PipelineSchedule], face)
 
 
-def _nearest(traits: Traits) -> type[_torch.PipelineSchedule]:
-    """Which of torch's classes has frameworks place the stages as the schedule does, as far as one has."""
+def _nearest(traits: Algorithm) -> type[_torch.PipelineSchedule]:
+    """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
     if traits.stages_per_rank == 1:
         return PipelineScheduleSingle
     is_v = traits.placement == "v" if traits.table is None else _is_v(traits.table.placement)

@@ -1,7 +1,7 @@
-"""The inner loops, as they are or as machine code.
+"""The inner loops in Python or, with numba, as machine code. Both give the same results, bit for bit.
 
-numba takes a third of a second to import and compiles once per installation (some seconds, then it reads its cache), so
-it is for searches that take longer than that. Both give the same results, bit for bit.
+numba takes a third of a second to import and compiles once per installation, for some seconds. So it is for searches
+that take longer; schedules by name do without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zbpipe.planner.kernel import Job
 
 @dataclass(frozen=True)
 class Engine:
-    """`kernel.list_schedule`, `kernel.justify` and `kernel.anneal`, and what makes of a list what they take."""
+    """`kernel.list_schedule`, `kernel.justify` and `kernel.anneal`, and how to make their sequences from lists."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
@@ -27,7 +27,7 @@ class Engine:
     compiled: bool
 
     def prepare(self, job: Job) -> Job:
-        """The job in the sequences that the loops take."""
+        """The job with the sequences that the loops take."""
         return Job(
             job.ranks,
             job.microbatches,
@@ -40,6 +40,7 @@ class Engine:
             self.floats(job.takes),
             self.floats(job.reserve),
             self.floats(job.limit),
+            self.floats(job.origin),
         )
 
 

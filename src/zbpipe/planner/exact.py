@@ -1,7 +1,7 @@
-"""Small cases to the end, with OR-Tools CP-SAT (extra `solver`): an optimum, or a bound of its own.
+"""The optimum of small cases, or a better bound, with OR-Tools CP-SAT (extra `solver`).
 
-The solver counts in whole numbers. Times and activations are rounded down, so what it proves holds for the real
-numbers, too; an order that it finds is timed and weighed anew.
+The solver needs whole numbers. Times and activations are rounded down, so what it proves also holds for the real
+numbers; an order that it finds is simulated again, and its memory checked.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
 
 _PARTS = 10_000
-"""Whole numbers from zero to the largest one, if no smaller number of parts holds all numbers exactly."""
+"""The largest number counts as so many, if no smaller number of parts makes all numbers whole. Chosen by hand."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What the solver found out about one problem."""
+    """The solver's answer for one problem."""
 
     order: tuple[int, ...] | None
     """A sound order; None if it found none."""
@@ -30,17 +30,17 @@ class Proof:
 
 
 def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict[str, float]]:
-    """Improve on what was found, and on the bounds, for every placement on which there may be something better.
+    """Improve the order and the bounds, for every placement on which something better may exist.
 
     Args:
-        found: by name of the placement the best order known, which the solver starts from.
+        found: by name of the placement the best known order, which the solver starts from.
         effort: for each placement, in CP-SAT's deterministic seconds.
 
     Returns:
         The best order, and the bounds by name of the placement.
 
     Raises:
-        ValueError: OR-Tools is not installed, or a problem with the longest span of a rank as its objective.
+        ValueError: OR-Tools is not installed, or the objective is the longest span of a rank.
     """
     best = min(found.values(), key=lambda each: each.length)
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
@@ -58,13 +58,13 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
 
 
 def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof:
-    """Search for the shortest makespan until it is proven, or for so many deterministic seconds.
+    """Search for the shortest makespan until it is proven, or for `effort` deterministic seconds.
 
     Raises:
-        ValueError: OR-Tools is not installed, or the problem has the longest span of a rank as its objective.
+        ValueError: OR-Tools is not installed, or the objective is the longest span of a rank.
     """
     if problem.by_span:
-        raise ValueError("the exact solver knows the makespan only: give objective='makespan', or exact=False")
+        raise ValueError("the exact solver minimises the makespan only: use objective='makespan', or exact=False")
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -78,14 +78,14 @@ def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof
     status = solver.solve(model.model)
     order = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        # Ops that take no whole number of time may start together: the one that comes first in the chain goes first.
-        # They go before what starts with them, too, because it may count on the room that they free.
+        # Ops whose time is rounded down to zero may start together: the one that feeds the other goes first. They also
+        # go before longer ops that start with them, which may need the room that they free.
         order = tuple(sorted(model.start, key=lambda op: (*model.span(op, solver), model.depth(op))))
     return Proof(order, solver.best_objective_bound * model.second)
 
 
 class _Model:
-    """The problem in the solver's words."""
+    """The problem as the solver's variables and constraints."""
 
     def __init__(self, cp_model: Any, problem: Problem, known: float) -> None:
         self.job = job = problem.job
@@ -110,7 +110,7 @@ class _Model:
             if feeder >= 0:
                 for op, fed_by in zip(self.ops(node), self.ops(feeder), strict=True):
                     self.model.add(self.start[op] >= self.start[fed_by] + self.seconds[feeder] + self.lag[node])
-            # Microbatches are all alike, so they may as well go through every stage in their order.
+            # All microbatches are alike, so nothing is lost if each stage runs them in their order.
             for earlier, later in zip(self.ops(node), self.ops(node)[1:], strict=False):
                 self.model.add(self.start[later] >= self.start[earlier] + self.seconds[node])
         makespan = self.model.new_int_var(floor(problem.lower_bound / self.second - 1e-6), self.horizon, "")
@@ -122,7 +122,7 @@ class _Model:
         return range(node * self.microbatches, (node + 1) * self.microbatches)
 
     def limit_memory(self, problem: Problem, rank: int) -> None:
-        """Activations fill the room of a rank: some from F to W, some only from F to I, or only from I to W."""
+        """A rank holds activations from F to W, from F to I, or from I to W, and never more than its limit."""
         stages = problem.placement.stages_on(rank)
         fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage)]
         unit = _unit([size for _, _, size in fillings])
@@ -136,7 +136,7 @@ class _Model:
         self.model.add_cumulative(held, sizes, floor(problem.limits[rank] / unit + 1e-6))
 
     def hint(self, order: Sequence[int]) -> None:
-        """Start from the times of a known order."""
+        """Let the solver start from a known order."""
         clock = [0] * self.job.ranks
         end: dict[int, int] = {}
         for op in order:
@@ -171,7 +171,7 @@ def _fillings(costs: CostModel, stage: int) -> list[tuple[int, int, float]]:
 
 
 def _unit(numbers: Sequence[float]) -> float:
-    """The largest of which all numbers are whole multiples, if there is one."""
+    """The largest unit of which all numbers are whole multiples, if there is one."""
     most = max(numbers) or 1.0
     for parts in range(1, 1001):
         if all(abs(number * parts / most - round(number * parts / most)) < 1e-6 for number in numbers):

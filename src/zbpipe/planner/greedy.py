@@ -1,9 +1,9 @@
-"""What list scheduling shall prefer: urgencies of all ops, from a few numbers.
+"""Priorities for list scheduling: an urgency for each op, from a few numbers.
 
 The urgency of an op is when it would start if the microbatches followed each other at a regular interval, each as a
 *block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
-blocks are the schedule and must not collide. Here they only say what comes first; list scheduling (`kernel`) gives the
-ranks something to do at any time, and sees to the limits. So any shape goes, whatever the times of the stages are.
+blocks are the schedule and must not collide. Here they only say what comes first: list scheduling (`kernel`) keeps the
+ranks busy and keeps to the limits. So every shape works, for any times of the stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shape:
     turn_forward: tuple[float, ...]
     """By leg: what is added at its end, in times of F."""
     turn_backward: tuple[float, ...]
-    """By leg: what is added before its begin, in times of I."""
+    """By leg: what is added before its start, in times of I."""
     turn_loss: float
     """From the last F to the first I, in times of that I."""
     weight: tuple[float, ...]
@@ -37,18 +37,18 @@ class Shape:
     patience: float = 0.0
     """How long a rank waits for an op that is more urgent, in times of a W."""
     pace: float = 0.0
-    """How far apart the microbatches have to enter the first stage, in times of a rank's work on one."""
+    """The time between microbatches that enter the first stage, in times of a rank's work on one."""
     spare: float = 0.0
-    """What stays free for the last leg, in its activations of a microbatch."""
+    """Room kept free for the last leg, in its activations of a microbatch."""
 
     @classmethod
     def plain(cls, legs: int) -> Shape:
-        """A microbatch that nothing holds up, with W when there is time for it."""
+        """A microbatch that nothing holds up, with W one interval after I."""
         return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs)
 
     @classmethod
     def random(cls, legs: int, random: Random) -> Shape:
-        """Any shape that may be good."""
+        """Any shape that may be good; the ranges were chosen by hand, not tuned."""
 
         def draw(low: float, high: float) -> tuple[float, ...]:
             return tuple(random.uniform(low, high) for _ in range(legs))
@@ -66,7 +66,7 @@ class Shape:
         )
 
     def vary(self, random: Random) -> Shape:
-        """A shape like this one."""
+        """A shape like this one: about a quarter of its numbers change; steps and chances were chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
@@ -107,7 +107,7 @@ class ListScheduler:
         self.weight = max(problem.job.seconds[2::3])
 
     def run(self, shape: Shape, cutoff: float = NEVER) -> tuple[float, list[int]]:
-        """The makespan and the order that a shape leads to; infinity if it is not below `cutoff`."""
+        """The makespan and the order that a shape gives; infinity if it is not below `cutoff`."""
         return self.engine.list_schedule(
             self.job._replace(reserve=self.engine.floats(self._reserve(shape.spare))),
             self.engine.floats(self._urgency(shape)),
@@ -122,7 +122,7 @@ class ListScheduler:
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, with and without patience."""
+        """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W)."""
         stages = range(self.problem.placement.num_stages)
         results = []
         for patience, ranking in product((0.0, 0.5, 1.0), ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))):
@@ -158,7 +158,7 @@ class ListScheduler:
         return urgency
 
     def _reserve(self, spare: float) -> list[float]:
-        """Enough that nothing gets stuck, and `spare` more where that leaves room for a microbatch."""
+        """What keeps every rank able to go on, and `spare` more where that leaves room for a microbatch."""
         job = self.problem.job
         reserve = list(job.reserve)
         for stage, leg in enumerate(self.leg):

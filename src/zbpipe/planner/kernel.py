@@ -1,7 +1,10 @@
-"""The inner loops of the search, on plain numbers: list scheduling, and annealing of an order of ops.
+"""The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
 These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`.
+results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
+longer, and take more arguments, than elsewhere: what an object would hold they hand on as lists, and a call in the
+innermost loop costs time. What feeds an op is repeated here in numbers, as `feeder` and `fed`; the tests compare the
+times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands
 for one op. An order of all ops is *sound* if no op comes before one that feeds it; then the ranks, which run their ops
@@ -22,7 +25,7 @@ NEVER = 1e300
 
 
 class Job(NamedTuple):
-    """What there is to schedule: one number a node unless said otherwise."""
+    """What to schedule: one number for each node unless said otherwise."""
 
     ranks: int
     microbatches: int
@@ -31,18 +34,20 @@ class Job(NamedTuple):
     feeder: Ints
     """The node whose result it takes, -1 for the first stage's F."""
     after: Ints
-    """A node of its own rank that comes first as well, -1 for none."""
+    """Another node, of its own rank, that has to come first; -1 for none."""
     lag: Floats
-    """Seconds that the result is on its way."""
+    """Seconds that this result takes to arrive."""
     fed: Ints
     """The node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     seconds: Floats
     takes: Floats
     """What running it adds to the memory of its rank: positive for F, negative for I and W."""
     reserve: Floats
-    """What has to stay free on the rank when it starts; not zero only for F."""
+    """What has to stay free on the rank when it starts; zero except for F."""
     limit: Floats
-    """By rank: what it may hold."""
+    """By rank: what it can hold."""
+    origin: Floats
+    """By rank: the time from which on its span counts. Zeros minimise the makespan."""
 
 
 def list_schedule(
@@ -53,7 +58,7 @@ def list_schedule(
     Args:
         job: what to schedule.
         urgency: by node, of microbatch 0; the least is the most urgent. Microbatch m has m * `period` more.
-        period: see there.
+        period: seconds between microbatches in `urgency`.
         patience: seconds that a rank waits for an op that is more urgent than those that are ready.
         release: seconds between the microbatches that may enter the first stage.
         cutoff: give up as soon as the makespan has to reach this.
@@ -147,22 +152,19 @@ def choose(
     return chosen, start, wake
 
 
-def anneal(
-    job: Job, start: Ints, target: float, by_span: bool, heat: float, work: int, seed: int
-) -> tuple[float, list[int], int]:
-    """Move ops of the critical path to and fro on their rank, and keep what is not longer, or not much.
+def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
+    """Move ops of the critical path back and forth on their rank, and keep what is not longer, or not much.
 
     Args:
         job: what to schedule.
         start: a sound order within the limits.
-        target: stop when the order is as short as this.
-        by_span: whether "short" is about the longest span of a rank, in place of the makespan.
-        heat: what may be lost by one move, in seconds, at the beginning; it falls to nothing.
+        target: seconds at which it stops.
+        heat: seconds that one move may lose at the start; it falls to zero.
         work: how many ops to time anew before it ends.
         seed: of the random numbers, 1 to 2147483646.
 
     Returns:
-        How short the best order is, that order, and how much of the work was done.
+        The length of the best order, that order, and how much of the work was done.
     """
     total = len(start)
     order = list(start)
@@ -174,8 +176,8 @@ def anneal(
     path = [0 for _ in range(0)]
     replay(job, order, place, before, after, end, backup, tail, 0, total - 1, NEVER)
     look_ahead(job, order, place, before, after, tail, 0, total - 1)
-    length = measure(job, first, last, end, by_span)
-    trace(job, last, before, end, by_span, first, path)
+    length = measure(job, last, end)
+    critical_ops(job, last, before, end, path)
     best, best_order = length, list(order)
     done = 0
     while done < work and best > target:
@@ -184,7 +186,7 @@ def anneal(
         op = path[seed % len(path)]
         seed = seed * 48271 % 2147483647
         share = seed / 2147483647.0
-        jump = 1 + int(30 * share * share * share)
+        jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
         seed = seed * 48271 % 2147483647
         later = seed % 2 == 0
         other = reach(job, op, later, jump, place, before, after, held)
@@ -195,12 +197,11 @@ def anneal(
         shift(job, op, other if later else before[other], place[other], order, place, before, after, held, first, last)
         seed = seed * 48271 % 2147483647
         allowed = length - heat * (1.0 - done / work) * math.log(seed / 2147483647.0)
-        cutoff = NEVER if by_span else allowed
-        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, cutoff)
+        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, allowed)
         done += until - left
-        if good and measure(job, first, last, end, by_span) <= allowed:
-            length = measure(job, first, last, end, by_span)
-            trace(job, last, before, end, by_span, first, path)
+        if good and measure(job, last, end) <= allowed:
+            length = measure(job, last, end)
+            critical_ops(job, last, before, end, path)
             done += len(path) + look_ahead(job, order, place, before, after, tail, left, right)
             if length < best * (1 - 1e-9):
                 best = length
@@ -336,13 +337,13 @@ def replay(
     right: int,
     allowed: float,
 ) -> tuple[int, bool]:
-    """When the ops end, from position `begin` of the order on; what they were goes to `backup`, by position.
+    """Time the ops again from position `begin` of the order on; the old ends go to `backup`, by position.
 
-    Beyond the position `right` the order is the one for which `tail` holds, so it tells at once what is too long, and
-    from where on nothing changes, all is as it was.
+    Beyond the position `right` the order is the one for which `tail` holds, which shows early that it gets too long. It
+    stops where no end changes any more.
 
     Returns:
-        The position up to which it went, and whether the makespan can be no more than `allowed`, as far as it knows.
+        The position up to which it went, and False if the length is sure to be more than `allowed`.
     """
     microbatches = job.microbatches
     horizon = right
@@ -371,7 +372,7 @@ def replay(
 def look_ahead(
     job: Job, order: Ints, place: Ints, before: Ints, after: Ints, tail: list[float], left: int, right: int
 ) -> int:
-    """How long it takes from the end of each op to the end of all, at the least, where `left` to `right` changed.
+    """The least time from the end of each op to the end of all, after a change between `left` and `right`.
 
     Returns:
         How many ops it looked at.
@@ -382,9 +383,9 @@ def look_ahead(
     while position >= 0 and position >= horizon:
         op = order[position]
         node = op // microbatches
-        following, longest = after[op], 0.0
+        following, longest = after[op], -job.origin[job.rank[node]]
         if following >= 0:
-            longest = job.seconds[following // microbatches] + tail[following]
+            longest = max(longest, job.seconds[following // microbatches] + tail[following])
         user = job.fed[node]
         if user >= 0:
             longest = max(longest, job.lag[user] + job.seconds[user] + tail[op + (user - node) * microbatches])
@@ -399,10 +400,10 @@ def look_ahead(
 
 
 def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
-    """Put all ops as late as they can be, beginning at the end, and then all as soon as they can be.
+    """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
-    Forward-backward improvement, well known for projects with limited resources: what is pushed to the end opens gaps
-    at the beginning that other ops can fill, and the other way round.
+    Known as forward-backward improvement in project scheduling with limited resources: ops that move to the end open
+    gaps at the start that others can fill, and the other way round.
 
     Args:
         job: what is scheduled.
@@ -427,7 +428,7 @@ def mirror(order: Ints, microbatches: int) -> list[int]:
 
 
 def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
-    """Let each op in turn run as soon as it can, also before ops of its rank that have got their place already.
+    """Run each op in turn as soon as possible, also before ops of its rank that are placed already.
 
     Args:
         job: what is scheduled.
@@ -473,7 +474,7 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
 def earliest_gap(
     job: Job, op: int, ready: float, latest: int, begin: Floats, end: Floats, held: Floats, before: Ints
 ) -> int:
-    """The op on its rank after which `op` can run the soonest, from what the rank has so far; -1 for its first.
+    """The placed op of its rank after which `op` can start the earliest; -1 to be the first.
 
     Microbatches stay in their order, so that a stage sends as the next one receives.
     """
@@ -486,7 +487,7 @@ def earliest_gap(
         previous = before[follower]
         start = max(ready, end[previous]) if previous >= 0 else ready
         fits = previous < 0 or held[previous] + takes <= limit
-        # Without gain nothing moves, or what takes no time could pass what it waits for.
+        # It only moves if it gains time, or an op of no time could pass the one that it waits for.
         if fits and start < begin[follower] and start + seconds <= begin[follower]:
             best = previous
         follower = previous
@@ -494,7 +495,7 @@ def earliest_gap(
 
 
 def in_time(job: Job, order: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
-    """The ops of all ranks by their starts. What takes no time comes before what starts with it, and else as before."""
+    """The ops of all ranks by their starts; of equal starts the earlier end first, then as before."""
     place = [0] * len(order)
     for position in range(len(order)):
         place[order[position]] = position
@@ -530,23 +531,21 @@ def starts(job: Job, order: Ints) -> list[float]:
     return begin
 
 
-def measure(job: Job, first: Ints, last: Ints, end: Floats, by_span: bool) -> float:
-    """The makespan, or the longest span of a rank."""
+def measure(job: Job, last: Ints, end: Floats) -> float:
+    """The makespan, or the longest span of a rank if the job has origins."""
     longest = 0.0
     for rank in range(job.ranks):
-        begin = end[first[rank]] - job.seconds[first[rank] // job.microbatches] if by_span else 0.0
-        longest = max(longest, end[last[rank]] - begin)
+        longest = max(longest, end[last[rank]] - job.origin[rank])
     return longest
 
 
-def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first: Ints, path: list[int]) -> None:
+def critical_ops(job: Job, last: Ints, before: Ints, end: Floats, path: list[int]) -> None:
     """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
     microbatches = job.microbatches
     worst, longest = 0, -1.0
     for rank in range(job.ranks):
-        begin = end[first[rank]] - job.seconds[first[rank] // microbatches] if by_span else 0.0
-        if end[last[rank]] - begin > longest:
-            worst, longest = rank, end[last[rank]] - begin
+        if end[last[rank]] - job.origin[rank] > longest:
+            worst, longest = rank, end[last[rank]] - job.origin[rank]
     path.clear()
     op = last[worst]
     while op >= 0:
@@ -560,5 +559,18 @@ def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first:
         op = previous
 
 
-HELPERS = (choose, mirror, squeeze, earliest_gap, in_time, link, reach, shift, replay, look_ahead, measure, trace)
-"""What the others are made of."""
+HELPERS = (
+    choose,
+    mirror,
+    squeeze,
+    earliest_gap,
+    in_time,
+    link,
+    reach,
+    shift,
+    replay,
+    look_ahead,
+    measure,
+    critical_ops,
+)
+"""The functions that the engine's three call."""

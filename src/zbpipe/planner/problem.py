@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -11,19 +11,20 @@ from typing import TypeVar
 
 from zbpipe import bound
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
 from zbpipe.planner.kernel import Job, starts
 from zbpipe.simulation import simulate
+from zbpipe.turns import Turns
 
 T = TypeVar("T")
 _KINDS = (OpKind.F, OpKind.I, OpKind.W)
 _ROUNDING = 1e-9
-"""Of a limit: by so much sums of activations may exceed it."""
+"""The share of a limit by which sums of activations may exceed it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled, on one placement."""
+    """What to schedule on one placement."""
 
     name: str
     """Of the placement."""
@@ -33,7 +34,7 @@ class Problem:
     limits: tuple[float, ...]
     """What each rank may hold, in the unit of `costs.activations`."""
     by_span: bool = False
-    """Whether the longest span of a rank is to be short, rather than the makespan."""
+    """Whether to minimise the longest span of a rank, in place of the makespan."""
 
     @property
     def num_ops(self) -> int:
@@ -47,7 +48,10 @@ class Problem:
 
     @cached_property
     def job(self) -> Job:
-        """With times as multiples of a power of two, a billionth of the longest, so that sums of them are exact."""
+        """The flat numbers, in which `feeder` and `fed` repeat the rule of `ir.inputs`; a test holds them against it.
+
+        Times are multiples of a power of two, a billionth of the longest, so that sums of them are exact.
+        """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
         _, exponent = frexp(max(*costs.f, *costs.i, *costs.w))
@@ -77,10 +81,11 @@ class Problem:
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
             takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
-            # Room for a microbatch to go on through the rank's stages, or all ranks could fill up with microbatches of
-            # which none can.
+            # Room for one microbatch to finish on the rank. Otherwise every rank could fill up with microbatches that
+            # cannot go on.
             reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
+            origin=self._first_starts(exact, transfer) if self.by_span else [0.0] * self.placement.num_ranks,
         )
 
     @cached_property
@@ -110,27 +115,12 @@ class Problem:
         Raises:
             ValueError: the schedule is not valid.
         """
-        rows = [[number for op in ops for number in self._numbers(op)] for ops in schedule]
-        done: set[int] = set()
-        order: list[int] = []
-        position = [0] * len(rows)
-        awake = list(range(len(rows)))
-        while awake:
-            rank = awake.pop()
-            row = rows[rank]
-            while position[rank] < len(row):
-                number = row[position[rank]]
-                node, microbatch = divmod(number, self.num_microbatches)
-                feeder, user = self.job.feeder[node], self.job.fed[node]
-                if feeder >= 0 and feeder * self.num_microbatches + microbatch not in done:
-                    break
-                done.add(number)
-                order.append(number)
-                position[rank] += 1
-                if user >= 0 and self.job.rank[user] != rank:
-                    awake.append(self.job.rank[user])
-        if not len(order) == len(done) == self.num_ops:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate tells why")
+        num_stages = self.placement.num_stages
+        rows = [[half for op in ops for half in _halves(op)] for ops in schedule]
+        turns = Turns(rows, lambda op: inputs(op, num_stages))
+        order = [self._number(op) for _, op, _ in turns]
+        if turns.waiting or not len(order) == len(set(order)) == self.num_ops:
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
         return self.in_time(order)
 
     def in_time(self, order: list[int]) -> list[int]:
@@ -138,29 +128,48 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """The makespan in seconds, or the longest span of a rank if that is to be short."""
+        """The makespan in seconds, or the longest span of a rank if that is the time to minimise."""
         timeline = simulate(self.schedule("", order), self.costs)
         return timeline.longest_rank_span if self.by_span else timeline.makespan
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether no rank ever holds more than its limit, if each B runs as an I and a W."""
-        takes, microbatches = self.job.takes, self.num_microbatches
-        return all(
-            max(accumulate(takes[number // microbatches] for op in ops for number in self._numbers(op)), default=0.0)
-            <= limit
-            for ops, limit in zip(schedule, self.job.limit, strict=True)
-        )
+
+        def peak(ops: Iterable[Op]) -> float:
+            halves = (half for op in ops for half in _halves(op))
+            return max(accumulate(self.costs.adds(half.stage, half.kind) for half in halves), default=0.0)
+
+        return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
+
+    def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
+        """By rank, when the first microbatch gets there if nothing holds it up.
+
+        On loops and Vs every rank starts then, because its first op is the F of that microbatch. So its span is the end
+        of its last op less this, and one engine minimises both times. On other placements a rank may start later, and
+        its span is less than the search counts.
+        """
+        first: dict[int, float] = {}
+        now = 0.0
+        for stage, rank in enumerate(self.placement.rank_of):
+            now += transfer(stage - 1, stage) if stage else 0.0
+            first.setdefault(rank, now)
+            now += exact(self.costs.f[stage])
+        return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
-        """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""
+        """The most that a microbatch adds on its rank after the F of this stage, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
         forward = [self.costs.adds(other, OpKind.F) for other in stages if other > stage]
         backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]
         return max(accumulate((*forward, *backward), initial=0.0))
 
-    def _numbers(self, op: Op) -> list[int]:
-        kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
-        return [(3 * op.stage + _KINDS.index(kind)) * self.num_microbatches + op.microbatch for kind in kinds]
+    def _number(self, op: Op) -> int:
+        return (3 * op.stage + _KINDS.index(op.kind)) * self.num_microbatches + op.microbatch
+
+
+def _halves(op: Op) -> tuple[Op, ...]:
+    """A B as an I and a W."""
+    return (op._replace(kind=OpKind.I), op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
 
 
 def _flat(rows: Iterable[tuple[T, ...]]) -> list[T]:

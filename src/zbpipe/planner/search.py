@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from random import Random
 
-from zbpipe.costs import CostModel, least_room
+from zbpipe.costs import CostModel, least_room, rank_shares
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
@@ -16,26 +16,29 @@ from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 
 Progress = Callable[[float, float], None]
-"""Called with the share of the budget that is used up, and the shortest time found so far in seconds."""
+"""Called with the share of the work that is done, and the shortest time found so far in seconds."""
 
+# The constants were chosen by hand, then checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7. The
+# mean gap to the bound is 0.92% with these, and 0.92 to 1.19% if one of them is halved or doubled, or nearly so.
 _LISTING = 10
-"""What it takes to place one op by list scheduling, in ops that annealing times anew."""
+"""Work of placing one op by list scheduling, in ops that annealing times. Timed with numba: 6 to 16."""
 _JUSTIFYING = 40
-"""The same to justify one op."""
+"""The same of justifying one op. Timed with numba: 19 and more, by how many ops can move."""
 _PROMISING = 1.04
-"""By how much a list may be longer than the shortest one and still be justified."""
+"""A list is justified if it is at most this much longer than the shortest one."""
 _CLIMBS = 4
-"""How often list scheduling begins anew on each placement."""
+"""How often list scheduling starts again on each placement."""
 _ROUNDS = 3
 """Of annealing before the last one: 8 orders, then 4, then 2."""
 _SHARE_OF_SHAPES = 0.4
 """Of the budget, for list scheduling."""
 _WORTH = 1.1
-"""By how much an order may be longer than the best one and still be annealed."""
+"""An order is annealed if it is at most this much longer than the best one."""
 _HEAT = 0.08
-"""What annealing may lose in one move at the beginning, in mean times of an op, if it times each op 1000 times. It
-goes with the root of that: with more time to cool down it can begin hotter, up to a point."""
+"""What annealing may lose in one move at the start, in mean times of an op, if it times each op 1000 times. It grows
+with the root of that number, because more time to cool down allows a hotter start."""
 _MOST_HEAT = 0.4
+"""The most that it may lose in one move, in the same unit."""
 _NEAR = 1 + 1e-9
 
 
@@ -46,7 +49,7 @@ class Found:
     problem: Problem
     order: tuple[int, ...]
     length: float
-    """Seconds: what is to be short."""
+    """Seconds of the time to minimise."""
     by: str
     """The searches that led to it."""
 
@@ -67,10 +70,10 @@ class Search:
         self.by_placement: dict[str, Found] = {}
         """The best on each."""
         self.kept: list[Found] = []
-        """All that were looked at closely."""
+        """All whose time was simulated."""
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
-        """The best order found, from known ones with their names and from list scheduling."""
+        """The best order found, starting from known orders with their names and from list scheduling."""
         found = [self.keep(*seed) for seed in seeds]
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
         while waiting and waiting[0].lower_bound * _NEAR < self.shortest:
@@ -82,7 +85,7 @@ class Search:
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
-        """Shapes at random, then more and more shapes like the best one."""
+        """The best order of list scheduling: random shapes first, then more and more variations of the best one."""
         budget = max(budget, 2 * (_LISTING + _JUSTIFYING) * problem.num_ops)
         best, begin = Shape.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
@@ -102,7 +105,7 @@ class Search:
         return order
 
     def race(self, found: list[Found]) -> Found:
-        """Anneal all for a while, then the better half of them for longer, and the best as long as the budget lasts."""
+        """Anneal the best 8 for a while, then the better half for longer, and the best until the budget is used up."""
         rounds = _ROUNDS
         for rest in reversed(range(rounds + 1)):
             worth = [
@@ -129,7 +132,6 @@ class Search:
             job,
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
-            problem.by_span,
             heat,
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),
@@ -169,21 +171,22 @@ def best_within(
     costs: CostModel | None = None,
     seeds: Iterable[Schedule] = (),
 ) -> Schedule:
-    """List scheduling by kind, and `seeds`: the one with the shortest synchronous step. Takes no time to speak of.
+    """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
 
-    Among equally long ones that with the shortest span of a single rank wins, which counts without synchronisation.
+    Of equally long ones, the one with the shortest span of a rank wins, which counts without synchronisation.
 
     Args:
         name: of the result.
         placement: where the stages are.
         num_microbatches: from 1 on.
-        limit: peak activations per rank, in units of the rank's share of one microbatch; at least 1. Where a
-            microbatch alone takes more, that is the limit.
+        limit: how many microbatches a rank may hold, in units of its own share of one, as the definitions of the named
+            schedules count; at least 1. Where one microbatch alone takes more, that is the limit.
         costs: for the placement's stages; default: F, I and W take equal time and communication none.
-        seeds: schedules with this placement to try besides; those that do not fit into the limit are passed over.
+        seeds: schedules with this placement to try as well; those that break the limit are left out.
     """
     costs = costs or CostModel.uniform(placement)
-    limits = tuple(map(max, absolute(limit, placement, costs), least_room(placement, costs)))
+    weights = (limit * share for share in rank_shares(placement, costs))
+    limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits)
     orders = [order for _, order in ListScheduler(problem, PLAIN).by_kind()]
     found = [problem.schedule(name, order) for order in orders]
@@ -193,11 +196,3 @@ def best_within(
         return timeline.makespan, timeline.longest_rank_span
 
     return min((simulate(schedule, costs) for schedule in found), key=length).schedule
-
-
-def absolute(limit: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """What so many of a rank's shares of one microbatch take, by rank, in the unit of `costs.activations`."""
-    limits = limit if isinstance(limit, Sequence) else (limit,) * placement.num_ranks
-    return tuple(
-        each * sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank, each in enumerate(limits)
-    )

@@ -9,7 +9,7 @@ try:
     from zbpipe.runtime import _torch
 except ImportError as error:
     raise ImportError(
-        f"zbpipe stands on private names of torch {KNOWN[0]} to {KNOWN[1]}, and torch {torch.__version__} lacks one of"
+        f"zbpipe uses private names of torch {KNOWN[0]} to {KNOWN[1]}, and torch {torch.__version__} lacks one of"
         f" them ({error}): install one of these versions, or a newer zbpipe"
     ) from None
 

@@ -1,4 +1,4 @@
-"""All ranks have to run the same schedule: two tables that differ leave them waiting for each other's messages."""
+"""All ranks have to run the same schedule: with different tables they wait for each other's messages forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import PipelineError
 
 _WIDTH = 256
-"""Bytes that a rank tells: its digest, then as much of the description as fits."""
+"""Bytes that a rank sends: its digest, then as much of the description as fits."""
 
 
 def require_same(
@@ -20,33 +20,33 @@ def require_same(
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> None:
-    """Compare `schedule` with those of the other ranks in `group` (None: all of the job), which all have to call this.
+    """Compare `schedule` with those of all other ranks in `group` (None: of the job), which have to call this, too.
 
     Args:
         schedule: any of torch's, of which zbpipe's are some.
-        name: what the error calls it. It may differ, as two paths of the same table do.
-        group: with the backend "fake" there is nobody to ask.
-        device: where the backend wants its tensors.
+        name: for the error. It may differ between ranks, as two paths of the same table do.
+        group: with the backend "fake" there are no other ranks.
+        device: of the tensors that the backend sends.
 
     Raises:
-        PipelineError: they differ; the message says which ranks have which schedule.
+        PipelineError: they differ. The message says which ranks have which schedule.
     """
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     digest = sha256(_torch.what_it_runs(schedule).encode()).digest()
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
-    told = _exchange(digest + text.encode(), group, device)
-    if any(each[: len(digest)] != digest for each in told):
+    everything = _exchange(digest + text.encode(), group, device)
+    if any(each[: len(digest)] != digest for each in everything):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in told]
+        texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
         raise PipelineError(f"the ranks have different schedules: {_by_text(texts, ranks)}")
 
 
 def _exchange(text: bytes, group: dist.ProcessGroup | None, device: torch.device | str) -> list[bytes]:
     mine = torch.tensor(list(text[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
-    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, mine, group=group)
-    return [bytes(each.tolist()) for each in told]
+    everything = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everything, mine, group=group)
+    return [bytes(each.tolist()) for each in everything]
 
 
 def _by_text(texts: list[str], ranks: list[int]) -> str:
@@ -55,7 +55,7 @@ def _by_text(texts: list[str], ranks: list[int]) -> str:
 
 
 def _spans(ranks: list[int]) -> str:
-    """As in "0-2, 5": a job may have thousands."""
+    """Such as "0-2, 5": a job may have thousands of ranks."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

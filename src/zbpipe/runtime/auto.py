@@ -1,4 +1,4 @@
-"""`Auto`: start on a safe schedule, measure the job, plan for it, and run the plan if it is faster."""
+"""`Auto`: start with a schedule that is sure to fit, measure the job, plan for it, and run the plan if it is faster."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.auto import starts
-from zbpipe.costs import CostModel, shares_within
-from zbpipe.costs_file import JobCosts
+from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
+from zbpipe.job_costs import JobCosts
 from zbpipe.planner.plan import plan
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -24,35 +25,35 @@ from zbpipe.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8
-"""For so many ops the search has a budget of about ten seconds, because all other ranks wait for it."""
+"""The search's budget for so many ops, about ten seconds, because all other ranks wait for it."""
 USUAL_STEPS = 5
-"""Steps that are timed of each schedule."""
+"""Timed steps of each schedule."""
 _WORTH_IT = 0.995
-"""A plan that promises less than half a percent stays on paper."""
+"""A plan has to be faster than this share of the start's step, simulated, to be tried."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What `Auto` found out. Times are seconds of one step."""
+class AutoOutcome:
+    """What `Auto` found. Times are seconds of one step."""
 
     start: str
-    """The schedule that it began with."""
+    """The name of the schedule that it began with."""
     chosen: str
-    """The schedule that runs from now on."""
+    """The name of the schedule that runs from now on."""
     expected_before: float
-    """What the simulator says of the start, with the measured costs."""
+    """Simulated with the measured costs, for the start."""
     expected_after: float
-    """The same of the plan."""
+    """The same for the plan."""
     measured_before: float
     measured_after: float | None
-    """None if the plan promised too little to be tried."""
+    """None if the plan was not tried, because it gains less than half a percent when simulated."""
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What the rank that plans tells all others."""
+    """The plan, as the first rank sends it to all others."""
 
     table: str
     """As CSV."""
@@ -62,24 +63,28 @@ class _Proposal:
 
 
 class AutoSchedule(RegisteredSchedule):
-    """Starts as V-Half (or V-Min, under a tight limit) with W at once, measures, plans, and swaps between two steps.
+    """Starts with a schedule of little memory, measures the job, plans for it, and switches between two steps.
 
-    Weights, optimizer, order of the data and the placement of the stages (two a rank, on a V) stay as they are, and so
-    do the losses. It takes `profile_steps` + 2 steps to measure, and then twice as many in which plan and start take
-    turns, to see whether the plan keeps its promise; if it does not, the start stays. The log of the first rank tells
-    what happens.
+        schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn, memory_limit=3)
+        ...                     # train; the log of the first rank says what it does
+        schedule.outcome        # what it measured and chose; None before
+
+    The start is V-Half, or V-Min under a tight limit, with each W right after its I. Measuring takes `profile_steps`
+    + 2 steps. Then plan and start take turns for `profile_steps` steps each, and the faster one stays. Weights,
+    optimizer, order of the data and the placement of the stages (two a rank, in a V) never change, so neither do the
+    losses.
 
     Args:
         stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
-        memory_limit: activations that a rank may hold, in microbatches of a rank's average share of the model, as
-            1F1B on p ranks holds p; default: p.
-        profile_steps: how many steps are timed of each, the start and the plan.
+        memory_limit: activations that a rank may hold, in microbatches of an average rank's share of the model (1F1B on
+            p ranks holds p); default: p.
+        profile_steps: timed steps of the start, and later of the plan and the start again.
         budget: for the search, see `zbpipe.plan`.
-        group: all ranks of the job that run this schedule, those of other replicas too; default: all ranks of the job.
-        measured: called with the costs on every rank, once they are there.
+        group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
+        measured: called on every rank with the measured costs.
 
     Raises:
-        ValueError: as every schedule, and for a limit below what V-Min holds.
+        ValueError: as for every schedule, and for a limit below what V-Min holds.
     """
 
     schedule_name = "Auto"
@@ -97,15 +102,20 @@ class AutoSchedule(RegisteredSchedule):
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
+        arguments.require_above_0("memory_limit", memory_limit)
+        arguments.require_above_0("budget", budget)
+        arguments.require_counts(profile_steps=profile_steps)
+        arguments.require_group(group)
+        arguments.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.outcome: Outcome | None = None
-        """None as long as it is at it."""
-        self._limit = float(self._placement.num_ranks if memory_limit is None else memory_limit)
+        self.outcome: AutoOutcome | None = None
+        """None until it has chosen."""
+        self._limit = float(self.placement.num_ranks if memory_limit is None else memory_limit)
         self._group = group
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
-        self.adopt(start_within(self._limit, self._placement, n_microbatches))
+        self.adopt(start_within(self._limit, self.placement, n_microbatches))
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def _plan(self, costs: JobCosts) -> None:
@@ -116,38 +126,34 @@ class AutoSchedule(RegisteredSchedule):
         start = self.schedule
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
-        proposal = self._from_first_rank(lambda: self._search(model))
-        outcome = Outcome(start.name, start.name, expected, proposal.expected, measured, None)
-        self._tell(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
+        proposal = self._from_first_rank(lambda: self._search(costs))
+        outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
+        self._log(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
         if proposal.expected > expected * _WORTH_IT:
             self.outcome = outcome
-            self._tell(f"stays with {start.name}")
+            self._log(f"stays with {start.name}")
             return
 
         def decide(of_plan: Sequence[StepRecord], of_start: Sequence[StepRecord]) -> None:
             after, before = self._step_seconds(of_plan), self._step_seconds(of_start)
             self.adopt(start if after > before else planned)
             self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
-            self._tell(
+            self._log(
                 f"in turn, the plan takes {after:.4g} s a step and {start.name} {before:.4g} s, simulated"
-                f" {proposal.expected:.4g} and {expected:.4g} s; goes on with {self.schedule.name}"
+                f" {proposal.expected:.4g} and {expected:.4g} s; continues with {self.schedule.name}"
             )
 
         planned = Schedule.from_csv(proposal.table, "plan")
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
-    def _search(self, costs: CostModel) -> _Proposal:
-        num_ops = 3 * costs.num_stages * self._n_microbatches
+    def _search(self, job: JobCosts) -> _Proposal:
+        num_microbatches = _torch.num_microbatches(self)
+        num_ops = 3 * self.placement.num_stages * num_microbatches
+        budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
         try:
-            found = plan(
-                self._placement.num_ranks,
-                self._n_microbatches,
-                costs,
-                lambda placement, model: memory_limits(self._limit, self.schedule, model),
-                placements=[self._placement],
-                budget=self._budget or (_WORK if num_ops > _MANY_OPS else None),
-                transport=self.transport,
-            )
+            limits = memory_limits(self._limit, self.schedule, job.on(self.placement))
+            job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
+            found = plan(self.placement.num_ranks, num_microbatches, job, budget=budget)
         except ValueError as error:
             return _Proposal("", float("inf"), f"there is no plan: {error}")
         words = (
@@ -169,13 +175,13 @@ class AutoSchedule(RegisteredSchedule):
         proposal: _Proposal = made[0]
         return proposal
 
-    def _tell(self, words: str) -> None:
+    def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
             logger.info("Auto: %s", words)
 
 
 class _InTurn:
-    """Runs two schedules in turn, step by step, so that a machine that gets faster or slower does so for both."""
+    """Runs two schedules in turn, step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(
         self,
@@ -187,13 +193,13 @@ class _InTurn:
     ) -> None:
         self._runtime = runtime
         self._done = done
-        # The first one of a schedule finds its memory.
+        # The first step of a schedule allocates memory, so it is not counted.
         self._coming = [first, *[first, second] * times][::-1]
         self._records: list[StepRecord] = []
 
-    def before(self) -> Wanted:
+    def before(self) -> Wanted | None:
         if not self._coming:
-            return Wanted.NOTHING
+            return None
         self._runtime.adopt(self._coming.pop())
         return Wanted.TIMES
 
@@ -205,28 +211,26 @@ class _InTurn:
 
 
 def start_within(limit: float, placement: Placement, microbatches: int) -> Schedule:
-    """The shortest of the schedules to begin with that keeps to `limit`, in microbatches of a rank's share.
+    """The fastest schedule to begin with that keeps to `limit`, in microbatches of a rank's share.
 
     Raises:
-        ValueError: all of them hold more.
+        ValueError: none does.
     """
     for schedule in starts(placement.num_ranks, microbatches):
         peak = max(simulate(schedule, CostModel.uniform(placement)).peak_activations)
         if peak <= limit:
             return schedule
     raise ValueError(
-        f"memory_limit={limit:g} is too little for Auto, whose most sparing schedule, {schedule.name},"
-        f" holds {peak:g} microbatches of a rank's share on {placement.num_ranks} ranks: raise it, or use smaller"
+        f"memory_limit={limit:g} is too small for Auto: its schedule with the least memory, {schedule.name}, holds"
+        f" {peak:g} microbatches of a rank's share on {placement.num_ranks} ranks. Raise the limit, or use smaller"
         " microbatches"
     )
 
 
 def memory_limits(limit: float, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-    """By rank, how many of its own shares of a microbatch it may hold: what `limit` average shares weigh.
+    """By rank the activations that it may hold, in the unit of `costs.activations`: `limit` average shares.
 
     At least what `start` holds, which has shown that there is room for it.
     """
-    placement = start.placement
-    room = limit * sum(costs.activations) / placement.num_ranks
-    held = simulate(start, costs).peak_activations
-    return tuple(map(max, shares_within(room, placement, costs), held))
+    room = limit * sum(costs.activations) / start.placement.num_ranks
+    return tuple(max(room, held) for held in simulate(start, costs).peak_memory)

@@ -1,4 +1,4 @@
-"""Schedules by their names: the class that runs one, and the schedule itself, ready for `step`."""
+"""Schedules by name: the class that runs one, and the schedule on given stages, ready for `step`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
     """The class that runs the schedule called `name`: torch's own under torch's names, else one of zbpipe's.
 
     Raises:
-        ValueError: no such schedule; the message lists the names and the nearest one.
+        ValueError: there is no such schedule. The message lists the names and the nearest one.
     """
     traits = registry.lookup(name)
     if traits.source == "torch":
@@ -48,12 +48,29 @@ def build_pipeline_schedule(
 ) -> _torch.PipelineSchedule:
     """The schedule called `schedule` on the given stages, ready for `step`.
 
+    A pipeline of one rank, which holds both stages of a V:
+
+    >>> import torch, torch.distributed as dist, zbpipe
+    >>> cpu = torch.device("cpu")
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> indices = zbpipe.stage_indices("ZBV", rank=0, num_ranks=1)
+    >>> stages = [PipelineStage(torch.nn.Linear(8, 8), index, 2, cpu) for index in indices]
+    >>> schedule = zbpipe.build_pipeline_schedule("ZBV", stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    >>> output = schedule.step(torch.ones(4, 8), target=torch.ones(4, 8))
+    >>> stages[0].submod.weight.grad.shape
+    torch.Size([8, 8])
+    >>> dist.destroy_process_group()
+
+    In a job, torchrun starts the ranks, `rank` and `num_ranks` are those of the pipeline's process group, the first
+    stage's rank gives the input to `step`, and the last stage's rank gives the target.
+
     Args:
-        schedule: a name in any case, zbpipe's or torch's; torch's names give torch's own classes.
-        stages: this rank's stages, those that `zbpipe.stage_indices` names; one stage may stand alone.
-        n_microbatches: into how many microbatches a batch is split.
+        schedule: zbpipe's name or torch's, in any case. torch's names give torch's own classes.
+        stages: this rank's stages, which `zbpipe.stage_indices` names; a single stage needs no list.
+        n_microbatches: the number of microbatches into which a batch is split.
         loss_fn: `(output, target) -> loss`.
-        options: what the class takes besides, such as `scale_grads`, or `split_backward` for zbpipe's schedules.
+        options: what the class takes besides, such as `scale_grads`, or `split_backward` for zbpipe's schedules; see
+            `zbpipe.runtime.schedules.RegisteredSchedule`.
 
     Raises:
         ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
@@ -64,9 +81,7 @@ def build_pipeline_schedule(
         return runtime(stages, n_microbatches, loss_fn, **options)
     checks.require_options(traits.name, options, runtime.__init__)
     checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-    ordered = checks.in_order(stages, traits.name)
-    placement = traits.place(ordered[0].group_size, checks.stages_per_rank(traits, ordered))
-    checks.require_placement(ordered, traits.name, placement)
+    ordered, _ = checks.placed(stages, traits)
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
@@ -77,10 +92,10 @@ def build_pipeline_schedule(
 
 
 def require_options(name: str, options: Iterable[str]) -> None:
-    """Refuse options that the schedule called `name` does not take, because it or the installed torch has none such.
+    """Refuse options that the schedule called `name` does not have with the installed torch.
 
     Raises:
-        ValueError: the message lists those that it takes.
+        ValueError: the message lists the options that it has.
     """
     runtime = schedule_class(name)
     more = _torch.SCHEDULE_OPTIONS if issubclass(runtime, RegisteredSchedule) else ()
@@ -91,7 +106,7 @@ def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
     """Refuse one of torch's own schedules with I and W on compiled stages.
 
     Raises:
-        ValueError: it would fail at the first W, or with `donated_buffer=False` give wrong gradients.
+        ValueError: its first W would fail, or with `donated_buffer=False` its gradients would be wrong.
     """
     if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
-        split.require_not_compiled(schedule._stages, f"torch's own {name}")
+        split.require_not_compiled(_torch.stages_of(schedule), f"torch's own {name}")

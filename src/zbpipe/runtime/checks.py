@@ -1,4 +1,4 @@
-"""What is refused before a schedule is built: options, stages and orders that torch could not run."""
+"""What is refused before it runs: options, stages, orders and batches that do not fit a schedule."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from zbpipe.transport import Receives
 from zbpipe.validation import require_valid
 
 _LONGEST_FINDING = 300
-"""Characters: a circle of messages can go through the whole step."""
+"""In characters: a circle of messages can have as many as a step."""
 _WAY_OUT = "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True)"
 
 
 def require_writable(file: str | Path) -> None:
-    """Refuse a file that could not be written once the job has run for a while; makes its folder where that is missing.
+    """Refuse, before the job runs, a file that it could not write later; makes the folder if there is none.
 
     Raises:
-        ValueError: the reason.
+        ValueError: the message has the reason.
     """
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened to append, a file that is there stays as it is.
+        # Opening it to append leaves an existing file as it is.
         existed = path.exists()
         path.open("a").close()
         if not existed:
@@ -45,13 +45,13 @@ def require_writable(file: str | Path) -> None:
 
 
 def require_options(name: str, options: Iterable[str], build: Callable[..., Any], more: Iterable[str] = ()) -> None:
-    """Refuse options that a schedule does not take, because it or the installed torch has none such.
+    """Refuse options that a schedule does not have with the installed torch.
 
     Args:
         name: of the schedule, for the message.
         options: their names.
         build: the constructor, whose own arguments are known.
-        more: names that it takes besides.
+        more: names of further arguments.
 
     Raises:
         ValueError: the message lists those that it takes.
@@ -64,9 +64,37 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
             raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
 
 
-def stages_per_rank(traits: registry.Traits, stages: Sequence[PipelineStage]) -> int | None:
-    """As many as were built where the schedule leaves it open, else the schedule's own number."""
-    return len(stages) if traits.any_stages_per_rank else None
+def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
+    """Refuse a job's own number of stages that the schedule called `name` does not have.
+
+    Args:
+        name: of the schedule.
+        placement: of its stages.
+        num_layers: of the model.
+        cut: into how many stages the job's config cuts it; None where it leaves that to the schedule.
+        field: what the config says.
+
+    Raises:
+        ValueError: the two numbers differ.
+    """
+    if cut is not None and cut != placement.num_stages:
+        raise ValueError(
+            f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
+            f" has {placement.num_stages}: leave the field out"
+        )
+
+
+def require_parts(name: str, placement: Placement, num_parts: int) -> None:
+    """Refuse a list of modules for another number of stages than the schedule called `name` has.
+
+    Raises:
+        ValueError: the two numbers differ.
+    """
+    if num_parts != placement.num_stages:
+        raise ValueError(
+            f"{name} on {placement.num_ranks} ranks has {placement.num_stages} stages, but module_fqns_per_model_part"
+            f" lists {num_parts}: list as many, or leave the field out"
+        )
 
 
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
@@ -79,8 +107,9 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
 
 
 def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
-    """Ascending, as torch's first step needs them, which passes shapes from stage to stage in the order of the list."""
-    listed = [stages] if isinstance(stages, _torch.Stage) else list(stages or ())
+    """The stages in ascending order: torch's first step passes shapes from stage to stage in the order of the list."""
+    given: Any = () if stages is None else stages
+    listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
         raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
     for stage in listed:
@@ -90,6 +119,20 @@ def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list
                 " torch.distributed.pipelining.PipelineStage"
             )
     return sorted(listed, key=lambda stage: stage.stage_index)
+
+
+def placed(
+    stages: PipelineStage | Sequence[PipelineStage], traits: registry.Algorithm
+) -> tuple[list[PipelineStage], Placement]:
+    """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here.
+
+    Raises:
+        ValueError: they are not those that the schedule has on this rank.
+    """
+    ordered = in_order(stages, traits.name)
+    placement = traits.place(ordered[0].group_size, len(ordered) if traits.any_stages_per_rank else None)
+    require_placement(ordered, traits.name, placement)
+    return ordered, placement
 
 
 def require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:
@@ -109,10 +152,10 @@ def require_placement(stages: Sequence[PipelineStage], name: str, placement: Pla
 
 
 def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
-    """torch's late receives can change places with other messages.
+    """Refuse torch's late receives where they do not match the sends.
 
-    On a V, F and I go the same way, so one is taken for the other (torch 2.15). Elsewhere a rank can come to wait for a
-    message that the other end would send only after one of this rank's.
+    On a V, messages of F and I go the same way between two ranks, so a rank can receive one for the other (torch 2.15).
+    Elsewhere a rank can wait for a message that the other rank sends only after it has received one of this rank.
     """
     if not options.get("defer_pp_recv") or not isinstance(runtime, _torch.ScheduleRuntime):
         return
@@ -136,10 +179,10 @@ def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> Non
     """Refuse a training step without a loss, and a target that cannot be split into equal microbatches.
 
     Args:
-        runtime: about to take the step.
+        runtime: the schedule whose step begins.
         target: of the whole batch, as given to `step`; None on most ranks.
     """
-    if runtime._has_backward and runtime._loss_fn is None:
+    if _torch.trains(runtime) and not _torch.has_loss(runtime):
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
             " or call eval, which runs forwards only"
@@ -156,19 +199,19 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
     """Refuse the microbatches of a step if some are missing, or of another shape than the others.
 
     Args:
-        runtime: about to take the step.
+        runtime: the schedule whose step begins.
         inputs: a tuple of positional arguments of stage 0 for each microbatch; None for none.
-        keyword_inputs: the same of keyword arguments, of all stages of this rank.
+        keyword_inputs: likewise the keyword arguments, for all stages of this rank.
         targets: one for each microbatch.
     """
     n_microbatches = _torch.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
             raise ValueError(f"a step has {n_microbatches} microbatches, but the {what} give {len(each)}: {_WAY_OUT}")
-    stages = runtime._stages
+    stages = _torch.stages_of(runtime)
     if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
         raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
-    if stages[-1].is_last and runtime._loss_fn is not None and targets is None:
+    if stages[-1].is_last and _torch.has_loss(runtime) and targets is None:
         raise ValueError(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )
@@ -201,7 +244,7 @@ def _in_words(shapes: Iterable[torch.Size]) -> str:
 
 
 def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
-    """torch divides the gradients of each stage by the number of microbatches, those that two stages share twice."""
+    """Refuse a parameter that two stages share: torch would divide its gradient by the microbatches once for each."""
     stages = _torch.stages_of(runtime)
     if not runtime.scale_grads or all(map(is_split, stages)):
         return
@@ -213,7 +256,7 @@ def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
                 raise ValueError(
                     f"stages {owner} and {stage.stage_index} share {parameter_name}, whose gradient {name} would divide"
                     " by the number of microbatches once for each: build it with scale_grads=False and divide the"
-                    " loss, or use a schedule of zbpipe's with its own split, which divides once"
+                    " loss, or use one of zbpipe's schedules with zbpipe's split, which divides once"
                 )
 
 
@@ -222,16 +265,16 @@ def require_sound_messages(rows: Rows, name: str) -> None:
     if findings:
         raise ValueError(
             f"schedule {name} with its messages would not run: {findings[0]}. Leave max_outstanding_sends out if it is"
-            " set; otherwise this is a fault of zbpipe's"
+            " set; otherwise this is a bug of zbpipe: please report it"
         )
 
 
 def asked_receives(
     receives: Receives | str | None, defer_pp_recv: bool | None, options: Mapping[str, Any]
 ) -> Receives | None:
-    """Where the user wants receives to be posted, by zbpipe's option or torch's; None for wherever is best.
+    """When the user wants receives to be posted, by zbpipe's option or torch's; None leaves it to zbpipe.
 
-    torch places waits for `max_outstanding_sends` among its own early receives, so that option asks for them.
+    With `max_outstanding_sends` torch places its waits between its own early receives, so that option means early ones.
 
     Raises:
         ValueError: an unknown word, or both options.
@@ -247,20 +290,24 @@ def asked_receives(
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
-def require_runnable(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
-    """Refuse what torch could not run, before anything is launched."""
+def require_same_job(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
+    """Refuse to adopt a schedule for other stages, or for another number of microbatches, than those that run."""
     if schedule.placement != placement:
         raise ValueError(
-            f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but it is registered"
-            f" with a placement that puts them on {placement.rank_of}"
+            f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
+            f" {placement.rank_of}: adopt one with this placement, or build a new schedule on new stages"
         )
     if schedule.num_microbatches != n_microbatches:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
         )
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Refuse what torch could not run, before anything is launched."""
     require_valid(schedule)
-    last = placement.num_stages - 1
-    forwards = [op.microbatch for op in schedule.ops[placement.rank_of[last]] if op[:2] == (last, OpKind.F)]
+    last = schedule.placement.num_stages - 1
+    forwards = [op.microbatch for op in schedule.ops[schedule.placement.rank_of[last]] if op[:2] == (last, OpKind.F)]
     if forwards != sorted(forwards):
         raise ValueError(
             f"schedule {schedule.name} runs the last stage's forwards in the order {forwards}; torch numbers the losses"

@@ -1,12 +1,12 @@
-"""What a rank says when a step fails, on itself or on another rank.
+"""Errors that name the first failure of the job, on whatever rank it happened.
 
-Of a failure elsewhere a rank sees no more than a closed connection or a timeout. So the rank that fails first leaves
-its error in the job's key-value store, torch's own, which torchrun keeps alive beyond its ranks, and the others look
-there before they raise theirs. Nothing of this runs while nothing fails.
+If another rank fails, a rank itself sees only a closed connection or a timeout. So the rank that fails first writes its
+error to the job's key-value store (torch's own, which torchrun keeps alive after its ranks have ended), and the others
+read it there before they raise theirs. None of this runs while no step fails.
 
-torch >= 2.14 lets an exception out of a step only when its sends under way are received (over gloo; NCCL does not hold
-the process up for that). Receives are posted in the order in which the schedule sends, so that takes no longer than the
-receivers take to get there: a hundredth of a second where nobody is slow.
+torch >= 2.14 lets an exception out of a step only after its sends under way have been received (with gloo; NCCL does
+not wait for that). Ranks post receives in the order of the sends, so that takes about as long as the receivers need to
+get there: a hundredth of a second if no rank is slow.
 """
 
 from __future__ import annotations
@@ -27,20 +27,30 @@ from zbpipe.runtime.progress import Progress
 
 _FIRST = "zbpipe/first_failure"
 _PATIENCE = 5.0
-"""Seconds for the store to answer: its host may be the rank that died."""
+"""Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
-"""Characters of an error that are told."""
-_TOLD = (Exception, KeyboardInterrupt, SystemExit)
+"""Characters of an error that other ranks get."""
+_SHARED = (Exception, KeyboardInterrupt, SystemExit)
+"""What the other ranks learn of."""
 
 Answer = TypeVar("Answer")
 
 
 class PipelineError(RuntimeError):
-    """The pipeline cannot go on. Says what failed where, and if another rank failed first, what that rank said."""
+    """The pipeline cannot go on. The message says what failed where, on the rank that failed first.
+
+        try:
+            schedule.step(batch, target=target)
+        except zbpipe.PipelineError as error:
+            print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: OutOfMemoryError: ...
+            raise
+
+    End the job after it: the other ranks may wait for messages of this one.
+    """
 
 
 class Failure(NamedTuple):
-    """What a rank tells the others."""
+    """An error, as the other ranks get it."""
 
     rank: int
     words: str
@@ -50,18 +60,18 @@ class Failure(NamedTuple):
 
 
 class Steps:
-    """The steps of one schedule, as far as those that failed, or were refused, concern the next one."""
+    """The steps of one schedule: one that failed, or was refused, has consequences for the next."""
 
     def __init__(self) -> None:
         self._progress = Progress()
         self._broken_by: str | None = None
-        """How a step failed with messages under way."""
+        """How a step failed while messages were under way; no other step can follow."""
         self._refusal: Failure | None = None
-        """Why the last step was refused before anything was sent. It stands in the store until the next one begins."""
+        """Why the last step was refused before anything was sent. It stays in the store until the next step begins."""
 
     @contextmanager
     def begun(self, name: str) -> Iterator[None]:
-        """Around one whole step of the schedule called `name`: the other ranks learn why this one does not take part.
+        """Around one whole step of the schedule called `name`: if it is refused, the other ranks learn why.
 
         Raises:
             PipelineError: an earlier step failed.
@@ -85,18 +95,18 @@ class Steps:
 
     @contextmanager
     def named(self, schedule: _torch.ScheduleRuntime, name: str) -> Iterator[None]:
-        """Around what `schedule` runs in a step: an exception becomes an error that names the op at which it came up.
+        """Around what `schedule` runs in a step: turn an exception into an error that names the op.
 
         Raises:
-            PipelineError: the step failed on this rank, or on another one before. What interrupts the process
-                (KeyboardInterrupt, SystemExit) passes as it is.
+            PipelineError: the step failed on this rank, or on another one before. KeyboardInterrupt and SystemExit pass
+                as they are.
         """
         try:
             with self._progress.followed(schedule):
                 yield
         except PipelineError:
             raise
-        except _TOLD as error:
+        except _SHARED as error:
             places = name, _torch.place_of(error, schedule), self._progress.on_device()
             where = f", schedule {', '.join(filter(None, places))}"
             failure = _failure(error, where, _torch.explained(error, schedule))
@@ -107,18 +117,18 @@ class Steps:
 
 
 @contextmanager
-def told_to_other_ranks() -> Iterator[None]:
+def shared_with_other_ranks() -> Iterator[None]:
     """Around a whole job: the other ranks learn of an exception that ends it here, and this rank learns of theirs.
 
     Raises:
-        PipelineError: another rank failed first, by another error. Else exceptions pass as they are, and so does every
-            ValueError, and what interrupts the process.
+        PipelineError: another rank failed first, with another error. All other exceptions pass as they are, and always
+            ValueError, KeyboardInterrupt and SystemExit.
     """
     try:
         yield
     except PipelineError:
         raise
-    except _TOLD as error:
+    except _SHARED as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
         failure = _failure(error, "")
@@ -131,16 +141,16 @@ def told_to_other_ranks() -> Iterator[None]:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Around a whole program: an exception that ends it over NCCL ends the process here, once it is printed.
+    """Around a whole program: with NCCL, print an exception that ends it and end the process at once.
 
-    The ordinary way out destroys the communicators, by the script or by the interpreter. NCCL then waits for messages
-    under way, of which the peers may never come, or aborts them on the peers, which die of that before they can tell
-    what failed first. torchrun sees the exit code 1 and ends the other ranks. Over gloo nothing is changed.
+    Otherwise the script or the interpreter destroys the communicators. NCCL then waits for messages under way that may
+    never be received, or aborts them on the peers, and some ranks may die before they can log what failed first.
+    torchrun sees the exit code 1 and ends the other ranks. With gloo this changes nothing.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not _torch.has_communicators():
+        if not _has_communicators():
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         with suppress(Exception):
@@ -160,6 +170,11 @@ def _failure(error: BaseException, where: str, explained: str | None = None) -> 
     return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
 
 
+def _has_communicators() -> bool:
+    """Whether a process group uses NCCL (RCCL goes by that name), which can hang when a peer ends."""
+    return dist.is_initialized() and "ccl" in dist.get_backend_config()
+
+
 def _in_words(failure: Failure, first: Failure) -> str:
     if first.rank == failure.rank:
         return str(failure)
@@ -167,7 +182,7 @@ def _in_words(failure: Failure, first: Failure) -> str:
 
 
 def _first_of_all(failure: Failure) -> Failure:
-    """The job's first failure: what is in the store, else `failure`, which then stands there for the others."""
+    """The job's first failure: what is in the store, else `failure`, which this puts there for the others."""
     store = _torch.default_store()
     if store is None:
         return failure
@@ -176,13 +191,13 @@ def _first_of_all(failure: Failure) -> Failure:
 
 
 def _take_back(failure: Failure) -> None:
-    """Free the place of the job's first failure, if `failure` has it."""
+    """Remove `failure` from the store, if it is the job's first one."""
     if store := _torch.default_store():
         _answer_in_time(lambda: store.compare_set(_FIRST, json.dumps(failure), ""))
 
 
 def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
-    """None for no answer: the store may be gone with its host, which shows as an error or as silence."""
+    """What the store answers; None if it does not: its host may have died, so that calls fail or hang."""
     answers: list[Answer] = []
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Is the split right for this model? Gradients by I and W against an ordinary backward, microbatch by microbatch.
+"""Is the split right for this model? The gradients of I and W against an ordinary backward, microbatch by microbatch.
 
-What I and W of a microbatch add to `.grad` is measured as the difference of `.grad` around them, in the real step, so
-that the real accumulation is tested, with all of its sharing of memory. After I the same microbatch runs once more, by
-`zbpipe.runtime.reference`, and W has to bring the rest.
+What I and W of a microbatch add is the difference of `.grad` before and after them, in the real step. So this tests the
+real accumulation, with all memory that tensors share there. After I the same microbatch runs once more, by
+`zbpipe.runtime.reference`; W has to add what is then missing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from zbpipe.ir import Op, OpKind, Schedule
-from zbpipe.runtime import _torch
-from zbpipe.runtime.failures import told_to_other_ranks
+from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.failures import shared_with_other_ranks
+from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.stage import product_dtypes
 
 TOLERANCES = MappingProxyType(
@@ -41,120 +37,46 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: 3e-2,
     }
 )
-"""Of the error of a gradient, relative to its norm.
+"""By dtype, the largest error of a gradient that passes, relative to the gradient's norm.
 
-A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more where a sum nearly
-cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 and more. Between the two there is
-room in every dtype, and most of it is left to the kernels.
+A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more if a sum nearly
+cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype there is room
+between the two; these limits leave most of it to the kernels.
 """
 _SMALL = 0.01
-"""A gradient below this share of the norm of all of the stage's is measured against that share: some, such as that of a
-bias in front of a normalisation, are zero but for roundings."""
-_STEPS_ALONE = 2
-"""Of `check_gradients`: in the first step the first microbatch leaves nothing to W."""
-_TOLD = 10
-"""Names in an error."""
+"""The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
+such as that of a bias before a normalisation, are zero except for rounding."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GradientReport:
-    """What a check found, the same on all ranks of the pipeline."""
-
-    schedule: str
-    steps: int
-    microbatches: int
-    """That were compared, on each of the stages."""
-    errors: Mapping[tuple[int, str], float]
-    """By stage and parameter, the largest relative error of any microbatch; "input n" is the gradient that goes to the
-    stage before."""
-    tolerances: Mapping[int, float]
-    """By stage, for its errors."""
-    not_compared: frozenset[tuple[int, str]] = frozenset()
-    """Parameters whose `.grad` hooks change once it is accumulated, or whose gradients were not finite."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether all errors are within their tolerances."""
-        return not self.off()
-
-    def with_(self, other: GradientReport) -> GradientReport:
-        """With what `other` found besides, the larger one of each."""
-        return replace(
-            self,
-            errors=_larger(self.errors, other.errors),
-            tolerances=_larger(self.tolerances, other.tolerances),
-            not_compared=self.not_compared | other.not_compared,
-        )
-
-    def off(self) -> list[tuple[int, str]]:
-        """Stage and parameter of the errors that are too large, the largest first."""
-        found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
-        return sorted(found, key=lambda key: -self.errors[key])
-
-    def __str__(self) -> str:
-        """For the log."""
-        words = (
-            f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
-            f" {len(self.errors)} gradients"
-        )
-        if self.errors:
-            stage, name = max(self.errors, key=self.errors.__getitem__)
-            words += (
-                f", largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
-                f" {self.tolerances[stage]:.0e} is tolerated)"
-            )
-        left = ", ".join(f"{name} of stage {stage}" for stage, name in sorted(self.not_compared))
-        return f"{words}; not compared: {left}" if left else words
-
-
-class GradientMismatchError(RuntimeError):
-    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` from it."""
-
-    def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
-        self.report = report
-        """Of this stage and this microbatch."""
-        off = report.off()
-        named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_TOLD])
-        more = f" and {len(off) - _TOLD} more" if len(off) > _TOLD else ""
-        super().__init__(
-            f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
-            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. Please report this. Until it is"
-            " mended, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
-            " or use a schedule without I and W, for example 1F1B"
-        )
-
-
 class GradientCheck:
-    """Checks the gradients of a schedule while it trains, and then is out of its way.
+    """Checks the gradients of a schedule in the next steps of a running job.
 
         check = zbpipe.GradientCheck(schedule, steps=2)
         ...             # train
-        check.report    # after that many steps, the same on all ranks of the pipeline; None before
+        check.report    # after two steps, the same on all ranks of the pipeline; None before
 
-    In these steps every microbatch runs twice on every stage, forward and backward: by the schedule, and after its I
-    once more by one ordinary full backward on the same rank, from the same weights, buffers and random numbers. What I
-    and W added to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients
-    of the steps are those that they would have been. It costs one more forward and backward of every microbatch, and
-    memory: a copy of the stage's gradients for each microbatch that waits for W and three more for a moment, and one
-    copy of its weights and buffers. Steps after them run as if there were no check.
+    In these steps every microbatch runs twice on every stage: by the schedule, and after its I once more, by an
+    ordinary forward and full backward on the same rank, from the same weights, buffers and random numbers. What I and W
+    add to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients of the
+    steps do not change. The check costs one more forward and backward of every microbatch, and memory: a copy of the
+    stage's gradients for each microbatch that waits for W, three more copies for a moment, and one copy of the weights
+    and buffers. Later steps run as if there were no check.
 
-    For a model without a running job there is `check_gradients`. They are two because this one takes part in steps that
-    are the caller's, and that one makes and runs its own.
+    `check_gradients` checks a model without a job.
 
     Args:
-        schedule: any of zbpipe's. All ranks of the pipeline have to have a check.
-        steps: how many steps of `schedule.step` to check, from 1 on.
-        tolerance: of relative errors; by default by the coarsest dtype in a stage's products, see `TOLERANCES`.
+        schedule: any of zbpipe's. Every rank of the pipeline needs a check.
+        steps: the number of steps to check, from 1 on.
+        tolerance: of relative errors; by default that of the coarsest dtype in a stage's products, see `TOLERANCES`.
         done: called with the report, between two steps.
 
     Raises:
-        ValueError: one of torch's schedules, which do not have zbpipe's split, or less than one step, or a tolerance
-            that is not above 0.
+        ValueError: one of torch's schedules, which do not have zbpipe's split, or an argument that makes no sense.
 
-    A step in which a gradient is off by more raises `PipelineError` from a `GradientMismatchError`, on this rank, and
-    the other ranks learn of it. A pass is told in the log of the pipeline's first rank.
+    If a gradient is off by more, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the
+    other ranks learn of it. If all are right, the pipeline's first rank logs the report.
     """
 
     def __init__(
@@ -165,25 +87,22 @@ class GradientCheck:
         tolerance: float | None = None,
         done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
+        arguments.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
-        if steps < 1:
-            raise ValueError(f"a check of gradients needs at least 1 step, got steps={steps}")
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance={tolerance} would refuse any rounding: give a number above 0, or leave it out")
+        arguments.require_counts(steps=steps)
+        arguments.require_above_0("tolerance", tolerance)
+        arguments.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance
         self._done = done
         self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
-        """By this rank."""
-        surround(schedule, self._next)
-
-    def _next(self, schedule: RegisteredSchedule) -> AbstractContextManager[None] | None:
-        return self._step(schedule) if self._left else None
+        """What this rank has found so far."""
+        surround(schedule, self._step, steps)
 
     @contextmanager
     def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:
@@ -191,8 +110,8 @@ class GradientCheck:
         with _Checked(schedule, self._tolerance, self._add).attached():
             yield
         if not self._left:
-            # Another rank may have found something in its last op, after the last message to this one.
-            with told_to_other_ranks():
+            # Another rank may have found an error in its last op, after its last message to this one.
+            with shared_with_other_ranks():
                 self.report = self._gathered(schedule)
             self._done(self.report)
 
@@ -209,11 +128,6 @@ class GradientCheck:
         return report
 
 
-def _larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
-    # An error that is no number is larger than all.
-    return {**one, **{key: value for key, value in other.items() if not value <= one.get(key, -1.0)}}
-
-
 class _Checked:
     """One step of this rank."""
 
@@ -225,7 +139,7 @@ class _Checked:
         self._found = found
         self._stages = {stage.stage_index: stage for stage in _torch.stages_of(schedule)}
         self._states: dict[int, State] = {}
-        """By stage, of its last microbatch: equal values are kept once."""
+        """By stage, of its last microbatch: the next one shares all values that are equal."""
         self._open: dict[tuple[int, int], _Comparison] = {}
         """By stage and microbatch, from F to W."""
         self._current: _Comparison | None = None
@@ -268,7 +182,7 @@ class _Checked:
         finally:
             self._current = None
 
-    # The first step also calls these before any op, to learn shapes.
+    # The first step also calls these before any op, when torch infers shapes.
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = self._current and self._current.again
@@ -300,37 +214,37 @@ class _Checked:
 
 
 class _Comparison:
-    """One microbatch on one stage: what the split added, less what an ordinary backward gives."""
+    """One microbatch on one stage: what the split adds minus what an ordinary backward gives."""
 
     def __init__(self, again: Microbatch) -> None:
         self.again: Microbatch | None = again
-        """Until it ran once more."""
+        """None once it has run."""
         self.knows_backward = False
         self.tolerance = 0.0
         self._stage = again.stage
         self._index = again.index
         self._rest: dict[str, Tensor] = {}
-        """By parameter, what was added and is not accounted for; with a minus, what is still to come."""
+        """By parameter, what the split has added minus what it has to add."""
         self._norms: dict[str, float] = {}
         """Of the ordinary backward's gradients."""
         self._roundings: dict[str, float] = defaultdict(float)
-        """What the accumulation into `.grad` may have rounded, which shows in the differences."""
+        """By parameter, what rounding in the accumulation into `.grad` may add to the difference."""
         self._was_not_finite: set[str] = set()
         self._moved: set[str] = set()
-        """Not added by this microbatch alone."""
+        """Gradients that this microbatch did not change alone."""
         self._input_grads: list[Tensor | None] = []
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around what adds to `.grad`."""
+        """Around computations that add to `.grad`."""
         module = self._stage.submod
         before = gradients_of(module)
         yield
         self.tolerance = max(self.tolerance, _tolerance(self._stage))
         eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in _torch.accumulated(module)}
         after = gradients_of(module)
-        # A loss with a backward of its own may have FSDP2 reduce all that its group has, of other microbatches as well.
+        # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
         self._moved |= {name + _torch.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
@@ -344,7 +258,7 @@ class _Comparison:
         self._rest[name] = self._rest[name] + gradient if name in self._rest else gradient
 
     def backward(self, call: _torch.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
-        """The stage's own backward, `call`, of which both ends are remembered."""
+        """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
         assert self.again is not None, "a microbatch has one backward"
         self.knows_backward = True
         self.again.remember_backward(tensors)
@@ -353,7 +267,7 @@ class _Comparison:
         return result
 
     def subtract_reference(self) -> None:
-        """Run the microbatch once more; what it gives is what the split has to add."""
+        """Run the microbatch once more, and subtract its gradients: the split has to add them."""
         assert self.again is not None
         reference = self.again.gradients()
         self.again = None
@@ -367,7 +281,7 @@ class _Comparison:
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
         """Relative errors by parameter and input, and the names of the parameters that cannot be compared.
 
-        Above `tolerance`, what the accumulation into `.grad` may have rounded is taken off.
+        From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
         """
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
@@ -396,130 +310,11 @@ def _relative(error: float, norm: float) -> float:
 
 
 def _tolerance(stage: _torch.Stage) -> float:
-    """By the coarsest dtype of the stage's weights, and of its products: autocast shows there."""
+    """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
     dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | product_dtypes(stage)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 
 def _readable(name: str) -> str:
-    """Without what checkpointing and the compiler put into the names of parameters."""
+    """Without what checkpointing and the compiler insert into the names of parameters."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def check_gradients(
-    parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage],
-    batch: Tensor | tuple[Any, ...],
-    target: Tensor | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    *,
-    microbatches: int = 2,
-    tolerance: float | None = None,
-) -> GradientReport:
-    """Two checked steps of a model in this process alone, whose parts are the stages.
-
-        zbpipe.check_gradients([first, second], tokens, targets, loss_fn)
-
-    All W come last, as in no schedule that anybody would want: so every x and dY waits for as long as it can, and meets
-    everything that could change it. There are two steps because the first I of all leaves nothing to W. `GradientCheck`
-    does the same in a running job, with its own schedule.
-
-    Args:
-        parts: the model, or its parts in their order, as modules or as stages; on one device. Weights, gradients,
-            buffers and random numbers are afterwards what they were.
-        batch: of the first part, the arguments if there are several; the first dimension is that of the samples.
-        target: for `loss_fn`.
-        loss_fn: `(output, target) -> loss`; without one it is the mean of the squares of all outputs.
-        microbatches: into how many parts of equal size the batch is cut; from 2 on one waits while another runs.
-        tolerance: as in `GradientCheck`.
-
-    Returns:
-        The report of a pass.
-
-    Raises:
-        PipelineError: the gradients differ; its cause, a `GradientMismatchError`, has the report.
-        ValueError: a batch that cannot be cut so, a target without a loss function or the reverse, or this process
-            belongs to a job of several ranks.
-    """
-    listed = [parts] if isinstance(parts, (nn.Module, PipelineStage)) else list(parts)
-    modules = [each.submod if isinstance(each, PipelineStage) else each for each in listed]
-    args = batch if isinstance(batch, tuple) else (batch,)
-    size = _samples(args)
-    if not modules or microbatches < 1 or size % microbatches:
-        raise ValueError(
-            f"{len(modules)} parts and {size} samples do not make stages and microbatches={microbatches} of equal size:"
-            " give at least one part, and a multiple of so many samples"
-        )
-    if (target is None) != (loss_fn is None):
-        raise ValueError("target and loss_fn go together: give both, or none for the mean of the squares of the output")
-    if target is None:
-        loss_fn, target = _mean_of_squares, torch.zeros(size)
-    device = next((each.device for module in modules for each in module.parameters()), torch.device("cpu"))
-    with _alone(), _followed_as_before(modules):
-        stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
-        schedule = _WLast(stages, microbatches, loss_fn)
-        check = GradientCheck(schedule, _STEPS_ALONE, tolerance=tolerance)
-        with _left_as_they_are(modules, device):
-            for _ in range(_STEPS_ALONE):
-                schedule.step(*args, target=target)
-    assert check.report is not None, "a step that returns was checked"
-    return check.report
-
-
-class _WLast(RegisteredSchedule):
-    """All F, then all I, then all W, with any number of stages on the only rank."""
-
-    schedule_name = "InterleavedZeroBubble"
-
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
-        super().__init__(stages, n_microbatches, loss_fn)
-        upwards = range(len(stages))
-        order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
-        ops = [Op(stage, kind, n) for kind, row in order for n in range(n_microbatches) for stage in row]
-        self.adopt(Schedule.from_rows([ops], "all W last"))
-
-
-def _samples(args: tuple[Any, ...]) -> int:
-    return next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
-
-
-def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
-    outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-    return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """With a process group of one rank, which torch's stages need."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise ValueError(
-                f"check_gradients runs in one process, but this one belongs to a job of {dist.get_world_size()} ranks:"
-                " call it outside of the job, or check the job's own steps by zbpipe.GradientCheck(schedule)"
-            )
-        yield
-        return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Modules that are part of another schedule go on putting their gradients off for that one."""
-    followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
-    try:
-        yield
-    finally:
-        for deferral, gradients in followed.items():
-            deferral.gradients = gradients
-
-
-@contextmanager
-def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    with ExitStack() as kept:
-        for module in modules:
-            kept.callback(State(module, device).put_back)
-            kept.enter_context(_torch.without_gradients(module))
-        yield

@@ -1,4 +1,4 @@
-"""A schedule as a job asks for it: by name, with the options that stand beside the job's own config."""
+"""A schedule as a job asks for it: by name, with zbpipe's options besides the job's own config."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import costs_file
-from zbpipe.costs_file import JobCosts
 from zbpipe.ir import OpKind
-from zbpipe.registry import Traits
+from zbpipe.job_costs import JobCosts
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
-from zbpipe.runtime.measure.trace import trace
+from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
 from zbpipe.transport import Transport
 from zbpipe.views import report
 
 Spell = Callable[[str], str]
-"""How the user wrote an option, by its name."""
+"""Takes the name of an option, and gives it as the user wrote it."""
 
 logger = logging.getLogger(__name__)
 
 
-def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: bool = True) -> None:
-    """Refuse options that are not made for the schedule, or name a file that cannot be written.
+def require_sense(traits: Algorithm, options: Options, spell: Spell, *, will_run: bool = True) -> None:
+    """Refuse options that do not fit the schedule, or name a file that cannot be written.
 
     Args:
         traits: of the schedule.
         options: those of the job.
         spell: for the messages.
-        will_run: False for a job without a pipeline, which needs no files.
+        will_run: False for a job without a pipeline, which writes no files.
 
     Raises:
-        ValueError: the first of them.
+        ValueError: for the first of them.
     """
     name, is_auto = traits.name, traits.name == AutoSchedule.schedule_name
     require_options(name, options.for_torch.given())
     if traits.source == "torch" and options.need_zbpipes_schedule():
         raise ValueError(
-            f"of zbpipe's options only those that torch has, too, fit torch's {name}: leave the others out, such as"
+            f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
@@ -60,28 +60,27 @@ def require_sense(traits: Traits, options: Options, spell: Spell, *, will_run: b
         raise ValueError(f"{spell('memory_limit')} is for the schedule Auto, not for {name}: leave it out")
     if options.costs_out and not (options.profile_steps or is_auto):
         raise ValueError(
-            f"{spell('costs_out')} {options.costs_out} has nothing to write with {name}: say with"
-            f" {spell('profile_steps')} how many steps to measure, or use the schedule Auto"
+            f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"
+            f" of steps to measure with {name}, or use the schedule Auto"
         )
     _require_files(options, spell)
 
 
 def require_size(
-    traits: Traits, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
+    traits: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
 ) -> None:
     """Refuse options that do not fit a job of this size.
 
     Args:
         traits: of the schedule.
-        options: those of the job, which make sense for the schedule.
+        options: those of the job, which fit the schedule.
         num_ranks: of the pipeline.
         n_microbatches: of a step.
-        steps: that the job will train; None where that is not known.
+        steps: that the job trains; None if that is not known.
         spell: for the messages.
 
     Raises:
-        ValueError: a memory limit that is too low, times of I and W from a schedule that has none, or more steps to
-            look at than the job has.
+        ValueError: the memory limit is too low, the schedule has no I and W to time, or the job has too few steps.
     """
     if options.memory_limit is not None:
         start_within(options.memory_limit, traits.place(num_ranks), n_microbatches)
@@ -97,7 +96,7 @@ def require_size(
             )
 
 
-def _steps_needed(traits: Traits, options: Options) -> dict[str, int]:
+def _steps_needed(traits: Algorithm, options: Options) -> dict[str, int]:
     measures = traits.name == AutoSchedule.schedule_name and options.costs_out
     timed = options.profile_steps or (USUAL_STEPS if measures else 0)
     return {
@@ -107,7 +106,7 @@ def _steps_needed(traits: Traits, options: Options) -> dict[str, int]:
     }
 
 
-def _runs_i_and_w(traits: Traits, num_ranks: int, n_microbatches: int) -> bool:
+def _runs_i_and_w(traits: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
     return any(op.kind is OpKind.I for ops in traits.generate(num_ranks, n_microbatches) for op in ops)
 
 
@@ -118,7 +117,7 @@ def _require_files(options: Options, spell: Spell) -> None:
         try:
             if option == "costs_out":
                 costs_file.require_ending(file)
-            # The others write none, and may be on machines without that folder.
+            # Only the first rank writes; the others may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)
         except ValueError as error:
@@ -126,14 +125,14 @@ def _require_files(options: Options, spell: Spell) -> None:
 
 
 def build(
-    traits: Traits,
+    traits: Algorithm,
     stages: PipelineStage | Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None,
     options: Options,
     **more: Any,
 ) -> _torch.PipelineSchedule:
-    """The schedule with what `options` say of it; the job's own arguments, `more`, go before them.
+    """The schedule with `options`; the job's own arguments, `more`, win over them.
 
     Raises:
         ValueError: see `zbpipe.build_pipeline_schedule`.
@@ -148,19 +147,19 @@ def build(
 
 
 def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:
-    """Measure and check what `options` ask for; `AutoSchedule` profiles by itself."""
+    """Attach what `options` ask for: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
     if options.trace:
-        trace(schedule, options.trace, options.trace_step, done=logger.info)
+        write_trace(schedule, options.trace, options.trace_step, done=logger.info)
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Show what was measured in the log of the first rank, and write it as a cost file if there is to be one.
+    """Log the measured costs on the first rank, and write them to `file`, if it is given.
 
-    A file that cannot be written is a warning, for the job has nothing to do with it.
+    If the file cannot be written, this logs a warning: the job does not depend on it.
     """
     if dist.get_rank() != 0:
         return
@@ -168,8 +167,8 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     if not file:
         return
     try:
-        costs_file.dump(costs, file)
+        costs_file.dump_costs(costs, file)
     except OSError as error:
-        logger.warning("they cannot be written: %s", error)
+        logger.warning("the measured costs cannot be written: %s", error)
     else:
-        logger.info("wrote them to %s; `zbpipe plan --costs-file` takes it", file)
+        logger.info("wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)

@@ -1,20 +1,21 @@
-"""What a job says about its schedule beside the schedule's name, in Python and on a command line."""
+"""The options of a schedule besides its name, in Python and on a command line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, get_args
 
+from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
 
 
 @dataclass(frozen=True)
 class ForTorch:
-    """Options that torch's schedules take as well as zbpipe's; None leaves the schedule's default."""
+    """Options that both torch's schedules and zbpipe's have; None leaves the schedule's default."""
 
     defer_pp_recv: bool | None = None
     max_active_stages: int | None = None
@@ -23,50 +24,64 @@ class ForTorch:
     max_outstanding_sends: int | None = None
 
     def given(self) -> dict[str, Any]:
-        """Those that the user gave."""
+        """The options that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a job says about its schedule, beside the schedule's name."""
+    """The options of a job's schedule, besides the schedule's name.
+
+    Raises:
+        ValueError: a value of the wrong kind. torch judges the values of `for_torch` when the schedule is built.
+    """
 
     split_backward: SplitBackward = "deferred"
+    """How I and W share the backward."""
     defer_loss: bool = False
+    """Whether weight gradients of backwards that the loss runs itself wait for W, too."""
     receives: str | None = None
-    """Where ranks post their receives; None for the best place by the transport."""
+    """When ranks post their receives; None for what is best with the transport."""
     transport: str | None = None
     """What messages wait for; None for what is usual on the device."""
     for_torch: ForTorch = field(default_factory=ForTorch)
+    """The options that torch's schedules have, too."""
     profile_steps: int | None = None
-    """How many steps to time; None measures nothing, or with `Auto` its usual number."""
+    """The number of steps to time; None measures nothing, or with `Auto` its usual number."""
     costs_out: str | None = None
-    """File for what was measured."""
+    """The file for the measured costs."""
     memory_limit: float | None = None
-    """For `Auto`."""
+    """For `Auto`: the activations that a rank may hold, in microbatches of an average rank's share of the model."""
     trace: str | None = None
-    """File for a trace of one step."""
+    """The file for a trace of one step."""
     trace_step: int = 3
+    """The step to trace, counted from 1."""
     check_gradients: int | None = None
-    """In how many steps the split is compared with an ordinary backward; None compares nothing."""
+    """The number of steps in which the split is compared with an ordinary backward; None compares nothing."""
 
-    def given(self) -> dict[str, Any]:
-        """All that differ from the defaults, those of `for_torch` beside the others."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "for_torch"}
-        return {name: value for name, value in own.items() if value != getattr(Options, name)} | self.for_torch.given()
+    def __post_init__(self) -> None:
+        if self.split_backward not in get_args(SplitBackward):
+            raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {get_args(SplitBackward)}")
+        arguments.require_yes_or_no("defer_loss", self.defer_loss)
+        arguments.require_path("costs_out", self.costs_out)
+        arguments.require_path("trace", self.trace)
+        steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
+        given = {name: number for name, number in steps.items() if number is not None}
+        arguments.require_counts(trace_step=self.trace_step, **given)
+        arguments.require_above_0("memory_limit", self.memory_limit)
 
     def for_zbpipe(self) -> dict[str, Any]:
-        """What only zbpipe's schedules take, as keyword arguments."""
+        """The keyword arguments that only zbpipe's schedules have."""
         names = ("split_backward", "defer_loss", "receives", "transport")
         return {name: getattr(self, name) for name in names}
 
     def for_auto(self) -> dict[str, Any]:
-        """What only `Auto` takes, as keyword arguments."""
+        """The keyword arguments that only `Auto` has."""
         given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
         return {name: value for name, value in given.items() if value is not None}
 
     def need_zbpipes_schedule(self) -> bool:
-        """Whether something is asked for that torch's own schedules do not have."""
+        """Whether an option is set that torch's own schedules do not have."""
         return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
 
 
@@ -78,31 +93,94 @@ def from_arguments(values: Mapping[str, Any]) -> Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
-    """Make `parser` take an argument for each option."""
+    """Make `parser` take an argument for each option, in a group of its own."""
+    group = parser.add_argument_group("zbpipe's options")
 
     def add(name: str, **how: Any) -> None:
-        parser.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
+        group.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
 
     add(
         "split_backward",
         choices=get_args(SplitBackward),
         default=Options.split_backward,
-        help="zbpipe's split of the backward, the same or an error where nothing can wait, or torch's own",
+        help="How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing"
+        " to defer (strict), or torch's own split (autograd). Default: %(default)s.",
     )
-    add("defer_loss", action="store_true", help="W of what the loss itself computes waits, too")
-    add("receives", choices=_words(Receives), help="when to post receives; default: when the transport asks for it")
-    add("transport", choices=_words(Transport), help="what messages wait for; default: the usual one of the device")
-    add("defer_pp_recv", type=_on_or_off, metavar="auto|on|off", help="torch's: receive late")
-    add("max_active_stages", type=_count, metavar="N", help="torch's: stages whose weights FSDP holds together")
-    add("unshard_lookahead", type=_lookahead, metavar="full|auto|N,N,...", help="torch's: how early FSDP gathers")
-    add("defer_reduce_grad_wait", action="store_true", default=None, help="torch's: wait late for FSDP's reductions")
-    add("max_outstanding_sends", type=_count, metavar="N", help="torch's: sends that a rank does not wait for")
-    add("profile_steps", type=_positive, metavar="N", help="measure what the stages cost, in so many steps")
-    add("costs_out", metavar="FILE", help="where to write what was measured: .json or .toml")
-    add("memory_limit", type=float, metavar="MICROBATCHES", help="for Auto: activations that a rank may hold")
-    add("check_gradients", type=_positive, metavar="N", help="compare the split with a full backward in N steps")
-    add("trace", metavar="FILE", help="where to write what every rank did in one step, for Perfetto")
-    add("trace_step", type=_positive, default=Options.trace_step, metavar="N", help="which step that is")
+    add(
+        "defer_loss",
+        action="store_true",
+        help="Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head.",
+    )
+    add(
+        "receives",
+        choices=_words(Receives),
+        help="Where ranks post their receives. Default: where the simulated step is the shortest.",
+    )
+    add(
+        "transport",
+        choices=_words(Transport),
+        help="What messages wait for. Default: what is usual on the device.",
+    )
+    _add_torchs(add)
+    _add_measurements(add, prefix)
+
+
+def _add_measurements(add: Callable[..., None], prefix: str) -> None:
+    add("profile_steps", type=_positive, metavar="N", help="Measure times and memory of the stages in N steps.")
+    add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
+    add(
+        "memory_limit",
+        type=_above_0,
+        metavar="MICROBATCHES",
+        help="For Auto: the activations that a rank may hold, in microbatches of an average rank's share of the model.",
+    )
+    add(
+        "check_gradients",
+        type=_positive,
+        metavar="N",
+        help="Compare the split's gradients with those of an ordinary backward in the first N steps.",
+    )
+    add("trace", metavar="FILE", help="Write what every rank did in one step to this file, for ui.perfetto.dev.")
+    add(
+        "trace_step",
+        type=_positive,
+        default=Options.trace_step,
+        metavar="N",
+        help=f"The step that {prefix}trace records, counted from 1. Default: %(default)s.",
+    )
+
+
+def _add_torchs(add: Callable[..., None]) -> None:
+    add(
+        "defer_pp_recv",
+        type=_on_or_off,
+        metavar="auto|on|off",
+        help="torch's option: post receives late (on) or early (off). Default: auto, as the schedule does by itself.",
+    )
+    add(
+        "max_active_stages",
+        type=_count,
+        metavar="N",
+        help="torch's option: the number of stages whose weights FSDP holds gathered at a time.",
+    )
+    add(
+        "unshard_lookahead",
+        type=_lookahead,
+        metavar="full|auto|N,N,...",
+        help="torch's option: how many stages ahead FSDP gathers weights, on each rank.",
+    )
+    add(
+        "defer_reduce_grad_wait",
+        action="store_true",
+        default=None,
+        help="torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
+    )
+    add(
+        "max_outstanding_sends",
+        type=_count,
+        metavar="N",
+        help="torch's option: the number of sends that a rank may have under way.",
+    )
 
 
 def _words(kind: type[StrEnum]) -> list[str]:
@@ -118,14 +196,24 @@ def _on_or_off(text: str) -> bool | None:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if not _count(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def _lookahead(text: str) -> str | tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""How far a step has come: where the host is, and where the device, which is behind it.
+"""How far a step has come: on the host, and on the device, which is behind it.
 
-On an accelerator torch's executor launches computations far ahead of what runs, so when a message never comes the host
-may stand many ops after the one that waits, and NCCL ends the process by itself. So an event follows each computation.
-When a step fails, or nothing moves for most of the process group's timeout, they tell what ran.
+On an accelerator torch's executor launches computations far ahead of what runs. If a message never comes, the host may
+be many ops after the one that waits for it, and NCCL ends the process by itself. So an event follows each computation.
+When a step fails, or nothing moves for most of the process group's timeout, the events show what the device has run.
 
-NCCL's own hooks before such an end (torch >= 2.15) are not used: they would have to take Python's lock in NCCL's
-watchdog, and a thread that holds it while it waits for a full launch queue would keep the process from ending.
+This does not use NCCL's own hooks before such an end (torch >= 2.15). They would need Python's lock in NCCL's watchdog,
+and a thread that holds the lock while it waits for a full launch queue would keep the process from ending.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch.distributed as dist
 from zbpipe.runtime import _torch
 
 MOST = 256
-"""Computations that are remembered. A host that is further ahead has no place for what waits; then that is told."""
+"""Computations that are remembered. If the host is further ahead, it is not known which one waits."""
 _SHARE = 0.7
-"""Of the process group's timeout: when nothing has moved for so long, the log says where this rank stands."""
+"""Of the process group's timeout. If nothing moves for so long, the log says where this rank is."""
 _LOOKS = 20
-"""In one timeout."""
+"""Checks in one timeout."""
 _LONGEST_PAUSE = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """As torch's: `record` puts it into the stream of the computations, `query` tells whether that got there."""
+    """As torch's: `record` puts it into the stream of computations, `query` says whether the stream has passed it."""
 
     def record(self) -> None: ...
 
@@ -54,7 +54,7 @@ class Launched:
         self._new_event = new_event
         self._events: list[Event] = []
         self._ops: list[tuple[int, str, int]] = []
-        """Of the events: as torch writes them, stage, kind and microbatch."""
+        """The computation before each event: stage, kind and microbatch, as torch writes them."""
         self.count = 0
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
@@ -70,7 +70,7 @@ class Launched:
         return result
 
     def ran(self) -> int:
-        """How many of all that were launched have ended; of those that are no longer remembered, all."""
+        """How many of all launched computations have ended, counting all that are no longer remembered."""
         oldest = max(0, self.count - MOST)
         for number in range(oldest, self.count):
             if not self._events[number % MOST].query():
@@ -98,23 +98,23 @@ class Progress:
 
     def __init__(self) -> None:
         self._launched: Launched | None = None
-        """None on the CPU, where the host is where the work is."""
+        """None on the CPU, where host and device are the same."""
         self._thread: int | None = None
-        """The one that runs a step now."""
+        """The thread that runs a step now."""
         self._steps = 0
         self._seen: tuple[Any, int | None] = None, None
-        """At the last look: where the host was, and how many computations the device had run."""
+        """At the last check: where the host was, and how many computations the device had run."""
         self._since = 0.0
-        """When that was seen first."""
-        self._is_told = False
-        """Whether the log has it."""
+        """Since when that has not changed."""
+        self._is_logged = False
+        """Whether the log says so."""
 
     @contextmanager
     def followed(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
         device = _torch.device_of(_torch.stages_of(schedule)[0])
-        # A captured step runs later, again and again, and events in it would be part of the graph.
-        if _torch.is_capturing(device):
+        # A captured step runs later, many times, and events in it would become part of the graph.
+        if _is_capturing(device):
             yield
             return
         self._steps += 1
@@ -131,30 +131,29 @@ class Progress:
                 undo()
 
     def on_device(self) -> str:
-        """What the device ran, in words; empty on the CPU, and where the device does not answer any more."""
+        """What the device has run, in words; empty on the CPU, and for a device that no longer answers."""
         with suppress(RuntimeError):
             return self._launched.in_words() if self._launched else ""
         return ""
 
     def look(self, schedule: _torch.ScheduleRuntime, now: float) -> float:
-        """Tell the log, once, if nothing has moved for most of the timeout. In how many seconds to look again.
+        """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check.
 
         Args:
             schedule: whose steps these are.
-            now: in seconds, by a clock that never goes back.
+            now: seconds of a monotonic clock.
         """
         timeout = _torch.timeout_of(_torch.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
         place = None if self._thread is None else _torch.place_now(self._thread, schedule)
         host = None if place is None else (self._steps, place)
-        # The device is asked only where the host stands still: it may be in the middle of capturing a graph, which a
-        # question would spoil.
+        # Ask the device only if the host does not move: the query would break the capture of a graph.
         seen = host, self._ran() if host is not None and host == self._seen[0] else None
         if host is None or seen != self._seen:
-            self._seen, self._since, self._is_told = seen, now, False
-        elif now - self._since > _SHARE * timeout and not self._is_told:
-            self._is_told = True
+            self._seen, self._since, self._is_logged = seen, now, False
+        elif now - self._since > _SHARE * timeout and not self._is_logged:
+            self._is_logged = True
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
@@ -168,12 +167,17 @@ class Progress:
         return None
 
 
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` goes into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _launched_on(device: torch.device) -> Launched | None:
     return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
 
 
 def _watch(progress: ref[Progress], schedule: ref[_torch.ScheduleRuntime]) -> None:
-    """For as long as there is something to watch, which this does not keep alive."""
+    """Check as long as the schedule and its process group exist; this thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
         pause = watched.look(of, time.monotonic())
         del watched, of

@@ -1,8 +1,7 @@
-"""A microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
+"""Run a microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
 
-Nothing of it stays. Gradients, weights, buffers, attributes and random numbers are afterwards as they were before, and
-hooks that run after the accumulation of a gradient do not see it. Hooks on tensors and modules do, because they may
-change what a gradient is.
+Afterwards gradients, weights, buffers, attributes and random numbers are as they were before. Hooks that run after a
+gradient was accumulated do not run. Hooks on tensors and modules do, because they may change a gradient.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.substitution import replaced
 
 
 class State:
-    """What the forward of a module depends on besides its inputs, as it is at one moment.
+    """What the forward of a module depends on besides its inputs, at one moment.
 
-    Parameters and buffers by value; attributes of the modules, such as counters, as far as they are assigned; torch's
-    random numbers, on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without
-    `weights`, parameters are left out: nothing will write to them, and a copy takes their memory once more.
+    Parameters and buffers by value, attributes of the modules (such as counters) by assignment, and torch's random
+    numbers on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without `weights` it
+    leaves out parameters, which saves a copy of them where nothing will write to them.
     """
 
     def __init__(
@@ -38,23 +37,24 @@ class State:
             (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
             for tensor, local in _tensors_of(module, weights)
         ]
-        self._attributes = [(own, dict(own)) for part in module.modules() for own in (vars(part), part._buffers)]
+        attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
+        self._attributes = [(own, dict(own)) for own in attributes]
         self._device = device
         self._random = [get() for get, _ in _generators(device)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Whose values it keeps."""
+        """The tensors whose values it keeps."""
         return [local for _, local, _ in self._values]
 
     def put_back(self) -> None:
-        """Make everything as it was."""
+        """Restore everything."""
         for own, before in self._attributes:
             for name in own.keys() - before.keys():
                 del own[name]
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
         for _, local, copy in self._values:
-            # Where nothing differs nothing is written: another microbatch's graph may need it.
+            # Write only what differs: the graph of another microbatch may need the tensor unchanged.
             if _has_storage(local) and not torch.equal(local, copy):
                 local.copy_(copy)
         for (_, put), state in zip(_generators(self._device), self._random, strict=True):
@@ -62,7 +62,7 @@ class State:
 
 
 def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters and buffers, each with what this rank has of it; without those of other subclasses of tensors."""
+    """Parameters and buffers, each with this rank's part of it; without tensor subclasses other than DTensor."""
     for tensor in (*(module.parameters() if weights else ()), *module.buffers()):
         local = tensor.detach()
         if isinstance(local, DTensor):
@@ -72,7 +72,7 @@ def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tens
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Not so for a parameter that FSDP2 has resharded since."""
+    """False for a parameter that FSDP2 has resharded since."""
     return tensor.untyped_storage().size() > 0
 
 
@@ -81,7 +81,7 @@ def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
 
 
 def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """How to read the state of each generator, and how to set it."""
+    """The functions that read and set the state of each generator."""
     yield torch.get_rng_state, torch.set_rng_state
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -89,7 +89,7 @@ def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Ca
 
 
 class Gradients(NamedTuple):
-    """Of one backward; detached, and for DTensors this rank's part of them."""
+    """The gradients of one backward: detached, and for DTensors this rank's part of them."""
 
     parameters: Mapping[str, Tensor]
     inputs: Sequence[Tensor | None]
@@ -97,10 +97,10 @@ class Gradients(NamedTuple):
 
 
 class Microbatch:
-    """What it takes to run one microbatch of a stage once more.
+    """All that is needed to run one microbatch of a stage once more.
 
-    With `defers_loss`, what the loss put off is added in the backward, by the product that W uses: only so FSDP2 has it
-    where W adds it, neither reduced too early nor on other ranks.
+    With `defers_loss`, the backward adds what the loss deferred by the product that W uses. Only then does FSDP2 have
+    it in the same place as after W, neither reduced too early nor on other ranks.
     """
 
     def __init__(
@@ -108,22 +108,22 @@ class Microbatch:
     ) -> None:
         self.stage = stage
         self.index = index
-        self.state = State(stage.submod, stage.device, like)
-        """Before F."""
+        self.state = State(stage.submod, _torch.device_of(stage), like)
+        """As it was before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
         self._loss: Callable[[Any], Tensor] | None = None
         self._output_grads: Any = None
         self._ran_eagerly: set[nn.Module] = set()
-        """Compiled modules of which F ran a call without the compiler."""
+        """Compiled modules that F called without the compiler."""
         self._copies: dict[int, Tensor] = {}
-        """Of the inputs, by their ids, which stay theirs as long as the stage holds them."""
+        """Of the inputs, by their ids, which are valid as long as the stage holds the inputs."""
         self._inputs: list[Any] = []
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The stage's own forward, `call`, of which inputs and choices are remembered."""
-        self._args, self._kwargs = tree_map_only(Tensor, self._copy, (args, kwargs))
+        """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
+        self._args, self._kwargs = _torch.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
             for module, (compiled, eager) in _regions(self.stage.submod):
                 watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
@@ -138,19 +138,19 @@ class Microbatch:
         return eager(*args, **kwargs)
 
     def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, `call`, of which all but the output is remembered."""
+        """Run the loss, `call`, and remember all of its arguments but the output."""
         self._loss = lambda again: call(again, *args, **kwargs)
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """What the stage's backward starts from (see `_torch.wrap_calls`)."""
-        self._output_grads = tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
+        """Remember what the stage's backward starts from (see `_torch.wrap_calls`)."""
+        self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def gradients(self) -> Gradients:
-        """What one ordinary backward gives; afterwards everything is as it was."""
+        """The gradients of one ordinary backward; afterwards everything is as it was."""
         module = self.stage.submod
-        now = State(module, self.stage.device, self.state)
+        now = State(module, _torch.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
         with torch.no_grad(), _torch.versions_kept(written), _torch.without_gradients(module):
             self.state.put_back()
@@ -173,12 +173,12 @@ class Microbatch:
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of what was added up so far, in at least float32; for DTensors this rank's part."""
+    """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
     return {each.name: wide(each.gradient, each.parameter) for each in _torch.accumulated(module)}
 
 
 def wide(gradient: Tensor, like: Tensor) -> Tensor:
-    """A copy in at least float32; for DTensors what this rank has of it, placed as `like`."""
+    """A copy in at least float32; for DTensors this rank's part, placed as `like`."""
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         if isinstance(like, DTensor):
@@ -193,13 +193,13 @@ def wide(gradient: Tensor, like: Tensor) -> Tensor:
 def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
     """Within, layers and compiled regions run as if zbpipe had never prepared them.
 
-    Regions run with the compiler where F did: otherwise random numbers and roundings would be others.
+    Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
     """
-    with ExitStack() as replaced:
+    with ExitStack() as plain:
         for deferral in deferrals(module).values():
-            replaced.enter_context(_torch.replaced(deferral, linear=F.linear, products={}, slots=None))
+            plain.enter_context(replaced(deferral, linear=F.linear, products={}, slots=None))
         for part, (compiled, eager) in _regions(module):
-            replaced.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
+            plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
         yield
 
 

@@ -1,8 +1,9 @@
-"""zbpipe's schedules as classes that torch's pipelining runs."""
+"""zbpipe's schedules as classes on torch's executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.runtime import _torch, agreement, checks, failures, ties
+from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
@@ -21,32 +23,38 @@ from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
 
 
-class RegisteredSchedule(_torch.ScheduleRuntime):
-    """A schedule from zbpipe's registry on torch's schedule runtime. Subclasses say which one.
+class RegisteredSchedule(_torch.OwnRuntime):
+    """A schedule from zbpipe's registry on torch's schedule runtime. Each subclass is one schedule.
 
-    Torch lowers the schedule's list of compute actions to sends and receives and executes it.
+    torch lowers the list of computations to sends and receives, and executes it.
+
+        schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
+        schedule.step(batch, target=target)
+
+    `zbpipe.build_pipeline_schedule` takes the schedule by its name instead.
 
     Args:
-        stages: all stages of this rank, those that `zbpipe.stage_indices` names.
+        stages: all stages of this rank, which `zbpipe.stage_indices` names.
         n_microbatches: any number from 1 on.
         loss_fn: `(output, target) -> loss`; without it there is only `eval`.
-        split_backward: "deferred" makes I one ordinary backward and W a drain of GEMMs (see
-            `zbpipe.runtime.split.layers`); a stage without a layer that can do so is told in the log, or refused with
-            "strict". "autograd" is torch's own split, for comparison.
-        defer_loss: a loss that runs backwards of its own during F, as TorchTitan's chunked loss does with the LM head,
-            leaves their weight gradients to W, too. It then keeps the gradients of all logits of a microbatch until W.
-        costs: for the schedules that fit themselves to measured times, ZB1P and ZB2P, and to place receives.
-        receives: where ranks post their receives, "early", "late", "timed" or "nearest" (see
-            `zbpipe.transport.Receives`); by default where the step is the shortest with the transport, as simulated
-            with `costs`, or with equal times of F, I and W.
+        split_backward: with "deferred", I is one ordinary backward and W computes the weight gradients (see
+            `zbpipe.runtime.split.layers`); a stage without a layer that can defer is a warning in the log. With
+            "strict" it is an error. "autograd" is torch's own split, for comparison.
+        defer_loss: whether weight gradients of backwards that the loss runs itself during F, as TorchTitan's chunked
+            loss does with the LM head, wait for W, too. The gradients of all logits of a microbatch then stay in memory
+            until W.
+        costs: for schedules that adapt to measured times (ZB1P, ZB2P), and to place receives.
+        receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
+            `zbpipe.transport.Receives`). By default what gives the shortest step, as simulated with the transport and
+            `costs`, or with equal times of F, I and W.
         transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.transport.Transport`); by default the usual one of the device: no queues on the CPU, the last one
-            on AMD's GPUs, one queue on others, or one per peer with torch's groups for each edge.
-        defer_pp_recv: torch's name for late receives (True) or early ones (False), in the place of `receives`.
-        options: the remaining arguments of torch's multi-stage schedules, as far as the installed torch has them:
-            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
-            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one,
-            sent tensors are freed as soon as they were surely received.
+            `zbpipe.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared with
+            compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
+        defer_pp_recv: torch's name for late receives (True) or early ones (False), instead of `receives`.
+        options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
+            `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
+            `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one, zbpipe frees sent tensors
+            as soon as they have surely been received.
 
     Raises:
         ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
@@ -55,8 +63,9 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
 
     schedule_name: ClassVar[str]
     receives: Receives
-    """Where ranks post their receives, of the schedule that runs."""
+    """When ranks post their receives, in the schedule that runs."""
 
+    # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
@@ -76,12 +85,9 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
         checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-        stages = checks.in_order(stages, traits.name)
-        per_rank = checks.stages_per_rank(traits, stages)
-        placement = traits.place(stages[0].group_size, per_rank)
-        checks.require_placement(stages, traits.name, placement)
+        stages, placement = checks.placed(stages, traits)
         schedule = registry.generate(
-            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
+            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=len(stages), costs=costs
         )
         gradients = WeightGradients()
         defers_loss = defer_loss and split_backward != "autograd"
@@ -89,39 +95,44 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
         self.defers_loss = defers_loss
-        """Whether backwards inside of the loss leave their weight gradients to W."""
-        self.transport = transport or _torch.usual_transport(stages[0])
+        """Whether backwards inside of the loss defer their weight gradients to W."""
+        self.transport = transport or usual_transport(stages[0])
         """What messages wait for."""
         self._asked_receives = asked_receives
         self._costs = costs
         self._frees_sends_early = options.get("max_outstanding_sends") is None
-        self._placement = placement
+        self.placement = placement
+        """Which rank has which stage."""
         self._failures = failures.Steps()
-        # Without a loss_fn torch would take `step` for `eval`.
-        self._has_backward = True
+        self.always_train()
         self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
         self._is_agreed = False
-        """Whether all ranks are known to have the same lists."""
+        """Whether all ranks have been seen to have the same lists."""
         self._looked_at_models = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
-            split.split_backward(self._stages, split_backward, gradients)
+            split.split_backward(_torch.stages_of(self), split_backward, gradients)
         checks.require_scaled_once(self, traits.name)
 
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
-        """Run `schedule` from the next step on, with the stages as they are. All ranks have to, between two steps.
+        """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
 
-        That they all have is checked when that step begins.
+            schedule.adopt(zbpipe.plan(4, 8, costs, memory_limit=4).schedule)
+
+        The next step begins with a check that all ranks have the same schedule.
 
         Args:
-            schedule: with the placement of this one.
-            costs: by which receives are placed from now on, the same on all ranks; default: those known so far.
+            schedule: with the placement of the one that runs.
+            costs: to place receives from now on, the same on all ranks; default: those known so far.
 
         Raises:
-            ValueError: it has another placement or another number of microbatches, or could not run.
+            ValueError: it has another placement or another number of microbatches, or cannot run.
         """
+        if not isinstance(schedule, Schedule):
+            raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
+        checks.require_same_job(schedule, self.placement, _torch.num_microbatches(self))
         if costs is not None:
             self._costs = costs
             self._lowered.clear()
@@ -134,24 +145,26 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         self.schedule = schedule
 
     def _lower(self, schedule: Schedule) -> Receives:
-        """Have torch lower it, and place its receives; returns where."""
-        checks.require_runnable(schedule, self._placement, self._n_microbatches)
+        """Have torch lower it, and place its receives; returns when they are posted."""
+        checks.require_runnable(schedule)
         _torch.lower(self, schedule)
-        costs = self._costs or passes.unknown_costs(self._placement)
+        costs = self._costs or passes.unknown_costs(self.placement)
         receives = self._asked_receives or best_receives(schedule, costs, self.transport)
         rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
-            rows = passes.free_sends_early(rows, self._placement)
+            rows = passes.free_sends_early(rows, self.placement)
         checks.require_sound_messages(rows, schedule.name)
         _torch.use_rows(self, rows)
         return receives
 
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        # To infer shapes torch runs every stage once, on whatever is in memory. A loss or a layer that calls `backward`
-        # itself leaves gradients then.
-        with _torch.gradients_put_aside(self._stages):
-            super()._initialize_stages(*args, **kwargs)
-        if self._has_backward and not self._is_warm:
+    def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Before the first step, on all ranks at once: learn shapes, and compile."""
+        with ExitStack() as kept:
+            # A loss or a layer that calls `backward` itself leaves gradients of what is in memory.
+            for stage in _torch.stages_of(self):
+                kept.enter_context(_torch.without_gradients(stage.submod))
+            super().initialize_stages(*args, **kwargs)
+        if _torch.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
 
@@ -159,69 +172,103 @@ class RegisteredSchedule(_torch.ScheduleRuntime):
         """One training step, with torch's arguments; the batch is split into equal microbatches.
 
         Raises:
-            ValueError: before anything is sent: a batch that `n_microbatches` does not divide, one of another size than
-                the first, no input for stage 0, no target for the last stage, or no loss_fn.
-            PipelineError: the step failed, on this rank or on another one, or an earlier one did.
+            ValueError: before anything is sent, for a batch that `n_microbatches` does not divide, a batch of another
+                size than the first, no input for stage 0, no target for the last stage, or no loss_fn.
+            PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
         with self._failures.begun(self.schedule.name):
             checks.require_loss_and_target(self, target)
             return super().step(*args, target=target, **kwargs)
 
-    def _step_microbatches(
-        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        checks.require_microbatches_alike(self, arg_mbs, kwarg_mbs, target_mbs)
+    def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
+        """One step, of microbatches that are split already: what cannot run is refused, what fails is explained."""
+        checks.require_microbatches_alike(self, args, kwargs, targets)
+        stages = _torch.stages_of(self)
         with self._failures.named(self, self.schedule.name):
             if not self._is_agreed:
-                stage = self._stages[0]
-                agreement.require_same(self, self.schedule.name, stage.group, stage.device)
+                agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._is_agreed = True
-            if self._has_backward and not self._looked_at_models:
+            if _torch.trains(self) and not self._looked_at_models:
                 if _torch.has_split_backward(self):
-                    split.require_no_early_reduction(self._stages)
-                    split.require_memory_that_lasts(self._stages)
-                ties.warn_if_parted(self._stages, self._placement)
+                    split.require_no_early_reduction(stages)
+                    split.require_memory_that_lasts(stages)
+                ties.warn_if_parted(stages, self.placement)
                 self._looked_at_models = True
-            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+            super().run_microbatches(args, kwargs, targets, *more, **more_by_name)
 
 
 class ScheduleZBH1(RegisteredSchedule):
-    """ZB-H1, one stage a rank; see `zbpipe.algorithms.zbh1`."""
+    """ZB-H1, one stage a rank.
+
+        schedule = zbpipe.ScheduleZBH1(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zbh1` for its definition.
+    """
 
     schedule_name = "ZBH1"
 
 
 class ScheduleZBH2(RegisteredSchedule):
-    """ZB-H2, one stage a rank; see `zbpipe.algorithms.zbh2`."""
+    """ZB-H2, one stage a rank.
+
+        schedule = zbpipe.ScheduleZBH2(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zbh2` for its definition.
+    """
 
     schedule_name = "ZBH2"
 
 
 class ScheduleZB1P(RegisteredSchedule):
-    """ZB-1p, one stage a rank; see `zbpipe.algorithms.zb1p`."""
+    """ZB-1p, one stage a rank.
+
+        schedule = zbpipe.ScheduleZB1P(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zb1p` for its definition.
+    """
 
     schedule_name = "ZB1P"
 
 
 class ScheduleZB2P(RegisteredSchedule):
-    """ZB-2p, one stage a rank; see `zbpipe.algorithms.zb2p`."""
+    """ZB-2p, one stage a rank.
+
+        schedule = zbpipe.ScheduleZB2P(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zb2p` for its definition.
+    """
 
     schedule_name = "ZB2P"
 
 
 class ScheduleZBV(RegisteredSchedule):
-    """ZB-V, two stages a rank in a V; see `zbpipe.algorithms.zbv`."""
+    """ZB-V, two stages a rank in a V.
+
+        schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zbv` for its definition.
+    """
 
     schedule_name = "ZBV"
 
 
 class ScheduleVHalf(RegisteredSchedule):
-    """V-Half, two stages a rank in a V; see `zbpipe.algorithms.v_half`."""
+    """V-Half, two stages a rank in a V.
+
+        schedule = zbpipe.ScheduleVHalf(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.v_half` for its definition.
+    """
 
     schedule_name = "VHalf"
 
 
 class ScheduleVMin(RegisteredSchedule):
-    """V-Min, two stages a rank in a V; see `zbpipe.algorithms.v_min`."""
+    """V-Min, two stages a rank in a V.
+
+        schedule = zbpipe.ScheduleVMin(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.v_min` for its definition.
+    """
 
     schedule_name = "VMin"

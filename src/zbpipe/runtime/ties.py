@@ -1,7 +1,8 @@
-"""Embedding and head that are meant to be one weight, on different ranks: each would get its own half of the gradient.
+"""A warning for tied weights that the pipeline has parted: embedding and head on different ranks.
 
-Where first and last stage are on one rank, a shared parameter is one tensor and nothing has to be done. Across ranks
-each has its copy. They begin equal, and nothing keeps them so. No process can see that alone.
+If one rank has the first and the last stage, a tied weight is one tensor, and all is well. Otherwise each of the two
+ranks has a copy, and each copy gets only its own part of the gradient. They begin equal and drift apart. No rank can
+see that alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
 
 _SAMPLES = 32
-"""Rows, and columns, of a weight that are looked at: no two weights are equal there by chance."""
+"""The number of rows, and of columns, of a weight that are compared: no two weights are equal there by chance."""
 _NOT_KEPT = "training will not keep them equal, since each rank adds only its own gradients"
 _WAY_OUT = (
     "use a V schedule (ZBV, VHalf, VMin), which puts both on rank 0, and tie them there, or untie them, or sum their"
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Weight(NamedTuple):
-    """What a rank tells of a matrix."""
+    """A matrix, as a rank describes it to the others."""
 
     name: str
     """Within its stage."""
@@ -40,43 +41,43 @@ class _Weight(NamedTuple):
     """Of shape, dtype and some values."""
 
 
-class _Told(NamedTuple):
-    """What a rank tells of its part of the model."""
+class _Description(NamedTuple):
+    """A rank's part of the model, as it describes it to the others."""
 
     embeddings: tuple[_Weight, ...]
     """Those of stage 0."""
     heads: tuple[_Weight, ...]
-    """What could be tied to them, in the last stage."""
+    """Those of the last stage that could be tied to them."""
     is_tied: bool
-    """Whether one of these two stages has a config that says so, as Hugging Face's do."""
+    """Whether a config in one of these two stages says so, as Hugging Face's do."""
 
 
 def warn_if_parted(stages: Sequence[_torch.Stage], placement: Placement) -> None:
-    """Warn on the ranks with first and last stage if a weight of both looks tied; all ranks have to call this.
+    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this.
 
     Args:
-        stages: of this rank. Weights that FSDP or tensor parallelism shard are compared shard by shard.
+        stages: of this rank. Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
         placement: of all stages.
     """
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
     if first == last or dist.get_backend(group) == "fake":
         return
-    mine = _Told(
+    mine = _Description(
         tuple(_weights(stages[0].submod, (nn.Embedding,))) if stages[0].is_first else (),
         tuple(_weights(stages[-1].submod, (nn.Embedding, nn.Linear))) if stages[-1].is_last else (),
         any(_says_tied(stage.submod) for stage in stages if stage.is_first or stage.is_last),
     )
-    told = [mine] * placement.num_ranks
-    dist.all_gather_object(told, mine, group=group)
+    descriptions = [mine] * placement.num_ranks
+    dist.all_gather_object(descriptions, mine, group=group)
     if stages[0].group_rank not in (first, last):
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     where = f"stage 0 (rank {ranks[first]})", f"stage {placement.num_stages - 1} (rank {ranks[last]})"
-    if finding := _finding(told[first], told[last], *where):
+    if finding := _finding(descriptions[first], descriptions[last], *where):
         logger.warning("%s; %s: %s", finding, _NOT_KEPT, _WAY_OUT)
 
 
-def _finding(first: _Told, last: _Told, of_0: str, of_last: str) -> str | None:
+def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
     for embedding in first.embeddings:
         for head in last.heads:
             if embedding.digest == head.digest and (embedding.trains or head.trains):
@@ -100,7 +101,7 @@ def _weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[
 
 @torch.no_grad()
 def _digest(weight: Tensor) -> bytes | None:
-    """None for one that tells nothing: without values, or with all of them equal, as after an initialization."""
+    """None for a weight that shows nothing: without values, or with all of them equal, as after an initialization."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0 or local.dim() != 2:
         return None

@@ -1,10 +1,10 @@
-"""Compiled stages meet the compiler before the first message, on all ranks at the same time.
+"""All ranks compile their stages at the same time, before the first message.
 
-Otherwise stage k+1 compiles when the first output of stage k arrives, and the times of all stages add up, forward and
-backward, while the first message waits: a deep pipeline runs into the process group's timeout. So each rank first runs
-one forward and one backward of each of its compiled stages, on zeros in the shapes that torch has found.
+Otherwise stage k+1 compiles when the first output of stage k arrives. The compile times of all stages add up, forward
+and backward, and a deep pipeline runs into the process group's timeout. So each rank first runs one forward and one
+backward of each of its compiled stages, on zeros in the shapes that torch has inferred.
 
-Nothing of it stays, but what the compiler made: no gradient, no statistics in a buffer, no random number.
+Only what was compiled stays. Gradients, buffers and random numbers are afterwards as they were before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.reference import State
@@ -33,8 +32,8 @@ def warm_up(
 ) -> None:
     """Run every stage of this rank that has compiled modules, forward and backward.
 
-    It sends nothing along the pipeline. What a stage itself communicates (FSDP, TP, experts) all of its ranks do alike.
-    Left out are stages whose inputs torch does not know, and the last one where torch (before 2.13) has no target yet.
+    It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. It leaves out
+    stages whose inputs torch does not know, and the last stage where torch (before 2.13) has no target yet.
 
     Args:
         schedule: with initialised stages.
@@ -49,9 +48,9 @@ def warm_up(
         inputs = _copied(args) if stage.is_first else _torch.zeros_for(stage)
         if inputs is None or (stage.is_last and target is None):
             continue
-        state = State(stage.submod, stage.device, weights=False)
+        state = State(stage.submod, _torch.device_of(stage), weights=False)
         try:
-            # A region whose shapes are new runs without the compiler once.
+            # The first call with new shapes runs without the compiler.
             for _ in range(2):
                 with _torch.unsharded(stage.submod), _torch.without_gradients(stage.submod):
                     _run(schedule, stage, inputs, _copied(kwargs or {}), target, loss_kwargs)
@@ -64,7 +63,7 @@ def warm_up(
 
 
 def _copied(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+    return _torch.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
 
 
 def _run(
@@ -81,6 +80,7 @@ def _run(
         if stage.is_last:
             outputs = _torch.loss_of(schedule, outputs, target, loss_kwargs)
         else:
-            gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in tree_leaves(outputs))
-        tensors = [each for each in tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
+            leaves = _torch.tree_leaves(outputs)
+            gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in leaves)
+        tensors = [each for each in _torch.tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
         _torch.run_backward(stage, outputs, gradients, tensors)

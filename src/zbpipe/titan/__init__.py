@@ -11,21 +11,24 @@ _plugged: list[Options] = []
 
 
 def plug_in(options: Options | None = None) -> None:
-    """Teach TorchTitan in this process zbpipe's schedules, for programs that start TorchTitan's `Trainer` themselves.
+    """Make zbpipe's schedules known to TorchTitan in this process, for programs that start its `Trainer` themselves.
 
-    Afterwards `parallelism.pipeline_parallel_schedule` takes zbpipe's names, CSV files and `Auto` beside torch's names.
-    Call it once, in every rank, before the `Trainer` is constructed. Without an accelerator it also makes the CPU do,
-    if TorchTitan has not been imported yet.
+        options, rest = zbpipe.titan.command_line.parse(["--zbpipe.trace", "trace.json"])
+        zbpipe.titan.plug_in(options)
 
-    With torchtitan 0.2 settings that cannot run are refused before the model is cut into stages (and already by
+    Then `parallelism.pipeline_parallel_schedule` takes zbpipe's names, CSV files and `Auto` as well as torch's names.
+    Call it once on every rank, before the `Trainer` is constructed. On a machine without an accelerator it also makes
+    TorchTitan run on the CPU, if TorchTitan has not been imported yet.
+
+    With torchtitan 0.2, settings that cannot run are refused before the model is cut into stages (or earlier, by
     TorchTitan's `ConfigManager`, if the program uses it). With 0.3 the program has to use `ConfigManager`.
 
     Args:
-        options: what stands beside TorchTitan's config. `zbpipe.titan.command_line.parse` makes it from command line
-            arguments, such as `["--zbpipe.trace", "trace.json"]`.
+        options: besides TorchTitan's config, as `zbpipe.titan.command_line.parse` makes them.
 
     Raises:
-        ImportError: TorchTitan is not installed, or zbpipe does not know this version, or torch is too old for it.
+        ImportError: TorchTitan is not installed, zbpipe does not know this version, or torch is too old for it.
+        ValueError: the options are something else.
         RuntimeError: it was called before.
     """
     import os
@@ -34,8 +37,10 @@ def plug_in(options: Options | None = None) -> None:
     from zbpipe.runtime.options import Options
     from zbpipe.titan import cpu, versions
 
+    if options is not None and not isinstance(options, Options):
+        raise ValueError(f"plug_in takes options as zbpipe.titan.command_line.parse makes them, got {options!r}")
     if _plugged:
-        raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in once")
+        raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in only once")
     version = versions.installed()
     on_cpu = cpu.is_needed()
     if on_cpu:

@@ -1,4 +1,4 @@
-"""The private names of TorchTitan 0.2 that zbpipe stands on, all in this one file. Written for torchtitan 0.2.2."""
+"""The private names of TorchTitan 0.2 that zbpipe uses, all in this one file. Written for torchtitan 0.2.2."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import BaseModelArgs, TrainSpec
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
+from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
-    """Teach TorchTitan in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
     get_train_spec = train_spec.get_train_spec
 
     class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
@@ -59,22 +60,21 @@ def plug_in(options: Options, on_cpu: bool) -> None:
         return replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
 
     _report_loss_where_it_is()
-    # The grouped experts of TorchTitan's MoE models put their weight gradients off.
+    # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
     train_spec.get_train_spec = get_plugged_train_spec
     torchtitan.train.ConfigManager = PluggedConfigManager
 
 
 def train() -> None:
-    """Run TorchTitan's `train.py` with what is left on the command line."""
+    """Run TorchTitan's `train.py` with the rest of the command line."""
     torchtitan.train.main(torchtitan.train.Trainer)
 
 
 def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> plug.PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
 
-    It raises a `ValueError` for settings that cannot run, and a `PipelineError` on all ranks of the job if their
-    schedules differ.
+    It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
     """
 
     def pipeline(
@@ -85,7 +85,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
         model_args: BaseModelArgs,
         *more: Any,
     ) -> Any:
-        # A trainer that was started by another program has not asked yet.
+        # In a trainer that another program has started nobody has called this yet.
         check(job_config, options)
         name = job_config.parallelism.pipeline_parallel_schedule
         traits = plug.known(name)
@@ -94,12 +94,12 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
             modules = _modules_of_stages(traits, job_config.parallelism, model_args)
             _require_modules(model, modules)
             config = _cut_by_hand(job_config, modules)
-        with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
+        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
             built = pipelining_fn(model, parallel_dims, config, device, model_args, *more)
         if config is not job_config and not isinstance(built[0], RegisteredSchedule):
             raise ValueError(
-                f"{name} cannot run this model, which does not use TorchTitan's own function to cut it, pipeline_llm,"
-                f" but {pipelining_fn.__module__}.{pipelining_fn.__qualname__}: use one of torch's schedules"
+                f"{name} cannot run this model, which {pipelining_fn.__module__}.{pipelining_fn.__qualname__} cuts into"
+                " stages, and not TorchTitan's own pipeline_llm: use one of torch's schedules"
             )
         plug.complete(built[0], name, options, device, MetricsProcessor, rank_with_loss, asks_ahead=False)
         return built
@@ -107,7 +107,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _modules_of_stages(traits: Traits, parallelism: Any, model_args: Any) -> list[list[str]]:
+def _modules_of_stages(traits: Algorithm, parallelism: Any, model_args: Any) -> list[list[str]]:
     """The names of the modules in each stage: the user's own, or cut evenly as TorchTitan does."""
     number = plug.num_stages(traits, parallelism, model_args.n_layers)
     by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
@@ -123,7 +123,7 @@ def _modules_of_stages(traits: Traits, parallelism: Any, model_args: Any) -> lis
 
 
 def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
-    """TorchTitan would train without a module that no stage names."""
+    """Refuse a list that leaves out a module: TorchTitan would train without it."""
     named = {name for part in modules for name in part}
     unknown = named - {name for name, _ in model.named_modules()}
     left = {name for name, module in model.named_children() if not _is_named(name, module, named)}
@@ -153,10 +153,10 @@ def _cut_by_hand(job_config: JobConfig, modules: Sequence[Sequence[str]]) -> Job
 _ANY_ONE_STAGE_SCHEDULE = "1F1B"
 
 
-def _helpers(traits: Traits, options: Options) -> Mapping[str, Callable[..., Any]]:
-    """What places the stages and builds the schedule as the registry says.
+def _helpers(traits: Algorithm, options: Options) -> Mapping[str, Callable[..., Any]]:
+    """Functions that replace TorchTitan's, to place the stages and build the schedule as the registry says.
 
-    With torch's names TorchTitan does so itself, unless it would not pass on an option.
+    For torch's schedules TorchTitan does so itself, except that it does not pass on options.
     """
     titans_split = pipeline_parallel.pipeline_module_split
 
@@ -174,7 +174,7 @@ def _helpers(traits: Traits, options: Options) -> Mapping[str, Callable[..., Any
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _ARankAStage(pp_mesh, index, num_stages)
-            with plug.in_place(pipeline_parallel, {"logger": _SILENT}):
+            with replaced(pipeline_parallel, logger=_SILENT):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage)
             stages.append(stage)
             parts.append(part)
@@ -197,9 +197,9 @@ def _helpers(traits: Traits, options: Options) -> Mapping[str, Callable[..., Any
 
 
 class _ARankAStage:
-    """Stands in for the mesh of the pipeline, as if every stage had a rank of its own and this were the one of `stage`.
+    """Stands in for the mesh of the pipeline, as if each stage had a rank of its own and this were that of `stage`.
 
-    So TorchTitan builds that stage and no other, whichever rank it is on.
+    So TorchTitan builds this stage and no other, whatever the rank.
     """
 
     def __init__(self, mesh: DeviceMesh, stage: int, num_stages: int) -> None:
@@ -218,11 +218,11 @@ class _ARankAStage:
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-"""While TorchTitan takes a stage for a rank, it would tell so."""
+"""Replaces TorchTitan's logger while it takes a stage for a rank, and would log the wrong rank."""
 
 
 def _report_loss_where_it_is() -> None:
-    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever a schedule places it."""
+    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever that is."""
     get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
 
     def get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
@@ -246,7 +246,7 @@ def rank_with_loss(parallel_dims: ParallelDims, pp_schedule: str) -> int:
 
 
 def _adapted_to_cpu(spec: TrainSpec) -> TrainSpec:
-    """What the CPU can run of a model."""
+    """The model, changed to what the CPU can run."""
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     torch.histc = _histogram
     model_args = {flavor: _with_causal_attention(args) for flavor, args in spec.model_args.items()}
@@ -254,7 +254,7 @@ def _adapted_to_cpu(spec: TrainSpec) -> TrainSpec:
 
 
 def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.histc`, by which experts count their tokens, and which the CPU has for floating point only."""
+    """`torch.histc`, with which experts count their tokens; on the CPU torch has it for floating point only."""
     return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
 
 

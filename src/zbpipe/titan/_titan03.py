@@ -1,4 +1,4 @@
-"""The private names of TorchTitan 0.3 that zbpipe stands on, all in this one file. Written for torchtitan 0.3.0."""
+"""The private names of TorchTitan 0.3 that zbpipe uses, all in this one file. Written for torchtitan 0.3.0."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
 
-from zbpipe.registry import Traits
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.split.products import GROUPED_MM
+from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, plug
 from zbpipe.titan.check import check
+from zbpipe.titan.command_line import asks_for_help
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
-    """Teach TorchTitan in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
 
     class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
         def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
+            if asks_for_help(args) and not {"--module", "--config"} <= {each.partition("=")[0] for each in args}:
+                print("TorchTitan's own options depend on the model: add --module and --config to see them.")
+                raise SystemExit(0)
             config, rest = super()._load_config(args)
             if on_cpu:
                 adapt_to_cpu(config)
@@ -46,25 +51,25 @@ def plug_in(options: Options, on_cpu: bool) -> None:
             return config
 
     _report_loss_where_it_is()
-    # The grouped experts of TorchTitan's MoE models put their weight gradients off.
+    # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
     torchtitan.train.ConfigManager = PluggedConfigManager
 
 
 def train() -> None:
-    """Run TorchTitan's `train.py` with what is left on the command line."""
+    """Run TorchTitan's `train.py` with the rest of the command line."""
     torchtitan.train.main()
 
 
 def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> plug.PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
 
-    It raises a `PipelineError` on all ranks of the job if their schedules differ.
+    It raises `PipelineError` on all ranks if their schedules differ.
     """
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
         traits = plug.known(parallelism.pipeline_parallel_schedule)
-        with plug.in_place(pipeline_parallel, {} if traits is None else _helpers(traits, options)):
+        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         name = parallelism.pipeline_parallel_schedule
         plug.complete(built[0], name, options, kwargs["device"], MetricsProcessor, rank_with_loss, asks_ahead=True)
@@ -73,10 +78,10 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
-    """What cuts the model, places its stages and builds the schedule as the registry says.
+def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any]]:
+    """Functions that replace TorchTitan's, to cut the model, place the stages and build the schedule.
 
-    With torch's names TorchTitan does so itself, unless it would not pass on an option.
+    For torch's schedules TorchTitan does so itself, except that it does not pass on options.
     """
 
     def metadata(
@@ -118,7 +123,7 @@ def _helpers(traits: Traits, options: Options) -> dict[str, Callable[..., Any]]:
 
 
 def _report_loss_where_it_is() -> None:
-    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever a schedule places it."""
+    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever that is."""
     get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
 
     def get_metrics_rank(*, parallel_dims: ParallelDims, pp_schedule: str) -> int:

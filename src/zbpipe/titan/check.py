@@ -1,4 +1,4 @@
-"""What is refused of a TorchTitan job before any process group exists. Imports no torchtitan."""
+"""What is refused in a TorchTitan job before any process group exists. Imports no torchtitan."""
 
 from __future__ import annotations
 
@@ -6,39 +6,38 @@ import logging
 from functools import cache
 from typing import Any
 
-from zbpipe.registry import Traits, lookup
+from zbpipe.registry import Algorithm, lookup
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.validation import require_valid
 
 NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-"""What TorchTitan's schedule field says beside its `pipeline_parallel_schedule_csv`."""
+"""What TorchTitan's schedule field holds if its `pipeline_parallel_schedule_csv` is used."""
 
 _DEFAULT_SECONDS = 300
-"""TorchTitan's own limit for the first step."""
+"""TorchTitan's default limit for the first step."""
 _MANY_STAGES = 4
-"""So many leave each of them 75 seconds for forward and backward."""
+"""With so many stages, each has 75 seconds to compile forward and backward."""
 
 logger = logging.getLogger(__name__)
 
 
 def check(config: Any, options: Options) -> None:
-    """Refuse pipeline settings that cannot run, and options of zbpipe's that would be without effect.
+    """Refuse pipeline settings that cannot run, and options of zbpipe that would have no effect.
 
     Args:
         config: TorchTitan's.
-        options: those beside it.
+        options: zbpipe's.
 
     Raises:
-        ValueError: the schedule is unknown, does not fit the job, or stands beside TorchTitan's own CSV field; or an
-            option stands beside a schedule or a number of steps for which it is not made, or names a file that cannot
-            be written.
+        ValueError: the schedule is unknown, does not fit the job, or comes with TorchTitan's own CSV field; or an
+            option does not fit the schedule or the number of steps, or names a file that cannot be written.
     """
     name = config.parallelism.pipeline_parallel_schedule
     if name in NAMES_FOR_TITANS_CSV:
         if options != Options():
             raise ValueError(
-                f"zbpipe's options do not reach TorchTitan's own {name}: give the CSV file as the schedule instead"
+                f"zbpipe's options have no effect on TorchTitan's own {name}: give the CSV file as the schedule instead"
             )
         return
     traits = lookup(name)
@@ -55,12 +54,12 @@ def _spell(option: str) -> str:
     return f"--zbpipe.{option.replace('_', '-')}"
 
 
-def _check_schedule(traits: Traits, config: Any) -> None:
+def _check_schedule(traits: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
     batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     if batch % microbatch:
         raise ValueError(
-            f"training.local_batch_size={batch} is no multiple of"
+            f"training.local_batch_size={batch} is not a multiple of"
             f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
         )
     traits.place(config.parallelism.pipeline_parallel_degree)
@@ -73,10 +72,10 @@ def _check_schedule(traits: Traits, config: Any) -> None:
         require_valid(traits.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
 
 
-def _warn_of_first_step(traits: Traits, config: Any) -> None:
-    """TorchTitan's limit for the first step also counts while a rank waits for stages that compile."""
+def _warn_of_first_step(traits: Algorithm, config: Any) -> None:
+    """While other ranks compile their stages, a rank waits, and TorchTitan's limit for the first step runs."""
     seconds, placement = config.comm.init_timeout_seconds, traits.place(config.parallelism.pipeline_parallel_degree)
-    # Those of zbpipe's schedules compile on all ranks at the same time; see `zbpipe.runtime.warm_up`.
+    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.warm_up`.
     in_turn = placement.num_stages // (placement.num_ranks if traits.source == "zbpipe" else 1)
     if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
         _warn_once(
@@ -87,7 +86,7 @@ def _warn_of_first_step(traits: Traits, config: Any) -> None:
 
 @cache
 def _warn_once(words: str) -> None:
-    """TorchTitan 0.2 is checked twice."""
+    """Log it once: with TorchTitan 0.2 the settings are checked twice."""
     logger.warning(words)
 
 

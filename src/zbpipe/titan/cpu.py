@@ -1,7 +1,7 @@
-"""TorchTitan on a machine without an accelerator: it asks for one everywhere, and this makes the CPU do.
+"""TorchTitan on a machine without an accelerator: it asks for one everywhere, and here the CPU answers.
 
-Meant for trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because
-FlexAttention has no backward on the CPU (documents packed into one sequence see each other).
+For trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because FlexAttention has
+no backward on the CPU (documents packed into one sequence see each other).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_needed() -> bool:
 
 
 def stand_in() -> None:
-    """Make the CPU answer where TorchTitan asks for its device. Call it before torchtitan is imported."""
+    """Make the CPU answer where TorchTitan asks for its device. Call this before torchtitan is imported."""
     set_available_device_type("cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     answers = {
@@ -49,7 +49,7 @@ def stand_in() -> None:
 
 
 def summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo has no reduction that scales, so FSDP2 is asked to sum and to scale by itself."""
+    """`parallelize_fn`, with FSDP2 set to sum and to scale by itself: gloo has no reduction that scales."""
 
     def parallelize(*args: Any, **kwargs: Any) -> Any:
         model = parallelize_fn(*args, **kwargs)

@@ -1,23 +1,29 @@
-"""How busy the pipeline was, for TorchTitan's metrics."""
+"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
+
+import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.measure.trace import timelines
 
+logger = logging.getLogger(__name__)
+
 
 class PipelineMetrics:
-    """How busy the pipeline was in the steps that TorchTitan logs; all others run untouched."""
+    """The metrics of the steps that TorchTitan logs; all other steps run as they are."""
 
     def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
         self.armed = armed
-        """Whether TorchTitan will log the step that comes now."""
+        """Whether TorchTitan will log the next step."""
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
         self._links: Links | None = None
@@ -32,7 +38,7 @@ class PipelineMetrics:
         self._record = record
 
     def collect(self) -> dict[str, Any]:
-        """The metrics of the last step that was looked at; all ranks of the pipeline have to ask for them."""
+        """The metrics of the last recorded step. All ranks of the pipeline have to call this."""
         schedule = self._schedule()
         if self._record is None or schedule is None:
             return {}
@@ -49,8 +55,58 @@ class PipelineMetrics:
         }
 
 
+class _Reported(NamedTuple):
+    """The pipeline whose metrics TorchTitan logs."""
+
+    pipeline: ref[PipelineMetrics]
+    """Of the schedule, which has to go before the interpreter does."""
+    rank_with_loss: Callable[[Any], int]
+    """By TorchTitan's `ParallelDims`, the rank that logs."""
+
+
+_reported: dict[type, _Reported] = {}
+"""By TorchTitan's class of metrics, which is wrapped once: the pipeline that was built last."""
+
+
+def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
+    """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
+
+    If a job builds another pipeline and calls this again, the metrics are those of the new one.
+
+    Args:
+        pipeline: of the job's schedule.
+        processor: TorchTitan's `MetricsProcessor`.
+        rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
+        to_come: when TorchTitan asks whether a step is logged, the next step to run comes so many steps after it.
+    """
+    is_wrapped = processor in _reported
+    _reported[processor] = _Reported(ref(pipeline), rank_with_loss)
+    if not is_wrapped:
+        _wrap(processor, to_come)
+
+
+def _wrap(processor: Any, to_come: int) -> None:
+    should_log, log = processor.should_log, processor.log
+
+    def armed_where_logged(self: Any, step: int) -> bool:
+        if pipeline := _reported[processor].pipeline():
+            pipeline.armed = should_log(self, step + to_come)
+        is_logged: bool = should_log(self, step)
+        return is_logged
+
+    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
+        pipeline = _reported[processor].pipeline()
+        found = pipeline.collect() if pipeline else {}
+        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
+        if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
+            logger.info(in_words(found))
+
+    processor.should_log = armed_where_logged
+    processor.log = log_with_pipeline
+
+
 def in_words(metrics: dict[str, Any]) -> str:
-    """For the console."""
+    """A line for the console."""
     (name,) = (key.removeprefix("zbpipe/schedule/") for key in metrics if key.startswith("zbpipe/schedule/"))
     return (
         f"pipeline: {name}  step: {metrics['zbpipe/step(s)']:.4g}s"

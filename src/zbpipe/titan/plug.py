@@ -1,26 +1,22 @@
-"""What the plugs for all versions of TorchTitan share: how zbpipe's names are placed, built and watched.
+"""What the plugs for all versions of TorchTitan share: how zbpipe's schedules are placed, built and watched.
 
-TorchTitan looks schedules up in a table inside torch, places stages by comparing classes, and knows which rank has the
-loss by the string "ZBVZeroBubble". Each plug makes these three places of its version ask here. Imports no torchtitan.
+TorchTitan looks up schedules in a table inside of torch, places stages by comparing classes, and finds the rank with
+the loss by the string "ZBVZeroBubble". The plug for a version replaces these three. Imports no torchtitan.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.registry import Traits, lookup
-from zbpipe.runtime import _torch, agreement, job
+from zbpipe.registry import Algorithm, lookup
+from zbpipe.runtime import _torch, agreement, checks, job
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -28,66 +24,56 @@ from zbpipe.titan import monitor
 from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
-"""What cuts a model: schedule, model parts, whether this rank has the first stage, and the last one."""
+"""Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
 
 logger = logging.getLogger(__name__)
 
 
-def known(schedule: str) -> Traits | None:
-    """None for what TorchTitan wants beside its own CSV field; `zbpipe.titan.check` has refused the rest."""
+def known(schedule: str) -> Algorithm | None:
+    """The schedule of that name; None for the names that TorchTitan uses with its own CSV field."""
     return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)
 
 
-def num_stages(traits: Traits, parallelism: Any, num_layers: int) -> int:
-    """Into how many stages a model with so many layers is cut.
+def num_stages(traits: Algorithm, parallelism: Any, num_layers: int) -> int:
+    """The number of stages into which a model with `num_layers` is cut.
 
     Raises:
-        ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` says another number.
+        ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` gives another number.
     """
-    ranks = parallelism.pipeline_parallel_degree
-    number = traits.place(ranks).num_stages
+    placement = traits.place(parallelism.pipeline_parallel_degree)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if per_stage is not None:
-        # TorchTitan counts embedding and head as so many layers more.
-        first = parallelism.pipeline_parallel_first_stage_less_layers
-        last = parallelism.pipeline_parallel_last_stage_less_layers
-        cut = math.ceil((num_layers + first + last) / per_stage)
-        if cut != number:
-            raise ValueError(
-                f"pipeline_parallel_layers_per_stage={per_stage} cuts the model's {num_layers} layers into {cut}"
-                f" stages, but {traits.name} on {ranks} ranks has {number}: leave the field out"
-            )
-    return number
+    # TorchTitan counts embedding and head as so many further layers.
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
+    checks.require_cut(traits.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
+    return placement.num_stages
 
 
-def stages_on(traits: Traits, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
+def stages_on(traits: Algorithm, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
     """The stages of a pipeline rank, when the model is cut into `num_parts`.
 
     Raises:
         ValueError: the schedule has another number of stages.
     """
     placement = traits.place(pp_degree)
-    if num_parts != placement.num_stages:
-        raise ValueError(
-            f"{traits.name} on {pp_degree} ranks has {placement.num_stages} stages, but"
-            f" module_fqns_per_model_part lists {num_parts}"
-        )
+    checks.require_parts(traits.name, placement, num_parts)
     return placement.stages_on(pp_rank)
 
 
 def build(
-    traits: Traits,
+    traits: Algorithm,
     stages: list[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor],
     options: Options,
     **more: Any,
 ) -> _torch.PipelineSchedule:
-    """The schedule on this rank's stages, which do not scale gradients: TorchTitan does that."""
+    """The schedule on this rank's stages. It does not scale gradients, because TorchTitan does."""
     logger.info("Using %s's pipeline schedule %s with %d microbatches", traits.source, traits.name, n_microbatches)
     if n_microbatches < stages[0].num_stages:
         logger.warning(
-            "%d microbatches are less than the %d stages, so the pipeline never fills: raise"
+            "%d microbatches are fewer than the %d stages, so the pipeline never fills: raise"
             " training.local_batch_size, or lower parallelism.pipeline_parallel_microbatch_size",
             n_microbatches,
             stages[0].num_stages,
@@ -111,13 +97,13 @@ def complete(
     """Compare the schedules of all ranks, and attach what `options` and TorchTitan's metrics ask for.
 
     Args:
-        schedule: as this rank has built it.
-        name: what TorchTitan's schedule field says.
-        options: those beside TorchTitan's config.
-        device: where the job's backend wants its tensors.
+        schedule: of this rank.
+        name: the value of TorchTitan's schedule field.
+        options: zbpipe's.
+        device: of the tensors that the job's backend sends.
         processor: TorchTitan's `MetricsProcessor`.
-        rank_with_loss: of its `ParallelDims` and the name, the rank that reports.
-        asks_ahead: whether TorchTitan asks `should_log` before a step runs, not after it.
+        rank_with_loss: by TorchTitan's `ParallelDims` and the name, the rank that reports.
+        asks_ahead: whether TorchTitan calls `should_log` before a step runs, not after it.
 
     Raises:
         PipelineError: on all ranks of the job, if their schedules differ.
@@ -125,55 +111,15 @@ def complete(
     traits = known(name)
     if traits is None or traits.source == "torch":
         require_splittable(schedule, name)
-    # Of all ranks, whatever they run: of one that has torch's 1F1B, one that has ZBV would wait for messages.
+    # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, device)
     job.attach(schedule, options)
     pipeline = monitor.PipelineMetrics(schedule, armed=not asks_ahead)
-    _add_metrics(pipeline, processor, lambda dims: rank_with_loss(dims, name), 0 if asks_ahead else 1)
+    monitor.report(pipeline, processor, lambda dims: rank_with_loss(dims, name), 0 if asks_ahead else 1)
 
 
-def _add_metrics(
-    pipeline: monitor.PipelineMetrics, processor: Any, rank_with_loss: Callable[[Any], int], to_come: int
-) -> None:
-    """Have the steps that TorchTitan logs looked at, and put what is found among its metrics and on the console.
-
-    When TorchTitan asks whether a step is logged, the next one to run is so many steps `to_come` after that.
-    """
-    should_log, log = processor.should_log, processor.log
-    watching = ref(pipeline)  # of the schedule, which has to go before the interpreter does
-
-    def armed_where_logged(self: Any, step: int) -> bool:
-        if pipeline := watching():
-            pipeline.armed = should_log(self, step + to_come)
-        is_logged: bool = should_log(self, step)
-        return is_logged
-
-    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
-        pipeline = watching()
-        found = pipeline.collect() if pipeline else {}
-        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
-        if found and dist.get_rank() == rank_with_loss(self.parallel_dims):
-            logger.info(monitor.in_words(found))
-
-    processor.should_log = armed_where_logged
-    processor.log = log_with_pipeline
-
-
-def first_rank_of_last_stage(traits: Traits, parallel_dims: Any) -> int:
-    """Of all ranks, by TorchTitan's `ParallelDims`."""
+def first_rank_of_last_stage(traits: Algorithm, parallel_dims: Any) -> int:
+    """The first of all ranks with the last stage, by TorchTitan's `ParallelDims`."""
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
     return int(ranks_per_stage * traits.place(parallel_dims.pp).rank_of[-1])
-
-
-@contextmanager
-def in_place(module: ModuleType, stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Within, these stand in the place of what `module` has by their names."""
-    originals = {name: getattr(module, name) for name in stand_ins}
-    try:
-        for name, stand_in in stand_ins.items():
-            setattr(module, name, stand_in)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)

@@ -1,6 +1,6 @@
 """`python -m zbpipe.titan.train`: TorchTitan's trainer, whose schedule field also takes zbpipe's names.
 
-It takes the arguments of `torchtitan.train`, and those of `zbpipe.titan.command_line`:
+It takes the arguments of `torchtitan.train`, and zbpipe's own, which `--help` shows:
 
     torchrun ... -m zbpipe.titan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBV ...
@@ -10,32 +10,35 @@ With torchtitan 0.2.2 these are `--job.config_file FILE` or `--model.name llama3
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import zbpipe.titan
-from zbpipe.runtime.failures import ended_at_once, told_to_other_ranks
+from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
 from zbpipe.titan import versions
-from zbpipe.titan.command_line import parse
+from zbpipe.titan.command_line import asks_for_help, help_text, parse
 
 
 def main() -> None:
     """Train as `torchtitan.train` does, with zbpipe's schedules.
 
     Raises:
-        ImportError: this TorchTitan is none that zbpipe knows.
-        PipelineError: a step failed, or another rank did; other exceptions of the job pass as they are.
+        ImportError: zbpipe does not know the installed TorchTitan.
+        PipelineError: a step or another rank failed. Other exceptions of the job pass as they are.
     """
     with ended_at_once():
         _train()
 
 
-@record  # torchrun's file with the error is written before the process ends
+@record  # writes torchrun's file with the error before the process ends
 def _train() -> None:
     options, sys.argv[1:] = parse(sys.argv[1:])
+    if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
+        print(help_text(), flush=True)  # TorchTitan's own help comes after it
     zbpipe.titan.plug_in(options)
-    with told_to_other_ranks():
+    with shared_with_other_ranks():
         versions.installed().load().train()
 
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Plug(Protocol):
-    """What the module for a version of TorchTitan has."""
+    """The functions of the module for one version of TorchTitan."""
 
     def plug_in(self, options: Options, on_cpu: bool) -> None:
-        """Teach TorchTitan in this process zbpipe's schedules, and the CPU if `on_cpu`."""
+        """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
 
     def train(self) -> None:
-        """Run TorchTitan's `train.py` with what is left on the command line."""
+        """Run TorchTitan's `train.py` with the rest of the command line."""
 
     def rank_with_loss(self, parallel_dims: Any, pp_schedule: str) -> int:
         """The rank that reports loss and metrics."""
@@ -33,28 +33,28 @@ class Version:
 
     name: str
     releases: tuple[tuple[int, ...], tuple[int, ...]]
-    """From the first on, before the second."""
+    """The first release, and the first one after the last."""
     torch: tuple[int, int]
-    """The oldest that it runs on."""
+    """The oldest torch that it runs on."""
     plug: str
     """The module that knows its private names."""
     checkpointing: tuple[str, ...]
-    """Its command line for activation checkpointing, with the kind as {}."""
+    """Its arguments for activation checkpointing, with {} for the kind."""
 
     def checkpoint(self, kind: str) -> list[str]:
-        """Its command line for activation checkpointing: "none", "selective" or "full"."""
+        """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
     def load(self) -> Plug:
-        """Import its plug, and so TorchTitan, which fixes its device when it is imported."""
+        """Import its plug, and with it TorchTitan, which chooses its device when it is imported."""
         return cast(Plug, importlib.import_module(self.plug))
 
 
 def installed() -> Version:
-    """The TorchTitan that an import would find.
+    """The version of TorchTitan that an import would find.
 
     Raises:
-        ImportError: there is none, zbpipe does not know it, or the installed torch is too old for it.
+        ImportError: TorchTitan is not installed, zbpipe does not know the version, or torch is too old for it.
     """
     found, torch = _torchtitan_release(), version("torch")
     fitting = [f"pip install torchtitan=={each.name}" for each in KNOWN if each.torch <= _numbers(torch)][-1:]
@@ -71,7 +71,7 @@ def installed() -> Version:
 
 
 def _torchtitan_release() -> str:
-    """A source tree on Python's path goes before what pip knows: it may have been put there in its place."""
+    """The release of a source tree on Python's path, else of the package that pip has installed."""
     spec = find_spec("torchtitan")
     if spec is None:
         raise ImportError("torchtitan is not installed: pip install 'zbpipe[titan]'")
@@ -86,7 +86,7 @@ def _torchtitan_release() -> str:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """(2, 13, 0) for "2.13.0+cpu"; () for what is no release."""
+    """(2, 13, 0) for "2.13.0+cpu"; () if it is not a release."""
     digits = re.match(r"\d+(\.\d+)*", release)
     return tuple(map(int, digits[0].split("."))) if digits else ()
 

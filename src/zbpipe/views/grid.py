@@ -17,7 +17,7 @@ IDLE = "·"
 _BETWEEN_TICKS = 10
 """Columns."""
 _MOST_COLUMNS = 2**16
-"""Of a timeline that is far longer than its ops, or has very many."""
+"""Of a timeline that is far longer than its ops, or has very many of them."""
 
 _Cell = tuple[str, str]
 """A character and its style."""
@@ -45,7 +45,11 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
-    `height`; a timeline that is too long for one line goes on in a further band below.
+    `height`; a timeline that is too long for one line continues in a band below.
+
+        >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
+        >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
+        rank 0 F0F1····B0  ··B1
 
     Args:
         timeline: what to show.

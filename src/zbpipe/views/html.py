@@ -25,6 +25,9 @@ def html(timeline: Timeline) -> str:
     """The page: the grid of all ranks, the activations each holds over time below it, and the critical path on demand.
 
     It needs no network and no other file.
+
+        >>> "4 ranks, 8 microbatches" in html(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
+        True
     """
     page = files("zbpipe.views").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(_data(timeline), separators=(",", ":"))

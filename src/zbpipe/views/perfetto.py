@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zbpipe.ir import Op, OpKind
+from zbpipe.ir import OpKind, users
 from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import memory_profile, summary
 
@@ -22,6 +22,10 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
     Per rank one process with a complete event per op, named in torch's text form (`3F0`), and a counter of the
     activations that it holds, in its share of one microbatch. Arrows lead from each op to the one on another rank that
     takes its result.
+
+        >>> trace = json.loads(perfetto(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))))
+        >>> sorted(trace)
+        ['displayTimeUnit', 'otherData', 'traceEvents']
 
     Args:
         timeline: what the file is about.
@@ -98,24 +102,13 @@ def _transfers(row: _Row) -> Iterator[_Event]:
     messages = (
         (span, taker)
         for span in spans.values()
-        for op in _takers(span.op)
+        for op in users(span.op, len(rank_of))
         if (taker := spans.get((span.step, op))) and rank_of[op.stage] != rank_of[span.op.stage]
     )
     for number, (giver, taker) in enumerate(messages):
         arrow = number * row.of + row.nth
         yield _flow("s", arrow, giver, row.process(rank_of[giver.op.stage]))
         yield _flow("f", arrow, taker, row.process(rank_of[taker.op.stage])) | {"bp": "e"}
-
-
-def _takers(op: Op) -> tuple[Op, ...]:
-    """Which ops take what `op` hands to the neighbouring stage; of I and B a schedule has one."""
-    match op.kind:
-        case OpKind.F:
-            return (Op(op.stage + 1, OpKind.F, op.microbatch),)
-        case OpKind.I | OpKind.B:
-            return tuple(Op(op.stage - 1, kind, op.microbatch) for kind in (OpKind.I, OpKind.B))
-        case OpKind.W:
-            return ()
 
 
 def _flow(phase: str, number: int, span: Span, process: int) -> _Event:

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs import CostModel
-from zbpipe.costs_file import JobCosts
+from zbpipe.job_costs import JobCosts
 from zbpipe.timeline import Timeline
-from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
+from zbpipe.views.style import UNIT_OF_ACTIVATIONS, memory, most_stages, number, percent, summary
 
 _ROUNDING = 1e-9
 """What floating point may add to a sum of times or activations, as a share of it."""
 
 
 def record(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch."""
+    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
+
+    >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
+    25.5
+    """
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -29,6 +33,7 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
+        "peak_memory": list(timeline.peak_memory),
         "lower_bound": timeline.lower_bound,
         "longest_rank_span": timeline.longest_rank_span,
         "idle": [idle._asdict() for idle in timeline.idle],
@@ -36,8 +41,12 @@ def record(timeline: Timeline) -> dict[str, Any]:
 
 
 def report(timeline: Timeline) -> str:
-    """The record for people: the summary, what bounds the makespan, and a table of the ranks."""
-    gap = Standing.of(timeline, None).gap
+    """The record for people: the summary, what bounds the makespan, and a table of the ranks.
+
+    >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
+    ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
+    """
+    gap = ComparedSchedule.of(timeline, None).gap
     rows = [
         (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
         for rank, (busy, idle, peak) in enumerate(
@@ -80,16 +89,16 @@ def costs(job: JobCosts) -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A schedule in a comparison."""
+class ComparedSchedule:
+    """What a table says of one schedule among others."""
 
     figures: Mapping[str, Any]
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
-    """By rank the most activations that it may hold, in its share of one microbatch."""
+    """By rank the most activations that it may hold, in the unit of the costs' activations."""
 
     @classmethod
-    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> Standing:
+    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> ComparedSchedule:
         return cls(record(timeline), limits)
 
     @property
@@ -111,13 +120,13 @@ class Standing:
         """The limit that is exceeded by the most, None if all are kept to."""
         excess = [
             (peak - limit, limit)
-            for peak, limit in zip(self.figures["peak_activations"], self.limits or (), strict=bool(self.limits))
+            for peak, limit in zip(self.figures["peak_memory"], self.limits or (), strict=bool(self.limits))
             if peak > limit * (1 + _ROUNDING)
         ]
         return max(excess)[1] if excess else None
 
     @property
-    def rank(self) -> tuple[bool, float, float, str]:
+    def sort_key(self) -> tuple[bool, float, float, str]:
         """The lower the better: what fits comes first, then what is short, then what takes little memory."""
         makespan = float(f"{self.figures['makespan']:.9g}")
         return not self.fits, makespan, float(f"{self.peak:.9g}"), self.figures["schedule"].lower()
@@ -126,49 +135,49 @@ class Standing:
         return {**self.figures, "gap": self.gap, "fits": self.fits}
 
 
-def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
-    """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
-    return sorted((Standing.of(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
+def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[ComparedSchedule]:
+    """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
+    return sorted((ComparedSchedule.of(timeline, limits) for timeline in timelines), key=lambda each: each.sort_key)
 
 
-def comparison(standings: Sequence[Standing]) -> Iterator[str]:
+def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
     """The lines of the table, with a mark at what does not fit."""
     rows = [
         (
-            standing.figures["schedule"],
-            str(standing.figures["stages_per_rank"]),
-            number(standing.figures["makespan"]),
-            percent(standing.figures["bubble"]),
-            number(standing.peak),
-            percent(standing.gap),
-            *_mark(standing),
+            each.figures["schedule"],
+            str(each.figures["stages_per_rank"]),
+            number(each.figures["makespan"]),
+            percent(each.figures["bubble"]),
+            number(each.peak),
+            percent(each.gap),
+            *_mark(each),
         )
-        for standing in standings
+        for each in compared
     ]
     yield from table(("schedule", "stages", "makespan", "bubble", "peak", "gap"), rows)
     yield ""
     yield f"stages: per rank; peak: activations on the worst rank ({UNIT_OF_ACTIVATIONS}); gap: to the lower bound"
 
 
-def _mark(standing: Standing) -> Iterator[str]:
-    if standing.broken is not None:
-        yield f"  over the limit of {number(standing.broken)}"
+def _mark(each: ComparedSchedule) -> Iterator[str]:
+    if each.broken is not None:
+        yield f"  over the limit of {memory(each.broken)}"
 
 
-def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
+def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterator[str]:
     """The lines of a table of a plan among other schedules, with a mark at what does not fit."""
     rows = [
         (
-            standing.figures["schedule"],
-            str(standing.figures["stages_per_rank"]),
-            number(standing.figures["makespan"]),
-            "" if standing is plan else longer(standing.figures["makespan"], plan.figures["makespan"]),
-            number(standing.figures["longest_rank_span"]),
-            percent(standing.figures["bubble"]),
-            number(standing.peak),
-            *_mark(standing),
+            each.figures["schedule"],
+            str(each.figures["stages_per_rank"]),
+            number(each.figures["makespan"]),
+            "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"]),
+            number(each.figures["longest_rank_span"]),
+            percent(each.figures["bubble"]),
+            number(each.peak),
+            *_mark(each),
         )
-        for standing in sorted((plan, *others), key=lambda standing: standing.rank)
+        for each in sorted((plan, *others), key=lambda each: each.sort_key)
     ]
     yield from table(("schedule", "stages", "makespan", "to the plan", "span", "bubble", "peak"), rows)
     yield ""
@@ -179,12 +188,21 @@ def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:
 
 
 def longer(time: float, than: float) -> str:
-    """By how much: `+3.1%`; nothing where nothing takes time."""
+    """By how much: `+3.1%`; nothing where nothing takes time.
+
+    >>> longer(10.31, than=10)
+    '+3.1%'
+    """
     return f"{time / than - 1:+.1%}" if than else ""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are."""
+    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are.
+
+    >>> print(*table(("name", "time"), [("ZBV", "25.5")]), sep="\\n")
+    name  time
+    ZBV   25.5
+    """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return ["  ".join(_aligned(line, widths, left)).rstrip() for line in lines]

@@ -52,12 +52,20 @@ def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """By stage: which of its rank's stages it is, from 0."""
+    """By stage: which of its rank's stages it is, from 0.
+
+    >>> nth_stage(Placement.v(2))
+    (0, 0, 1, 1)
+    """
     return tuple(placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of))
 
 
 def most_stages(placement: Placement) -> int:
-    """How many stages the rank with the most has."""
+    """How many stages the rank with the most has.
+
+    >>> most_stages(Placement.v(2))
+    2
+    """
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -68,23 +76,40 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def number(value: float) -> str:
-    """Six digits at most, none to spare: `25.5`, `4`."""
+    """With at most six digits.
+
+    >>> number(25.5), number(4.0)
+    ('25.5', '4')
+    """
     return f"{value:.6g}"
 
 
+def memory(value: float) -> str:
+    """In the unit of the costs' activations: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
+    return f"{value / 2**30:.3g} GiB" if value >= 2**20 else number(value)
+
+
 def percent(share: float) -> str:
-    """`5.9%`; a share that rounding errors took below zero is zero."""
+    """In percent; a share that rounding took below zero counts as zero.
+
+    >>> percent(0.0588)
+    '5.9%'
+    """
     return f"{max(share, 0.0):.1%}"
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 rank`, `4 ranks`, `8 microbatches`."""
+    """A count with its noun.
+
+    >>> counted(1, "rank"), counted(8, "microbatch")
+    ('1 rank', '8 microbatches')
+    """
     plural = "es" if thing.endswith("ch") else "s"
     return f"{count} {thing}{'' if count == 1 else plural}"
 
 
 def size(timeline: Timeline) -> str:
-    """`4 ranks, 8 microbatches`, how many stages a rank where it is not one, and how messages go unless ideally."""
+    """`4 ranks, 8 microbatches`; the stages per rank if there are several, the transport if it is not the ideal one."""
     schedule = timeline.schedule
     stages = most_stages(schedule.placement)
     per_rank = f", {stages} stages per rank" if stages > 1 else ""
@@ -102,7 +127,11 @@ def outcome(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: the schedule, its size, and its outcome."""
+    """One line: the schedule, its size, and its outcome.
+
+    >>> print(summary(zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1))))
+    1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)
+    """
     return f"{timeline.schedule.name}, {size(timeline)}: {outcome(timeline)}"
 
 
@@ -115,14 +144,18 @@ def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
 
 
 def shortest_to_show(timeline: Timeline) -> float:
-    """Seconds of the shortest op that a picture makes room for; one that is far below the longest gets no say."""
+    """Seconds of the shortest op that a picture makes room for. Ops far shorter than the longest do not count."""
     lengths = {span.end - span.start for spans in timeline.spans for span in spans}
     longest = max(lengths, default=0.0) or 1.0
     return min((length for length in lengths if length >= longest / 6), default=longest)
 
 
 def ticks(until: float, most: int) -> Sequence[float]:
-    """At most `most` + 1 round times from 0 to `until`, evenly apart."""
+    """At most `most` + 1 round times from 0 to `until`, evenly apart.
+
+    >>> ticks(25.5, most=5)
+    (0.0, 10.0, 20.0)
+    """
     if until <= 0:
         return (0.0,)
     rough = until / max(most, 1)

@@ -53,6 +53,9 @@ def svg(timeline: Timeline, *below: Timeline) -> str:
     A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
     where there is room. Pointing at it shows the op's name and times. Further timelines stand below the first one, all
     on one time scale, so that a shorter step is a shorter picture.
+
+        >>> svg(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).startswith("<svg")
+        True
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second) for each in (timeline, *below)]
@@ -108,7 +111,7 @@ def _picture(timeline: Timeline, per_second: float) -> _Picture:
 
 
 def _per_second(timeline: Timeline) -> float:
-    """Wide enough for the shortest op to show its microbatch, and for the picture to look like one; not without end."""
+    """Wide enough for the shortest op to show its microbatch, within limits."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
     makespan = timeline.makespan or 1.0
     return min(max(makespan * box / shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan

@@ -1,1 +1,1 @@
-"""What a step took: times, memory and messages, recorded on every rank, as costs and as a trace."""
+"""Measurements of steps on every rank: times, memory and messages, as costs and as a trace."""

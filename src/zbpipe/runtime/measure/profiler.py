@@ -1,4 +1,4 @@
-"""Measure a running job: times of F, I and W of every stage, transfers between ranks, bytes of activations."""
+"""Measure a running job: times of F, I and W, bytes of activations, and links between ranks."""
 
 from __future__ import annotations
 
@@ -8,42 +8,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zbpipe.costs import CostModel, Link
-from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
-from zbpipe.runtime import _torch
+from zbpipe.job_costs import JobCosts
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.transport import Receives, Transport
+from zbpipe.runtime.messages import messages_of
 
 WARM_UP = 1
-"""Steps that are not looked at: they compile, allocate, and connect the ranks."""
+"""Steps that are not measured: they compile, allocate, and connect the ranks."""
 _ROUNDS = 5
 _LARGE = 1 << 20
-"""Bytes of the larger message that measures a link, at least; the job's own may be larger."""
-
-
-class Messages(NamedTuple):
-    """How those of a running schedule go."""
-
-    transport: Transport
-    receives: Receives
-
-
-def messages_of(schedule: _torch.PipelineSchedule) -> Messages:
-    """What they wait for, and where the ranks post their receives, of zbpipe's schedules and torch's."""
-    usual = _torch.usual_transport(_torch.stages_of(schedule)[0])
-    by_torch = Receives.LATE if _torch.receives_late(schedule) else Receives.EARLY
-    return Messages(getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch))
+"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger still."""
 
 
 Links = Mapping[tuple[int, int], Link]
-"""By (from rank, to rank) of a pipeline."""
+"""By (from, to), two ranks of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +38,31 @@ class RankTable:
     seconds: Mapping[tuple[int, str], float]
     """By stage and kind of op, the median over microbatches and steps."""
     kept: Mapping[tuple[int, str], int]
-    """By stage and kind (F, I): the bytes that one op leaves taken."""
+    """By stage and kind (F, I): the bytes that one op allocates and does not free."""
     links: Links
     message_bytes: int
 
 
 class Profiler:
-    """Measures a schedule while it trains, and then is out of its way.
+    """Measures what a schedule costs in the next steps of a running job.
 
         profiler = zbpipe.Profiler(schedule, steps=3)
-        ...                          # train; the profiler needs 2 steps more than `steps`
-        profiler.costs               # the same on all ranks; None before
+        ...                     # train for 5 steps: 1 to warm up, 1 for memory, 3 for times
+        profiler.costs          # the same on all ranks; None before
+        zbpipe.plan(4, 16, profiler.costs, memory_limit=4)
 
-    The first step warms up, the second measures memory, then `steps` steps measure times: on a GPU with events in its
-    stream, on the CPU with its clock. Transfers are measured between two steps, by messages of their own.
+    On a GPU it takes times with events in the stream, on the CPU with a clock. Between two steps it measures the links
+    between ranks, by messages of its own. Later steps run as if there were no profiler.
 
     Args:
         schedule: any of zbpipe's or torch's that runs I and W.
-        steps: how many steps to time, from 1 on.
-        group: the ranks that end with the same table, on which the schedule's rank holds the same stages; default: all
-            ranks of the job. Each has to have a profiler.
-        done: called with the table when it is there, between two steps.
+        steps: the number of steps to time, from 1 on.
+        group: the ranks that share their measurements, replicas of the pipeline included; default: all ranks of the
+            job. Each of them needs a profiler.
+        done: called with the costs, between two steps.
 
     Raises:
-        ValueError: less than one step, or a schedule that does not run I and W by themselves.
+        ValueError: no such schedule, number of steps or group, or a schedule that does not run I and W.
     """
 
     def __init__(
@@ -87,14 +73,17 @@ class Profiler:
         group: dist.ProcessGroup | None = None,
         done: Callable[[JobCosts], None] = lambda costs: None,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"a profile needs at least 1 step, got steps={steps}")
+        arguments.require_schedule("zbpipe.Profiler", schedule)
+        arguments.require_counts(steps=steps)
+        arguments.require_group(group)
+        arguments.require_callable(done=done)
         if not isinstance(schedule, _torch.ScheduleRuntime) or not _torch.has_split_backward(schedule):
             raise ValueError(
                 f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: measure with one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
         self.costs: JobCosts | None = None
+        """What was measured; None until then."""
         self.records: list[StepRecord] = []
         """The timed steps, on this rank."""
         self._schedule = schedule
@@ -135,9 +124,9 @@ def seconds_by_kind(records: Iterable[StepRecord]) -> dict[tuple[int, str], floa
 
 
 def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
-    """One table out of those of all ranks; where several hold the same stage, their mean.
+    """The costs from the tables of all ranks; the mean where several ranks hold the same stage.
 
-    A whole backward, B, counts as I. Where memory was not measured, a rank's stages share its microbatch evenly.
+    A whole backward, B, counts as I. Without measured memory, the stages of a rank have equal shares of a microbatch.
     """
     seconds = _mean_by_key(table.seconds for table in tables)
     kept = _mean_by_key(table.kept for table in tables)
@@ -157,7 +146,7 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             freed_by_i=tuple(
                 min(each / held, 1.0) if held else 0.0 for each, held in zip(freed, activations, strict=True)
             ),
-            links=MappingProxyType(links),
+            links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
         ),
         placement,
@@ -165,7 +154,7 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
 
 
 def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    """For each key the mean of what the tables have under it."""
+    """For each key the mean over all tables that have it."""
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
         for key, value in table.items():
@@ -174,13 +163,13 @@ def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tupl
 
 
 def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
-    """The links from and to this rank's neighbours in the pipeline, by (from, to); all its ranks have to call this.
+    """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this.
 
-    A small and a large message go to and fro between each two ranks that hand stages to each other, one pair after the
-    other. Half of the way there and back is taken as the way in each direction.
+    Each pair of neighbours, one after the other, sends a small and a large message there and back. Half of the time is
+    taken for each direction.
     """
     group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
-    me, device = stages[0].group_rank, stages[0].device
+    me, device = stages[0].group_rank, _torch.device_of(stages[0])
     large = max(_most_of_all_ranks(message_bytes, device, group), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}
@@ -196,14 +185,14 @@ def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
 
 
 def _most_of_all_ranks(number: int, device: torch.device, group: Any) -> int:
-    """Both ends of a link have to agree on a size, and a rank with the last stage alone sends nothing forward."""
+    """The largest `number` of all ranks: both ends of a link need the same size, and the last stage sends nothing."""
     most = torch.tensor(number, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return int(most)
 
 
 def _one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
-    """Seconds of one message of so many bytes: half of the fastest way there and back, out of a few."""
+    """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def transfer(operation: Callable[..., Any]) -> None:

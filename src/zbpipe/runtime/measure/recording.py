@@ -1,7 +1,7 @@
-"""What a pipeline step really took: when this rank ran each of its ops, and how much memory they left taken.
+"""Record a pipeline step: when this rank ran each of its ops, and how much memory they allocated and did not free.
 
-`watch` shows a schedule's training steps to a watcher, `surround` runs them in a context. A step that nobody wants is
-torch's own, untouched.
+`watch` shows a schedule's training steps to a watcher, `surround` runs them in a context. A step that nobody watches
+runs as torch runs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
@@ -28,82 +27,85 @@ from zbpipe.timeline import Span
 
 
 class Wanted(Enum):
-    """What a watcher wants to know of the coming step."""
+    """What a watcher wants to know of the next step."""
 
     NOTHING = 0
     TIMES = 1
     MEMORY = 2
-    """The bytes that F and I leave taken, for which the CPU has to be watched so closely that times mean nothing."""
+    """The bytes that F and I allocate and do not free. On the CPU this takes a profiler, which distorts times."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step on this rank. Times are seconds since all ranks of the pipeline had reached it."""
+    """One step on this rank. Times are seconds since the moment when all ranks of the pipeline had reached the step."""
 
     schedule: str
-    """The name of what ran."""
+    """Its name."""
     seconds: float
-    """When this rank was through with all of its actions."""
+    """When this rank had run all of its actions."""
     spans: tuple[Span, ...]
     """The ops in the order in which they ran; the loss is part of the last stage's F."""
     kept: Mapping[Op, int]
-    """For the F and I of one microbatch, where they were wanted: the bytes that they left taken, which is less than
-    zero if they freed more."""
+    """For the F and I of one microbatch, if wanted: the bytes that they allocated and did not free; negative if they
+    freed more."""
     message_bytes: int
-    """The largest that this rank sends forward, for one microbatch: 0 if it has the last stage alone."""
+    """The largest message that this rank sends forward, for one microbatch; 0 if it has only the last stage."""
 
 
 class Watcher(Protocol):
-    """Looks at training steps. All ranks of a pipeline have to have the same ones, in the same order."""
+    """Looks at training steps. All ranks of a pipeline need the same watchers, in the same order."""
 
-    def before(self) -> Wanted:
-        """What it wants to know of the step that comes now; the same answer on all ranks."""
+    def before(self) -> Wanted | None:
+        """What it wants to know of the step that begins now; the same on all ranks.
+
+        None: nothing of this step and all later ones. It is not asked again.
+        """
 
     def after(self, record: StepRecord) -> None:
-        """The step is over. Not called for one of which it wanted nothing."""
+        """Called after a step of which it wanted something."""
 
 
 def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
-    """Have `watcher` see every training step of `schedule` (any of zbpipe's or torch's) from now on."""
+    """Show `watcher` the training steps of `schedule` (any of zbpipe's or torch's) from now on."""
     _attached(schedule).watchers.append(watcher)
 
 
 def collect(
     schedule: _torch.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
 ) -> None:
-    """Watch the coming training steps of `schedule`, and call `done` once with the records of those that are wanted.
+    """Watch the next training steps of `schedule`, and call `done` once with the records of those that are wanted.
 
     Args:
         schedule: any of zbpipe's or torch's.
-        wanted: for each coming step what is wanted of it; of the last one something.
-        done: called after the last of them, with the records in their order.
+        wanted: for each of the next steps; of the last one not nothing.
+        done: called after the last step, with the records in order.
     """
     watch(schedule, _Collector(wanted, done))
 
 
-Surround = Callable[[Any], AbstractContextManager[None] | None]
-"""Takes a schedule whose training step comes now, and gives what that step is to run in; None for nothing."""
+Surround = Callable[[Any], AbstractContextManager[None]]
+"""Takes a schedule whose training step begins now, and gives the context in which that step runs."""
 
 
-def surround(schedule: _torch.PipelineSchedule, around: Surround) -> None:
-    """Have every training step of `schedule` (any of zbpipe's or torch's) run in what `around` gives, from now on.
+def surround(schedule: _torch.PipelineSchedule, around: Surround, steps: int) -> None:
+    """Run the next `steps` training steps of `schedule` (any of zbpipe's or torch's) in the contexts of `around`.
 
-    It may wrap computations itself. It is nearest to torch's executor: what it adds is not in the times of watchers.
+    `around` may wrap computations itself. Its contexts are inside of the watchers', whose times leave out what it adds.
     """
-    _attached(schedule).surrounding.append(around)
+    _attached(schedule).surrounding.extend([around] * steps)
 
 
 class _Attached(NamedTuple):
-    """Whom a schedule shows its steps."""
+    """Who looks at a schedule's steps. What has seen all that it wanted leaves its list."""
 
     watchers: list[Watcher]
     surrounding: list[Surround]
+    """Each as often as it has steps left."""
 
 
 def _attached(schedule: _torch.PipelineSchedule) -> _Attached:
     if "_attached" not in vars(schedule):
-        # Not by a circle of references: a schedule that lives until the interpreter ends keeps its process groups
-        # alive.
+        # Without a cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
         watched = ref(schedule)
         vars(schedule).update(
             _attached=_Attached([], []), step=lambda *args, **kwargs: _step(watched(), *args, **kwargs)
@@ -118,8 +120,8 @@ class _Collector:
         self._records: list[StepRecord] = []
         self._done = done
 
-    def before(self) -> Wanted:
-        return self._coming.popleft() if self._coming else Wanted.NOTHING
+    def before(self) -> Wanted | None:
+        return self._coming.popleft() if self._coming else None
 
     def after(self, record: StepRecord) -> None:
         self._records.append(record)
@@ -129,17 +131,19 @@ class _Collector:
 
 def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     step = type(schedule).step.__get__(schedule)
-    if not schedule._has_backward:  # schedule.eval
+    if not _torch.trains(schedule):
         return step(*args, **kwargs)
     watchers, surrounding = _attached(schedule)
-    asked = [(watcher, watcher.before()) for watcher in watchers]
+    asked = [(watcher, wanted) for watcher in watchers if (wanted := watcher.before()) is not None]
+    watchers[:] = [watcher for watcher, _ in asked]
     most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
     with ExitStack() as around:
         recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
         if recorder is not None:
             around.enter_context(recorder.attached())
-        for context in filter(None, [each(schedule) for each in surrounding]):
-            around.enter_context(context)
+        for each in dict.fromkeys(surrounding):
+            surrounding.remove(each)
+            around.enter_context(each(schedule))
         result = step(*args, **kwargs)
     if recorder is not None:
         record = recorder.record()
@@ -155,12 +159,13 @@ class _Recorder:
         self._name = _name_of(schedule)
         stage = _torch.stages_of(schedule)[0]
         self._group = stage.group
-        self._clock: _Clock = _HostClock() if stage.device.type == "cpu" else _DeviceClock(stage.device)
-        # On the CPU it takes torch's profiler, of which there can be one at a time only.
-        with_memory = with_memory and not (stage.device.type == "cpu" and _torch.profiler_is_on())
+        self._device = _torch.device_of(stage)
+        on_cpu = self._device.type == "cpu"
+        self._clock: _Clock = _HostClock() if on_cpu else _DeviceClock(self._device)
+        # On the CPU this needs torch's profiler, and only one can run at a time.
+        with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
         self._watched = min(1, _torch.num_microbatches(schedule) - 1) if with_memory else -1
-        """The microbatch of which memory is measured: the second, because the first makes `.grad`."""
-        self._device = stage.device
+        """The microbatch whose memory is measured: the second, because the first allocates `.grad`."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._kept: dict[Op, int] = {}
         self._message_bytes = 0
@@ -182,14 +187,14 @@ class _Recorder:
         op = Op(stage, OpKind(kind), microbatch)
         start = self._clock.mark()
         if microbatch == self._watched and op.kind in (OpKind.F, OpKind.I):
-            with _taken(self._device) as taken:
+            with _allocated(self._device) as allocated:
                 result = compute()
-            self._kept[op] = self._kept.get(op, 0) + taken()
+            self._kept[op] = self._kept.get(op, 0) + allocated()
         else:
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
-        # What the last stage returns is sent to nobody, and may be all logits.
+        # The last stage sends its output to nobody; it may be all logits.
         if op.kind is OpKind.F and op.stage != self._last_stage:
             self._message_bytes = max(self._message_bytes, _num_bytes(result))
         self._marks[op] = first, self._clock.mark()
@@ -225,7 +230,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Events in the stream in which the stages compute, so the host need not wait for the device while it records."""
+    """Events in the stream of the computations, so that the host does not wait for the device while it records."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -241,12 +246,12 @@ class _DeviceClock:
 
 
 @contextmanager
-def _taken(device: torch.device) -> Iterator[Callable[[], int]]:
-    """The bytes that a piece of code takes and does not free again, as the allocator sees it."""
+def _allocated(device: torch.device) -> Iterator[Callable[[], int]]:
+    """The bytes that a piece of code allocates and does not free."""
     if device.type != "cpu":
-        allocated = torch.get_device_module(device).memory_allocated
-        before = allocated(device)
-        yield lambda: allocated(device) - before
+        total = torch.get_device_module(device).memory_allocated
+        before = total(device)
+        yield lambda: total(device) - before
         return
     label = "zbpipe: bytes kept"
     with (
@@ -257,4 +262,4 @@ def _taken(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def _num_bytes(values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in _torch.tree_leaves(values) if isinstance(leaf, Tensor))

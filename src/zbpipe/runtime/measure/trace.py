@@ -1,4 +1,4 @@
-"""One step of all ranks as a file for ui.perfetto.dev: as it was planned, and as it ran."""
+"""One step of all ranks as a file for ui.perfetto.dev: as planned, and as measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from zbpipe.ir import Schedule
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.measure.profiler import (
     Links,
-    Messages,
     RankTable,
     combined,
     measure_links,
-    messages_of,
     rank_of,
     seconds_by_kind,
 )
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.messages import Messages, messages_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.views.perfetto import perfetto
@@ -29,27 +28,26 @@ from zbpipe.views.perfetto import perfetto
 logger = logging.getLogger(__name__)
 
 
-def trace(
+def write_trace(
     schedule: _torch.PipelineSchedule,
     file: str | Path,
     step: int = 3,
     *,
     done: Callable[[str], None] = lambda words: None,
 ) -> None:
-    """Write a trace of one coming training step; all ranks of the pipeline have to ask for it.
+    """Write a trace of one of the next training steps. All ranks of the pipeline have to call this.
 
-    The planned timeline is the simulator's, with the medians of the very times that were measured, so what differs
-    is waiting and scatter, not the length of the ops.
+    The planned timeline is simulated with the medians of the measured times. So the two differ in waiting and in the
+    scatter of times, not in the lengths of the ops.
 
     Args:
         schedule: any of zbpipe's or torch's.
-        file: written by the first rank of the job, when the step is over. If that fails then, it is a warning in the
-            log, and the job goes on.
-        step: which one, counted from the next as 1.
-        done: called on the rank that wrote the file, with a line that tells of it.
+        file: the job's first rank writes it after the step. If that fails, it logs a warning.
+        step: counted from the next one as 1.
+        done: called with a line for the log, on the rank that wrote the file.
 
     Raises:
-        ValueError: on the first rank, for a file that it cannot write.
+        ValueError: on the first rank, if it cannot write the file.
     """
     if dist.get_rank() == 0:
         checks.require_writable(file)
@@ -74,12 +72,12 @@ def trace(
 def timelines(
     schedule: _torch.PipelineSchedule, record: StepRecord, links: Links | None = None
 ) -> tuple[Timeline, Timeline]:
-    """A step as the simulator sees it and as it ran; all ranks of the pipeline have to ask for it.
+    """A step as simulated and as measured. All ranks of the pipeline have to call this.
 
     Args:
         schedule: any of zbpipe's or torch's.
         record: of this rank.
-        links: its links, if they have been measured already.
+        links: of this rank, if they have been measured.
     """
     stages = _torch.stages_of(schedule)
     if links is None:
@@ -95,7 +93,7 @@ def timelines(
 def planned_and_measured(
     costs: CostModel, records: Sequence[StepRecord], messages: Messages
 ) -> tuple[Timeline, Timeline]:
-    """The timelines of what all ranks recorded, in the order of the ranks."""
+    """The two timelines, for the records of all ranks in order."""
     ran = Schedule.from_rows([[span.op for span in record.spans] for record in records], records[0].schedule)
     planned = simulate(ran, costs, transport=messages.transport, receives=messages.receives)
     return planned, Timeline(ran, costs, tuple(record.spans for record in records))

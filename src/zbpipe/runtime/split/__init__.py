@@ -1,1 +1,1 @@
-"""The split backward: I is one ordinary backward that leaves pairs (x, dY) behind, W multiplies them later."""
+"""The split backward: I is one ordinary backward that keeps pairs (x, dY), W multiplies them later."""

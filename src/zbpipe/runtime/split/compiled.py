@@ -1,12 +1,12 @@
 """The backward split inside of compiled regions: slots carry x and dY of every product out of the graph.
 
-A compiled backward is a pure function, so a layer in it cannot put (x, dY) aside. But a function may return them: each
-product takes more inputs, slots, tensors without memory in the shapes of x and of y, and its backward returns x and dY
-as their "gradients" (`zbpipe.runtime.split.slots`). For autograd they are outputs of one node before the region, and
-the backward of that node is where x and dY arrive.
+A compiled backward is a pure function, so a layer in it cannot store (x, dY). But the function may return them. Each
+product takes two more inputs, the slots: tensors without memory in the shapes of x and of y. Its backward returns x and
+dY as their "gradients" (`zbpipe.runtime.split.slots`). One autograd node before the region makes all slots, so x and dY
+arrive in that node's backward.
 
-The slots' shapes have to be known before the region is entered. So the first call with inputs of new shapes runs
-without the compiler: torch's metadata inference before the first step, or `zbpipe.runtime.warm_up`.
+The shapes of the slots have to be known before the region runs. So the first call with inputs of new shapes runs
+without the compiler: in torch's metadata inference before the first step, or in `zbpipe.runtime.warm_up`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.slots import Exit, Slots, Spec, Use, WeightWithExit, dtype_in_slot, spec
 
 _MOST_SHAPES = 16
-"""A region that meets still more shapes of inputs compiles those without slots."""
+"""With inputs of still more shapes, a region is compiled without slots, and its weight gradients stay in I."""
 
 
 def defer_in_compiled_regions(module: nn.Module) -> None:
@@ -39,7 +39,7 @@ def defer_in_compiled_regions(module: nn.Module) -> None:
 
 
 def all_compiled(module: nn.Module) -> bool:
-    """Whether every region of `module` has run with the compiler, and will again."""
+    """Whether every region of `module` has run with the compiler."""
     regions = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
     return all(region.has_run_compiled for region in regions if isinstance(region, _Region))
 
@@ -50,15 +50,15 @@ class _Site(NamedTuple):
     deferral: Deferral
     use: Use
     slots: tuple[Tensor, ...]
-    """All of `Slots`, one after the other, without memory: only what they look like counts."""
+    """The tensors of `Slots`, flat: templates without memory, of which only shape, dtype and device count."""
 
     @property
     def weight(self) -> Tensor:
-        """The parameter that is there now: FSDP changes it."""
-        return self.deferral.layer._parameters[self.use.weight_name]  # type: ignore[return-value]
+        """The parameter as it is now: FSDP replaces it."""
+        return _torch.own_parameter(self.deferral.layer, self.use.weight_name)
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
-        """For the next call."""
+        """Let the product use these slots in the next call of its layer."""
         deferral, use = self.deferral, self.use
         exit = Exit(use, Slots(slots[0], slots[1], tuple(slots[2:])), deferral.permits[use.weight_name])
         if deferral.is_caught:
@@ -68,26 +68,26 @@ class _Site(NamedTuple):
             deferral.exit = exit
 
     def close(self) -> None:
-        """Its layer may run elsewhere before the next call."""
+        """Take the slots back: the layer may run elsewhere before the next call."""
         self.deferral.exit = None
         vars(self.deferral.layer).pop(self.use.weight_name, None)
 
 
 class _Region:
-    """What surrounds the calls of one compiled module."""
+    """The calls of one compiled module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._deferrals = tuple(deferrals(module).values())
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
-        """By what the tensors among the inputs look like."""
+        """By shape, dtype and device of the tensors among the inputs."""
         self._next: tuple[_Site, ...] = ()
         self._ran_eagerly: list[_torch.Memory] = []
-        """The memory of the inputs of such calls: activation checkpointing will repeat them in the backward."""
+        """The memory of the inputs of calls that activation checkpointing will repeat in the backward."""
         self.has_run_compiled = False
         self._unshards = _torch.is_fsdp(module) and not _torch.is_optimized(module)
-        """Whether FSDP gathers the weights within this call. With `torch.compile(module)` its hook ran before."""
+        """Whether FSDP gathers the weights inside of this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
-            # After FSDP's own hook, when the weights are those that the region uses; and not compiled with the region.
+            # After FSDP's own hook, so that the weights are those that the region uses; and outside of its graph.
             module.register_forward_pre_hook(_torch.outside_of_graphs(lambda module, args: self._provide_slots()))
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,8 +122,8 @@ class _Region:
             return True
         if self.has_run_compiled or not self._ran_eagerly:
             return False
-        # A checkpoint that begins before the region makes its inputs anew, in other memory. Before the first step,
-        # while torch infers shapes, there is nothing else to repeat.
+        # A checkpoint that begins before the region computes its inputs again, in other memory. While torch infers
+        # shapes, before the first step, a call in a backward can be nothing else.
         self._ran_eagerly.pop()
         return True
 
@@ -148,10 +148,11 @@ class _Region:
 
 
 def _sites_of(deferral: Deferral) -> Iterator[_Site]:
-    """A weight that is multiplied twice would need two pairs of slots, and nothing tells the calls apart.
+    """Those products of a layer that can leave the region.
 
-    A layer with a forward of its own may do anything with its weight, so another object stands in for that only where
-    the layer, by `weight_products`, says what it multiplies.
+    Not those with a weight that is multiplied twice: it would need two pairs of slots, and nothing distinguishes the
+    calls. Nor those of a layer with a forward of its own, which may do anything with its weight, unless the layer
+    declares by `weight_products` what it multiplies: only then another object may stand in for the weight.
     """
     uses = deferral.seen or ()
     if deferral.is_caught and not deferral.is_declared:
@@ -171,9 +172,9 @@ def _can_leave(site: _Site) -> bool:
 
 
 class _Slots(torch.autograd.Function):
-    """Makes the slots of a region; its backward receives every x and dY, and puts the weight gradients off.
+    """Makes the slots of a region; its backward receives every x and dY, and defers the weight gradients.
 
-    If nothing records, it gives autograd the weight gradients, as the region itself would have done.
+    If nothing records, it returns the weight gradients to autograd, as the region itself would have done.
     """
 
     @staticmethod
@@ -188,7 +189,7 @@ class _Slots(torch.autograd.Function):
     def backward(ctx: Any, *carried: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.sites)
         end = len(carried)
-        # From the back, as autograd goes: W takes them from the end of the list.
+        # From the last to the first, in autograd's order; W takes them from the end of the list.
         for n in reversed(range(len(ctx.sites))):
             (deferral, use, slots), weight = ctx.sites[n], ctx.weights[n]
             x, dy, *more = carried[end - len(slots) : end]

@@ -1,21 +1,21 @@
-"""Layers that can put their weight gradient off: I leaves x and dY behind, W is a drain of GEMMs.
+"""Layers that defer their weight gradient: I keeps x and dY, W multiplies them.
 
-One ordinary backward runs as I. Where autograd would compute dW = dY^T x of a linear layer, the layer keeps the pair
-(x, dY) in the `WeightGradients` that is recording, and W multiplies and accumulates the pairs later. The autograd
-graph is walked once and is gone after I, so checkpointed blocks are recomputed once, in I.
+I runs one ordinary backward. Where autograd would compute dW = dY^T x of a linear layer, the layer puts the pair
+(x, dY) into the `WeightGradients` that records, and W multiplies and accumulates all pairs later. I walks the autograd
+graph once and frees it, so checkpointed blocks are recomputed once.
 
-Outside of a recording the same layers compute dW on the spot, as any layer does. Thus a full backward, torch's
-metadata inference before the first step, a loss that runs its own backward during F, and a module used without a
-pipeline all give complete gradients.
+While nothing records, the same layers compute dW at once, as any layer does. So a full backward, torch's metadata
+inference before the first step, a loss that runs its own backward during F, and a module used without a pipeline all
+give complete gradients.
 
-Inside of a compiled region nothing can be kept on the side. There x and dY leave as the gradients of two inputs, the
-slots, which `zbpipe.runtime.split.compiled` provides.
+A compiled region allows no side effects. There x and dY leave as the gradients of two inputs, the slots, which
+`zbpipe.runtime.split.compiled` provides.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum, auto
 from types import FunctionType, MethodType
@@ -34,24 +34,37 @@ from zbpipe.runtime.split.slots import Exit, Use, autocast, linear_in_slots, use
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
-    """Make the layers in `module` put their weight gradients off while `gradients` records.
+    """Make the layers in `module` defer their weight gradients while `gradients` records.
 
     These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.split.products.WeightProduct`); an empty one keeps a layer's weight gradients in I. Parameters,
-    buffers and their names stay as they are. What cannot be put off gets its gradient in I, from autograd: weights
-    with hooks, weights that are more than a cast or a transpose of a parameter, tensor subclasses but DTensor, and
-    the parameters of all other layers. A layer that was prepared before follows the new `gradients`.
+    `zbpipe.runtime.split.products.WeightProduct`); with an empty one a layer defers nothing. Parameters, buffers and
+    their names stay as they are. Autograd computes in I what cannot be deferred: gradients of weights with hooks, of
+    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of
+    the parameters of all other layers. A layer that was prepared before defers to the new `gradients` from now on.
+
+    Raises:
+        ValueError: a layer's `weight_products` is no mapping of functions to `WeightProduct`.
     """
     for layer in module.modules():
         if _torch.is_optimized(layer):
             continue
         products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
+        _require_products(layer, products)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
             setattr(layer, _ATTRIBUTE, Deferral(layer, products, gradients))
             _replace_forward(layer)
+
+
+def _require_products(layer: nn.Module, products: object) -> None:
+    pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
+    if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
+        raise ValueError(
+            f"weight_products of {type(layer).__name__} has to be a mapping of functions to zbpipe.WeightProduct, such"
+            f" as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that defers nothing, got {products!r}"
+        )
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
@@ -71,7 +84,7 @@ _LINEAR_ALONE: WeightProducts = {F.linear: LINEAR}
 
 
 class Deferral:
-    """How one layer puts its weight gradients off."""
+    """How one layer defers its weight gradients."""
 
     def __init__(self, layer: nn.Module, products: WeightProducts, gradients: WeightGradients) -> None:
         self.layer = layer
@@ -79,21 +92,21 @@ class Deferral:
         self.gradients = gradients
         self.original = layer.forward
         self.is_accounted_for = False
-        """Whether a gradient was ever put off, or computed outside of I, as by a loss with a backward of its own."""
+        """Whether a gradient was ever deferred, or computed outside of I, as by a loss with a backward of its own."""
         self.is_caught = False
-        """Whether its products are caught in a forward of its own."""
+        """Whether it has a forward of its own, in which a torch function mode catches the products."""
         self.is_declared = hasattr(layer, "weight_products")
-        """Whether the layer itself says what it multiplies."""
+        """Whether the layer itself declares what it multiplies."""
         self.stays_in_i = False
-        """Whether x or dY were seen to change before W could use them."""
+        """Whether the first I saw x or dY change, so that W could not use them."""
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.exit: Exit | None = None
-        """For the next call inside of a compiled region, where the layer has no forward of its own."""
+        """For the next call inside of a compiled region, for a layer without a forward of its own."""
         self.permits: defaultdict[str, Callable[[], str]] = defaultdict(_torch.slot_permit)
-        """By the weight's name: asked while the region is compiled, whether a product may leave."""
+        """By the weight's name: whether a product may leave its region, asked while that is compiled."""
         self.seen: list[Use] | None = None
-        """If not None, each product with a plain parameter is added."""
+        """A list to which each product with a plain parameter is added, if somebody wants to know."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a weight of the layer's own."""
@@ -117,7 +130,7 @@ class Deferral:
             return function(*args, **kwargs)
         product = self.products[function]
         y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
-        # Under autocast they differ.
+        # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
             self.seen.append(use_of_product(*own, function, product, (x, y), rest, kwargs))
         return y
@@ -134,12 +147,12 @@ class Deferral:
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
     def look_for_hooks(self) -> None:
-        """Between two steps; hooks on the weight itself are seen at any time."""
+        """Look for hooks on nodes, once a step; hooks on the weight itself are seen whenever they matter."""
         parameters = self.layer.parameters(recurse=False)
         self.has_node_hooks = any(p.requires_grad and _torch.has_hooks_on_node(p) for p in parameters)
 
     def _target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
-        """Where W adds the gradient of `weight`; None if it cannot be put off."""
+        """Where W adds the gradient of `weight`; None if it cannot be deferred."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         if type(x) in PLAIN and type(weight) in PLAIN:
@@ -150,7 +163,7 @@ class Deferral:
         return _torch.edge_to_leaf(weight) if are_sharded else None
 
     def _named(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        """Name of the plain parameter that `weight` is, or is a cast or a transpose of, and the order of its dims."""
+        """Name of the plain parameter behind `weight`, a cast or a transpose of it, and the order of its dimensions."""
         leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
         permutation = _torch.permutation_of_leaf(weight)
         names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
@@ -163,12 +176,12 @@ class Deferral:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a pickle the layer is the one that it was before, so that it can be loaded without zbpipe."""
+        """A pickle has None in this place, so that the layer can be loaded without zbpipe."""
         return type(None), ()
 
 
-# Methods of the layer, and not of its Deferral, because the compiler takes two layers for the same code only then, and
-# reuses the graph of one block for the next.
+# Methods of the layer, not of its Deferral: only then does the compiler see the same code in two layers, and reuse the
+# graph of one block for the next.
 
 
 def _replace_forward(layer: nn.Module) -> None:
@@ -189,10 +202,10 @@ _linear_forward.__name__ = "forward"
 
 
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward of the layer's own: keep it, and catch the products inside."""
+    """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
     if torch.compiler.is_compiling():
-        # Checkpointing does not allow to watch functions inside of a compiled region: see `WeightWithExit`.
+        # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithExit`.
         return deferral.original(*args, **kwargs)
     with _CatchProducts(deferral):
         return deferral.original(*args, **kwargs)
@@ -206,7 +219,7 @@ def _is_linears_own(function: object, layer: nn.Module) -> bool:
 
 
 def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
-    """Where a closure was put around `nn.Linear.forward`, have it call `forward` instead. False if it is none.
+    """Where `function` is a closure around `nn.Linear.forward`, have it call `forward` instead; False elsewhere.
 
     TorchTitan's tensor parallelism wraps layers in this way.
     """
@@ -247,7 +260,7 @@ class _CatchProducts(TorchFunctionMode):
 Target = Tensor | GradientEdge
 """Where a weight gradient goes."""
 PLAIN = (Tensor, nn.Parameter)
-"""The types of tensors whose gradient is nothing but a product of x and dY."""
+"""The types of weights whose gradient is just a product of x and dY."""
 
 
 class Due(Enum):
@@ -257,11 +270,11 @@ class Due(Enum):
     """In W, which has what it needs."""
     NOW = auto()
     NEVER = auto()
-    """This backward is about other gradients."""
+    """This backward computes other gradients only."""
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """y = x W^T + b, whose backward gives dX and db at once and leaves dW to the recording, if there is one.
+    """y = x W^T + b, whose backward gives dX and db at once and defers dW if something records.
 
     x: (..., in); W: (out, in); b: (out,) or None; y: (..., out).
     """
@@ -269,7 +282,7 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing hands out a copy of a saved tensor; only the target knows where the gradient belongs.
+        # Checkpointing may give back a copy of a saved tensor; only the target says where the gradient belongs.
         ctx.deferral, ctx.target = deferral, target
         if bias is not None:
             ctx.bias_dtype = bias.dtype
@@ -299,7 +312,7 @@ class _Call(NamedTuple):
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """y = f(x, W, ...), whose backward gives dX at once and leaves dW to the recording, if there is one."""
+    """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
@@ -322,24 +335,24 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
-    """dX of a transposed x is transposed, as autograd has it: torch asks for contiguous gradients between stages."""
+    """dX of a transposed x, transposed as autograd does it: torch wants contiguous gradients between stages."""
     is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
 def _alone(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """x would keep the whole graph that made it alive until W; and dY may be a tensor that others hold, too."""
+    """Both detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
     return (x, dy) if torch.is_grad_enabled() else (x.detach(), dy.detach())
 
 
 def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
-    """Put the weight gradient off, or tell that it is to be computed now: because nothing records, the backward is to
-    be differentiated itself, hooks on the weight wait for its gradient, or x or dY would not last until W.
+    """Defer the weight gradient, or say that it has to be computed now: because nothing records, the backward itself
+    will be differentiated, hooks on the weight wait for its gradient, or x or dY would change before W.
 
     Args:
         deferral: of the layer.
-        pending: what W would need.
-        node: where autograd would take the gradient.
+        pending: what W needs.
+        node: the next in autograd's graph, to which the gradient would go.
     """
     wanted = _torch.will_run(node)
     if wanted is False:
@@ -347,6 +360,6 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    is_put_off = deferral.gradients.defer(pending)
+    is_deferred = deferral.gradients.defer(pending)
     deferral.is_accounted_for |= not deferral.gradients.on_trial
-    return Due.LATER if is_put_off else Due.NOW
+    return Due.LATER if is_deferred else Due.NOW

@@ -13,10 +13,10 @@ from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
-    """`loss_fn`, which leaves the weight gradients of its own backwards to the W that belongs to the loss.
+    """`loss_fn`, which defers the weight gradients of its own backwards to the W of the last stage.
 
-    What it puts off in F is handed on by the backward of the loss, in I, to W. Until then it keeps the gradients of the
-    logits, which a chunked loss otherwise never holds all at once.
+    What it defers in F, the backward of the loss, in I, hands on to W. Until then the gradients of all logits stay in
+    memory; a chunked loss otherwise never holds them all at once.
     """
 
     @wraps(loss_fn)
@@ -25,13 +25,13 @@ def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) ->
             loss = loss_fn(*args, **kwargs)
         if loss.requires_grad:
             return _HandOn.apply(loss, pending, gradients)  # type: ignore[no-any-return]
-        _put_off_or_add(pending, gradients)
+        _defer_or_add(pending, gradients)
         return loss
 
     return compute
 
 
-def _put_off_or_add(pending: list[PendingGradient], gradients: WeightGradients) -> None:
+def _defer_or_add(pending: list[PendingGradient], gradients: WeightGradients) -> None:
     while pending:
         gradient = pending.pop(0)
         if not gradients.defer(gradient):
@@ -39,7 +39,7 @@ def _put_off_or_add(pending: list[PendingGradient], gradients: WeightGradients) 
 
 
 class _HandOn(torch.autograd.Function):
-    """The identity, whose backward hands on what computing the loss has put off."""
+    """The identity, whose backward hands on what the computation of the loss has deferred."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, pending: list[PendingGradient], gradients: WeightGradients) -> Tensor:
@@ -48,5 +48,5 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        _put_off_or_add(ctx.pending, ctx.gradients)
+        _defer_or_add(ctx.pending, ctx.gradients)
         return dloss, None, None

@@ -1,9 +1,9 @@
-"""What waits for W belongs to it alone: nobody may change x or dY of a layer in place between I and W.
+"""Nobody else may change x or dY of a deferred product in place between I and W.
 
-Autograd hands gradients on without copies, so dY may lie in the same memory as somebody's `.grad`: a parameter that is
-added through a view gets a view of dY for its gradient, and later microbatches add to it in place. Likewise x may be
-a buffer that a module uses again, or a backward may keep the gradient that it got. Memory that others hold as well is
-therefore copied, at the end of I.
+Autograd passes gradients on without copies, so dY may share its memory with a `.grad`: a parameter that is added
+through a view gets a view of dY as its gradient, and later microbatches add to it in place. Likewise x may be a buffer
+that a module uses again, or a backward may keep the gradient that it got. So I ends by copying all memory that somebody
+else holds, too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zbpipe.runtime.split.products import PendingGradient
 
 
 def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> None:
-    """Make x and dY in `pending` belong to nobody else, by copies where others hold their memory, too.
+    """Copy x and dY in `pending` where others hold their memory, too.
 
     Args:
-        pending: all that one I has left behind.
-        known: tensors that others hold and that nobody changes.
+        pending: all that one I has deferred.
+        known: tensors that others hold but never change.
     """
     accounted: dict[int | None, int] = {}
-    """By memory, how many tensors that are known here lie in it."""
+    """By memory, how many tensors known here lie in it."""
     storages = [(_count(gradient.x, accounted), _count(gradient.dy, accounted)) for gradient in pending]
     ours = list(accounted)
     for tensor in {id(each): each for each in known}.values():
@@ -35,7 +35,7 @@ def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> No
 
 
 def _count(tensor: Tensor, accounted: dict[int | None, int]) -> int | None:
-    """Add to its memory's tensors those that it makes; returns which memory that is."""
+    """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
     storage, number = _torch.place_in_memory(tensor)
     accounted[storage] = accounted.get(storage, 0) + number
     return storage

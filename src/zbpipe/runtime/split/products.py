@@ -1,4 +1,4 @@
-"""Products with weights whose gradient can wait: what I leaves behind of one, and the store that keeps it until W."""
+"""Weight gradients that wait for W: how a product is split, what I keeps of it, and the store that holds it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,46 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.arguments import require_callable
 
 
 @dataclass(frozen=True)
 class WeightProduct:
     """How the backward of y = f(x, weight, ...) is split, for an f that is linear in x and in the weight.
 
-    A module that multiplies with own weights says so by an attribute, on its class or on itself:
+    A module that multiplies with weights of its own declares it by an attribute, on its class or on itself:
 
-        weight_products = {torch.bmm: WeightProduct(
-            input_gradient=lambda dy, weight: dy @ weight.mT,
-            weight_gradient=lambda dy, x: x.mT @ dy,
-        )}
+    >>> import zbpipe
+    >>> class Experts(torch.nn.Module):
+    ...     weight_products = {torch.bmm: WeightProduct(
+    ...         input_gradient=lambda dy, weight: dy @ weight.mT,
+    ...         weight_gradient=lambda dy, x: x.mT @ dy,
+    ...     )}
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.weight = torch.nn.Parameter(torch.ones(2, 3, 4))
+    ...     def forward(self, x):
+    ...         return torch.bmm(x, self.weight)
+    >>> zbpipe.check_gradients(Experts(), torch.ones(4, 5, 3)).passed
+    True
 
     Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
     a local part of one) as the second argument, leaves x and dY for W. See docs/deferring-a-layer.md.
 
-    Further arguments of f are handed on to both functions; those that need a gradient themselves make the call an
-    ordinary one.
+    Both functions also get the further arguments of f. If one of those needs a gradient itself, the call is an ordinary
+    one, and defers nothing.
+
+    Raises:
+        ValueError: one of the two cannot be called.
     """
 
     input_gradient: Callable[..., Tensor]
     """(dy, weight, ...) to dx."""
     weight_gradient: Callable[..., Tensor]
     """(dy, x, ...) to the gradient of the weight, in the weight's shape."""
+
+    def __post_init__(self) -> None:
+        require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
 
 
 WeightProducts = Mapping[Callable[..., Any], WeightProduct]
@@ -58,7 +74,15 @@ def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
-"""`torch.nn.functional.linear` of x: (rows, in), whose bias gets its gradient in I."""
+"""`torch.nn.functional.linear` of x: (rows, in). A bias gets its gradient in I.
+
+For a layer that calls it with a weight of its own: `weight_products = {F.linear: zbpipe.LINEAR}`. `nn.Linear` needs no
+declaration.
+
+>>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
+>>> LINEAR.weight_gradient(dy, x).shape
+torch.Size([4, 3])
+"""
 
 
 def _grouped_mm_weight_gradient(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
@@ -71,14 +95,21 @@ def _grouped_mm_input_gradient(dy: Tensor, weight: Tensor, offs: Tensor) -> Tens
 
 
 GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
-"""`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each: (groups, in, out)."""
+"""`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each group: (groups, in, out).
+
+For experts that call it: `weight_products = {torch._grouped_mm: zbpipe.GROUPED_MM}`.
+
+>>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
+>>> GROUPED_MM.weight_gradient(dy, x, offs=torch.tensor([8, 16], dtype=torch.int32)).shape
+torch.Size([2, 16, 16])
+"""
 
 
 @dataclass(slots=True)
 class PendingGradient:
     """What W needs for one use of one weight.
 
-    It is filled where autograd waits for it, so it takes care of microseconds.
+    Autograd waits while it is made, so this has to take next to no time.
     """
 
     layer: nn.Module
@@ -92,13 +123,13 @@ class PendingGradient:
     """Of the product, after x and the weight."""
     options: Mapping[str, Any] | None = None
     versions: tuple[int, int] = (0, 0)
-    """How often x and dY had been changed in place when the layer left them behind."""
+    """How often x and dY had been changed in place when the layer deferred the gradient."""
     beside: Tensor | None = None
-    """Where the gradient is summed while the weight has no `.grad`."""
+    """The sum that FSDP keeps instead of `.grad`, if the weight has no `.grad`."""
 
     def changed(self) -> tuple[str, ...]:
-        """What was changed in place since: "x", "dY", both or none."""
-        now = (self.x._version, self.dy._version)
+        """What has been changed in place since then: "x", "dY", both or none."""
+        now = (_torch.version_of(self.x), _torch.version_of(self.dy))
         if now == self.versions:
             return ()
         return tuple(name for name, one, other in zip(("x", "dY"), now, self.versions, strict=True) if one != other)
@@ -126,7 +157,7 @@ class PendingGradient:
 def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:
     """Add dY^T x to `grad`, the `.grad` of `weight`, by one product that reads and writes it; False if none does.
 
-    Of products in half precision that go into a float32 gradient nothing is rounded on the way.
+    A product in half precision goes into a float32 gradient without rounding on the way.
     """
     dtype = dy.dtype
     if grad is None:
@@ -153,11 +184,11 @@ _sums_in_float32: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of `dtype` tensors on this kind of device can be added to a float32 tensor as it is computed.
+    """Whether one kernel can multiply `dtype` tensors and add the product to a float32 tensor, on this kind of device.
 
-    The CPU has no such kernel, and older ones of CUDA want all three in the same dtype. So this multiplies small
-    numbers, once for each kind of device and dtype. Within the capture of a CUDA graph, where nobody may look at them,
-    the answer is no; the first I comes before.
+    The CPU has no such kernel, and older CUDA kernels want all three tensors in the same dtype. So this tries it on
+    small tensors, once for each kind of device and dtype. During the capture of a CUDA graph it cannot read the result,
+    so the answer is no; the first I, which comes before, has asked already.
     """
     key = device.type, dtype
     known = _sums_in_float32.get(key)
@@ -182,7 +213,7 @@ def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class WeightGradients:
-    """Collects the weight gradients that backwards put off. One per schedule and rank."""
+    """Collects the weight gradients that backwards defer. One for each schedule and rank."""
 
     def __init__(self) -> None:
         # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
@@ -191,9 +222,9 @@ class WeightGradients:
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
-        """Within, layers put their weight gradients off into the list that this gives.
+        """Within, layers defer their weight gradients into the list that this gives.
 
-        On trial these are added at once, as W would do it, and the list only shows what would wait.
+        On trial the gradients are added at once, as W would do it, and the list only shows what would wait.
         """
         pending: list[PendingGradient] = []
         self._recording, self.on_trial = pending, on_trial
@@ -203,10 +234,10 @@ class WeightGradients:
             self._recording, self.on_trial = None, False
 
     def defer(self, gradient: PendingGradient) -> bool:
-        """Take over `gradient`; False if nothing is recording and it has to be computed now."""
+        """Take over `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
-        gradient.versions = (gradient.x._version, gradient.dy._version)
+        gradient.versions = (_torch.version_of(gradient.x), _torch.version_of(gradient.dy))
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()

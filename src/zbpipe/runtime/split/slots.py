@@ -1,8 +1,8 @@
-"""The way out of a compiled region: x and dY of a product leave as the "gradients" of inputs that take no memory.
+"""How x and dY leave a compiled region: as the "gradients" of inputs that take no memory.
 
-A compiled backward is a pure function, so nothing in it can put (x, dY) aside. But a function may return them. The
-layers in a region find an `Exit` for each product, which `zbpipe.runtime.split.compiled` provides for one call: inputs
-in the shapes of x and of y, the slots. What runs here is traced by the compiler.
+A compiled backward is a pure function, so nothing in it can store (x, dY). But it may return them. For each call of a
+region `zbpipe.runtime.split.compiled` gives every product an `Exit`, with inputs in the shapes of x and of y, the
+slots. The compiler traces what runs here.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ def spec(tensor: Tensor) -> Spec:
 
 
 TENSOR = "tensor"
-"""Stands among a product's further arguments for one that leaves the region, too."""
+"""The placeholder for a further argument of a product that is a tensor, and so has to leave the region, too."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """One product with a weight, as a call without the compiler has shown it."""
+    """One product with a weight, as seen in a call without the compiler."""
 
     weight_name: str
     function: Callable[..., Any]
     product: WeightProduct
-    """Whose weight gradient is in the shape of the parameter."""
+    """Its weight gradient has the shape of the parameter."""
     permutation: tuple[int, ...]
-    """Of the parameter's dimensions, in the weight that is multiplied."""
+    """The order of the parameter's dimensions in the weight that is multiplied."""
     x: Spec
     y: Spec
     constants: tuple[Any, ...] = ()
     """The arguments after x and the weight, and `TENSOR` for the tensors among them."""
     names: tuple[str, ...] = ()
-    """Of those that are given by keyword, which are the last ones."""
+    """Of the last of them, which are given by keyword."""
     more: tuple[Spec, ...] = ()
-    """Those tensors."""
+    """What the tensors among them look like."""
 
     def arguments(self, more: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments after x and the weight, with the tensors that have left the region."""
@@ -64,7 +64,7 @@ class Use:
 def filled_in(
     constants: Sequence[Any], names: Sequence[str], tensors: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of which `tensors` are those that `constants` does not know, and the last ones have `names`."""
+    """Arguments by position and by keyword: `constants`, with `tensors` in the places of `TENSOR`."""
     values: list[Any] = []
     n = 0
     for each in constants:
@@ -122,7 +122,7 @@ class Slots(NamedTuple):
 
 
 def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
-    """Whole numbers have no gradients; float64 holds all that count anything."""
+    """Integers have no gradients; float64 holds every index and count exactly."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 
@@ -130,7 +130,7 @@ class Exit:
     """Where one product leaves its region, in one call."""
 
     def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
-        # No more of the use than what is compared while the region is compiled: the compiler guards all that it sees.
+        # Only what is compared while the region is compiled: the compiler guards on all that it sees.
         self.function = use.function
         self.input_gradient = use.product.input_gradient
         self.permutation = use.permutation
@@ -171,7 +171,7 @@ def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, exit: Ex
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Under autocast the product runs in autocast's dtype, so that is the x to keep; it casts the weight itself."""
+    """Under autocast the product runs in autocast's dtype, so the x to keep has it, too; the weight is cast later."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
         return x.to(torch.get_autocast_dtype(device))
@@ -197,7 +197,7 @@ class _LinearInSlots(torch.autograd.Function):
 
 
 class _ProductInSlots(torch.autograd.Function):
-    """y = f(x, W, ...), whose further arguments that are tensors leave, too."""
+    """y = f(x, W, ...). Further arguments that are tensors leave the region, too."""
 
     @staticmethod
     def forward(
@@ -223,17 +223,17 @@ class _ProductInSlots(torch.autograd.Function):
 
 
 class WeightWithExit:
-    """Stands in a layer's place for a weight while the layer's region runs, so that its product leaves by the slots.
+    """Stands in for a layer's weight while its region runs, so that x and dY of the product leave by the slots.
 
-    A layer with a forward of its own multiplies wherever it likes. The compiler does not allow to watch it, but asks
-    every argument of torch's functions for `__torch_function__`. A cast or a transpose of this is one of the same kind,
-    and for all else it is the plain weight.
+    A layer with a forward of its own multiplies wherever it likes. The compiler allows no torch function mode there,
+    but asks every argument of torch's functions for `__torch_function__`. A cast or a transpose of this object is
+    another such object; for everything else it is the plain weight.
     """
 
     def __init__(self, plain: Tensor, permutation: tuple[int, ...], exit: Exit) -> None:
         self.plain = plain
         self.permutation = permutation
-        """Of the parameter's dimensions."""
+        """The order of the parameter's dimensions."""
         self.exit = exit
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The backward split on a pipeline stage: action I is one ordinary backward, action W a drain."""
+"""The backward split on a pipeline stage: I is one ordinary backward, W computes what it deferred."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
@@ -18,11 +17,11 @@ from zbpipe.runtime.split.ownership import take_over
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
-"""How I and W share the backward: by zbpipe's deferred weight gradients, where "strict" refuses a stage that has none
-to defer, or by torch's own walk of the autograd graph."""
+"""How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
+nothing to defer, and "autograd" torch's own split, which walks the autograd graph twice."""
 
-_TELL_AFTER = 2
-"""So many I, because the first one leaves nothing to W."""
+_REPORT_AFTER = 2
+"""The number of I after which the log says what stayed in I; the first I leaves nothing to W."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def split_backward(
     Args:
         stages: they stay as they are with "autograd".
         how: see `SplitBackward`.
-        gradients: the store that collects what I puts off; by default a new one.
+        gradients: the store for what I defers; by default a new one.
 
     Raises:
         ValueError: `how` is unknown, or a stage's module cannot be split this way.
@@ -59,12 +58,12 @@ def split_backward(
 
 
 def is_split(stage: _torch.Stage) -> bool:
-    """Whether it takes the two halves of a backward by zbpipe's split."""
+    """Whether its I and W run zbpipe's split."""
     return isinstance(stage, _SplitBackward)
 
 
 def product_dtypes(stage: _torch.Stage) -> frozenset[torch.dtype]:
-    """Of the products whose weight gradient can wait for W, once an I ran."""
+    """Of the products whose weight gradients are deferred, known once an I ran."""
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
 
@@ -80,9 +79,9 @@ def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
 def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
     """Refuse stages of which FSDP would reduce gradients in I, before W adds to them.
 
-    torch's stages put the reduction off only where the stage as a whole is an FSDP module. A framework may see to the
-    parts by a backward of its own, which it gives the stages after the schedule was built. So call this when the first
-    step begins; what such a backward leaves is looked at after the last W.
+    torch's stages defer the reduction only if the stage as a whole is an FSDP module. A framework may handle the parts
+    in a backward of its own, which it gives the stages after the schedule was built. So call this when the first step
+    begins; what such a backward leaves unreduced is checked after the last W.
 
     Raises:
         ValueError: a stage has parts in `fully_shard`, but is not itself, and runs torch's own backward.
@@ -99,14 +98,14 @@ def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
 
 
 def _require_reduced(stage: _torch.Stage, backward: str) -> None:
-    """FSDP adds up what it reduces, so a reduction in I is right, as long as another one follows the last W.
+    """FSDP adds up what it reduces, so a reduction in I is right if another one follows the last W.
 
-    Of a stage that is an FSDP module as a whole torch sees to that.
+    torch does that for a stage that is an FSDP module as a whole.
     """
     if not _torch.is_fsdp(stage.submod) and _torch.owes_reduction(stage.submod):
         raise RuntimeError(
-            f"stage {stage.stage_index}: {backward}, which stands in the place of torch's backward, leaves gradients"
-            " unreduced that the last W has added to parts in fully_shard: have it reduce them when it is called with"
+            f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
+            " that the last W has added to parts in fully_shard: make it reduce them when it is called with"
             " last_backward=True, or call fully_shard on the whole stage, too, or use a schedule without I and W"
         )
 
@@ -114,8 +113,8 @@ def _require_reduced(stage: _torch.Stage, backward: str) -> None:
 def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
     """Refuse torch's own split, for `what`, on compiled modules.
 
-    torch stops at the first W with an error about donated buffers; with `donated_buffer=False`, which that error
-    suggests, it goes on and accumulates wrong weight gradients (seen on torch 2.13 and 2.15).
+    torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which that error suggests,
+    it accumulates wrong weight gradients instead (seen on torch 2.13 and 2.15).
 
     Raises:
         ValueError: a stage has a compiled module.
@@ -129,9 +128,10 @@ def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
 
 
 def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
-    """Refuse compiled modules that run in CUDA graphs: each microbatch would write over the x and dY of the one before.
+    """Refuse compiled modules that run in CUDA graphs: each microbatch would overwrite x and dY of the one before.
 
-    Inductor's configuration counts when a module is called for the first time, so ask again when the first step begins.
+    Inductor reads its configuration when a module is called for the first time, so call this again when the first step
+    begins.
 
     Raises:
         ValueError: a stage has such a module.
@@ -141,7 +141,7 @@ def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
             if _torch.runs_in_cuda_graphs(module):
                 raise ValueError(
                     f"stage {stage.stage_index}: {name or 'the stage itself'} ({type(module).__name__}) is compiled to"
-                    " run in CUDA graphs, whose memory the next microbatch writes over, but what W needs has to last"
+                    " run in CUDA graphs, whose memory the next microbatch overwrites, but what W needs has to last"
                     " until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
                     " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
                     " does not), or use a schedule without I and W"
@@ -150,7 +150,7 @@ def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
 
 def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> None:
     complaint = (
-        f"stage {stage.stage_index} has no layer that can put its weight gradient off, neither nn.Linear nor one with"
+        f"stage {stage.stage_index} has no layer that can defer its weight gradient: neither nn.Linear nor one with"
         " weight_products"
     )
     if how == "strict":
@@ -158,8 +158,8 @@ def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> No
     logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
-def _tell_what_is_left_in_i(stage: _SplitBackward) -> None:
-    """Once: whatever multiplies with a weight and did not put its gradient off."""
+def _report_what_stays_in_i(stage: _SplitBackward) -> None:
+    """Log, once, which layers multiply with a weight and do not defer its gradient."""
     prepared = deferrals(stage.submod)
 
     def is_left(name: str, layer: nn.Module) -> bool:
@@ -194,8 +194,8 @@ def _require_unchanged(stage: _torch.Stage, microbatch: int, pending: Sequence[P
             raise RuntimeError(
                 f"stage {stage.stage_index}, microbatch {microbatch}: {_in_words(changed)} of layer"
                 f" {_name_of(stage, gradient.layer)} was changed in place during I, after the layer had used it, so its"
-                " weight gradient in W would be wrong. Look for hooks and backwards of your own that write into"
-                " gradients; or keep the layer's weight gradient in I by layer.weight_products = {}"
+                " weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
+                " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
             )
 
 
@@ -211,8 +211,8 @@ def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
 
 def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
     if not is_split(stage):
-        # The stage is the caller's, so it changes its class instead of being wrapped, as fully_shard does with modules.
-        stage.__class__ = _split_class(type(stage))
+        # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
+        stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
@@ -220,14 +220,14 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
 
 
 @cache
-def _split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
+def split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
     return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {"__module__": __name__})
 
 
-class _SplitBackward(_torch.Stage):
-    """Comes before the stage's own class and takes the two halves of a split backward; the rest is torch's.
+class _SplitBackward(_torch.OwnStage):
+    """Goes before the stage's own class and runs I and W; the rest is torch's.
 
-    torch has the hook `dw_builder` for this, but a stage that has one keeps its outputs alive until backward.
+    torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
     """
 
     _gradients: WeightGradients
@@ -236,9 +236,9 @@ class _SplitBackward(_torch.Stage):
     _num_split: int
     """How many I have run."""
     _factors: frozenset[int]
-    """The ids of the parameters that have a product for a gradient."""
+    """The ids of the parameters whose gradient is a product."""
     _dtypes: frozenset[torch.dtype]
-    """Of the products that can wait, as the first I showed them."""
+    """Of the deferred products, as the first I found them."""
     _on_rank: tuple[_torch.Stage, ...]
     """All stages of this rank."""
     _is_scaled: bool
@@ -246,9 +246,9 @@ class _SplitBackward(_torch.Stage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
-        # The first F shows all of its graph, because compiled regions run without the compiler then.
+        # In the first F compiled regions run without the compiler, so autograd's graph shows every product.
         if self._num_split == 0 and not self._factors and self.has_backward:
-            self._factors = _torch.parameters_in_products(tree_leaves(output))
+            self._factors = _torch.parameters_in_products(_torch.tree_leaves(output))
         return output
 
     def backward_one_chunk(
@@ -261,7 +261,7 @@ class _SplitBackward(_torch.Stage):
         if full_backward or not self.has_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
-        # The first I computes all weight gradients itself, to see whether anything would change them before W.
+        # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial = self._num_split == 0
         with self._gradients.record(on_trial) as pending:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
@@ -273,12 +273,12 @@ class _SplitBackward(_torch.Stage):
         _require_unchanged(self, bwd_chunk_id, pending)
         take_over(pending, _torch.received(self, bwd_chunk_id))
         self._pending[bwd_chunk_id] = pending
-        # torch's schedule keeps every loss until the end of the step, and with its graph the stage's input.
-        if loss is not None and not loss._is_view():
+        # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input.
+        if loss is not None and not _torch.is_view(loss):
             loss.detach_()
         self._num_split += 1
-        if self._num_split == _TELL_AFTER:
-            _tell_what_is_left_in_i(self)
+        if self._num_split == _REPORT_AFTER:
+            _report_what_stays_in_i(self)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -287,7 +287,7 @@ class _SplitBackward(_torch.Stage):
         if sums := _torch.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))
-        # From the back, dropping each pair once it is used: the layers that I reached last are still in the cache.
+        # From the last pair to the first, freeing each: what I made last is still in the cache.
         while pending:
             pending.pop().accumulate()
         _torch.settle_gradients(self.submod)
@@ -297,7 +297,7 @@ class _SplitBackward(_torch.Stage):
                 _require_reduced(self, own)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide each gradient once, also of parameters that other stages of this rank share: the last one does it."""
+        """Divide each gradient once; the last stage divides that of a parameter which stages of this rank share."""
         self._is_scaled = True
         unfinished = (stage for stage in self._on_rank if not cast(_SplitBackward, stage)._is_scaled)
         later = {id(parameter) for stage in unfinished for parameter in stage.submod.parameters()}
@@ -305,11 +305,7 @@ class _SplitBackward(_torch.Stage):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
-        return _torch.to_other_ranks(super()._get_init_p2p_neighbors_ops())  # type: ignore[misc, unused-ignore]
-
-    # torch's executor hands gradients from stage to stage on one rank in eval, too, where there are none.
+    # In eval, too, torch's executor passes gradients between stages of one rank; there are none.
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         if not self.has_backward:

@@ -1,0 +1,11 @@
+"""The private names of torch that zbpipe uses: all of them in this folder, one file for each part of torch.
+
+What differs between versions is asked of the installed torch, not of its version number.
+`tests/test_private_names.py` refuses such names anywhere else.
+"""
+
+from zbpipe.runtime._torch.autograd import *  # noqa: F403
+from zbpipe.runtime._torch.compiler import *  # noqa: F403
+from zbpipe.runtime._torch.frames import *  # noqa: F403
+from zbpipe.runtime._torch.fsdp import *  # noqa: F403
+from zbpipe.runtime._torch.pipelining import *  # noqa: F403

@@ -1,0 +1,249 @@
+"""Autograd and tensors: the graph, hooks, and memory that tensors share. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+
+tree_leaves = _pytree.tree_leaves
+tree_map_only = _pytree.tree_map_only
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was changed in place."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd sees it as a view of another tensor."""
+    return tensor._is_view()
+
+
+def own_parameter(module: nn.Module, name: str) -> Tensor:
+    """The parameter itself, even if an attribute of the same name hides it."""
+    return cast(Tensor, module._parameters[name])
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dictionary of buffers."""
+    return module._buffers
+
+
+def profiler_is_on() -> bool:
+    """Whether torch's profiler runs in this process now."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether `weight` has hooks: of `register_hook` or `register_post_accumulate_grad_hook`."""
+    return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
+
+
+def has_hooks_on_node(weight: Tensor) -> bool:
+    """Whether there are hooks on the node with which autograd adds to `weight.grad`.
+
+    torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
+    """
+    node = get_gradient_edge(weight).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *gradients: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def will_run(node: Node) -> bool | None:
+    """Within a backward, whether it will run `node`: `torch.autograd.grad` runs only what its inputs need.
+
+    None if `node` is itself one of those inputs; then the gradient belongs to the caller of `torch.autograd.grad`.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def is_in_backward() -> bool:
+    """Whether this is called from a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, for any device."""
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func`, forward-mode AD or TorchScript's tracer is active."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
+    """The storage of a tensor, and how many tensors it counts for there: a view keeps its base alive, too.
+
+    None for tensors that do not show their storage, such as results of collectives under way.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    storage = tensor.untyped_storage()._cdata if type(tensor) is Tensor else None
+    return storage, 1 if tensor._base is None else 2
+
+
+Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
+"""The storages of some tensors, by weak references: an address alone would soon be used again."""
+
+
+def memory_of(tensors: Iterable[Tensor]) -> Memory:
+    """The storages of `tensors`, in order."""
+    return tuple(ref(_local(each).untyped_storage()) for each in tensors)
+
+
+def num_holders(storage: int) -> int:
+    """How many tensors lie in the storage that `place_in_memory` gave."""
+    return int(torch._C._storage_Use_Count(storage)) - _ASKING
+
+
+def _count_asking() -> int:
+    alone = torch.empty(1)
+    return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata)) - 1
+
+
+_ASKING = _count_asking()
+"""`place_in_memory` leaves one more Python object, which counts as a holder."""
+
+
+def hooks_after_accumulation(weight: Tensor) -> bool:
+    """Whether `weight` has hooks of `register_post_accumulate_grad_hook`, which may change or use `.grad`."""
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Within, autograd does not notice writes to `tensors`; the caller restores their values."""
+    counted = tuple(each for each in tensors if not each.is_inference())
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
+
+
+# These nodes save no tensors of the forward, so a second backward can run them, at next to no cost.
+_REPEATABLE = {
+    "AliasBackward0",
+    "PermuteBackward0",
+    "TBackward0",
+    "ToCopyBackward0",
+    "TransposeBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+    "_ToTorchTensorBackward",
+    "_UnsafeViewBackward0",
+}
+
+
+def leaf_behind(tensor: Tensor) -> Tensor | None:
+    """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
+    return _leaf_before(get_gradient_edge(tensor).node)
+
+
+def _leaf_before(node: Node | None) -> Tensor | None:
+    while node is not None and node.name() in _REPEATABLE:
+        node = node.next_functions[0][0]
+    return cast(Tensor | None, getattr(node, "variable", None))
+
+
+def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
+    """The leaf's dimensions in the order of `tensor`; None if `tensor` is more than a cast and a permutation."""
+    order = list(range(tensor.dim()))
+    steps: list[Node] = []
+    node = tensor.grad_fn
+    while node is not None and node.name() in _REPEATABLE:
+        steps.append(node)
+        node = node.next_functions[0][0]
+    for step in reversed(steps):
+        kind, saved = step.name(), cast(Any, step)
+        if kind == "TBackward0":
+            order.reverse()
+        elif kind == "TransposeBackward0":
+            # Negative dimensions are saved as unsigned numbers.
+            first, second = (_signed(saved._saved_dim0), _signed(saved._saved_dim1))
+            order[first], order[second] = order[second], order[first]
+        elif kind == "PermuteBackward0":
+            order = [order[_signed(dim)] for dim in saved._saved_dims]
+        elif kind != "ToCopyBackward0":
+            return None
+    return tuple(order)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+_PRODUCTS = {
+    "AddbmmBackward0",
+    "AddmmBackward0",
+    "AddmvBackward0",
+    "BaddbmmBackward0",
+    "BmmBackward0",
+    "ConvolutionBackward0",
+    "GroupedMmBackward0",
+    "LinearBackward0",
+    "MkldnnRnnLayerBackward0",
+    "MmBackward0",
+    "MvBackward0",
+}
+
+
+def parameters_in_products(outputs: Iterable[Any]) -> frozenset[int]:
+    """The ids of all parameters in products on the way to `outputs`, or in Functions of the user's own."""
+    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
+    seen: set[Node] = set(waiting)
+    found: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        before = [each for each, _ in node.next_functions if each is not None]
+        if node.name() in _PRODUCTS or isinstance(cast(object, node), BackwardCFunction):
+            factors = (_leaf_before(each) for each in before)
+            found |= {id(factor) for factor in factors if factor is not None and factor.dim() > 1}
+        new = [each for each in before if each not in seen]
+        seen.update(new)
+        waiting += new
+    return frozenset(found)
+
+
+def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
+    """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None for a leaf with hooks."""
+    leaf = leaf_behind(tensor)
+    return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
+
+
+grouped_mm = torch._grouped_mm
+"""Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
+
+
+def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
+    """The dtype in which autograd would keep `gradient` of `weight`.
+
+    FSDP2 sets `grad_dtype` to get wider gradients; None there means the gradient's own dtype. torch before 2.13 has no
+    such attribute and wants the weight's dtype.
+    """
+    return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
+
+
+def set_available_device_type(device_type: str) -> None:
+    """Make `device_type` torch's answer when it is asked for the machine's accelerator."""
+    torch._utils._get_available_device_type = lambda: device_type

@@ -1,0 +1,97 @@
+"""Where torch's executor is, or was when it failed: only its frames show it. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _batch_p2p,
+    _PipelineScheduleRuntime,
+    _wait_batch_p2p,
+)
+
+from zbpipe.actions import Action, other_end
+from zbpipe.ir import Op, OpKind, inputs
+from zbpipe.runtime._torch.pipelining import stages_of
+
+
+def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
+    """The step of the schedule (from 0, as torch numbers them) and the action at which `runtime` raised `error`.
+
+    With the message, if it waited for one. Nothing else that leaves torch's executor says so.
+    """
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
+
+
+def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
+    """The same for a step that a thread, given by its ident, runs now; None if the thread has ended."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
+
+
+def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
+    executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
+    found = frames[executor].f_locals
+    if "time_step" not in found:
+        return "before step 0"
+    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
+    action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
+    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
+        return f"after step {total - 1}, waiting for its last sends"
+    message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
+    return f"step {found['time_step']} of {total}, {action}{message}"
+
+
+def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:
+    """The cause of an `error` that `runtime` raised, and the way out, if torch's message does not say it."""
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
+            " not allow: set use_reentrant=False, or give the shapes by PipelineStage(..., input_args=...,"
+            " output_args=...)"
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    action = next((frame.f_locals.get("action") for frame in frames if frame.f_code is _EXECUTOR), None)
+    sending = next((frame.f_locals["p2p_ops"] for frame in frames if frame.f_code is _batch_p2p.__code__), ())
+    index = next((n for n, operation in enumerate(sending) if not operation.tensor.is_contiguous()), None)
+    kind, stage, _ = _key(action) if action else ("", 0, None)
+    if index is None or kind not in ("SEND_F", "RECV_F") or "contiguous" not in str(error):
+        return None
+    return (
+        f"output {index} of stage {stage - (kind == 'RECV_F')} is not contiguous, and only contiguous tensors can be"
+        " sent: call .contiguous() on it in the stage's forward"
+    )
+
+
+_EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
+_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
+
+
+def _key(action: _Action) -> tuple[str, int, int | None]:
+    """What it does, its stage and its microbatch."""
+    return action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
+    """The rank with which `action` communicates, and the op that it waits for."""
+    kind, stage, microbatch = _key(action)
+    kind = kind.removeprefix("WAIT_")
+    if kind in _MESSAGES:
+        way = "to" if kind.startswith("SEND") else "from"
+        return f" {way} rank {_rank_of(other_end(Action(stage, kind, microbatch or 0)).stage, runtime)}"
+    *_, feeders = inputs(Op(stage, OpKind(kind), microbatch or 0), runtime._num_stages)
+    ops = {str(op) for row in runtime.pipeline_order.values() for op in row}
+    source = feeders[0].stage
+    awaited = next((str(op) for op in feeders if str(op) in ops), f"stage {source}")
+    return f", waiting for {awaited} from rank {_rank_of(source, runtime)}"
+
+
+def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
+    """The rank of a stage, among those of the whole job."""
+    group = stages_of(runtime)[0].group
+    rank = runtime.stage_index_to_group_rank[stage]
+    return rank if group is None else dist.get_global_rank(group, rank)

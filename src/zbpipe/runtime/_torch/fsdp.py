@@ -1,0 +1,147 @@
+"""FSDP2: where it keeps gradients, and which of them it has not reduced yet. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import DDP
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.parallel import DistributedDataParallel
+
+from zbpipe.runtime._torch.autograd import hooks_after_accumulation
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Within, all FSDP2 modules in `module` have gathered their weights, as between torch's UNSHARD and RESHARD."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+
+
+def reduces_in_hooks(module: nn.Module) -> bool:
+    """Whether DistributedDataParallel, or the composable `replicate` around it, reduces the gradients."""
+    return isinstance(module, (DistributedDataParallel, DDP))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard`, or the `replicate` that is built on it, was called on this very module."""
+    return isinstance(module, FSDPModule)
+
+
+def owes_reduction(module: nn.Module) -> bool:
+    """Whether FSDP2 has gradients in `module` that it should reduce and has not reduced yet."""
+    return any(
+        each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
+        for group in _fsdp_groups(module)
+        if group.reduce_grads
+        for each in _unsharded_before(group)
+    )
+
+
+def settle_gradients(module: nn.Module) -> None:
+    """Make FSDP2 take over what W has added to the `.grad` of unsharded parameters.
+
+    Older versions (torch 2.13) do so only at the end of a backward. They keep the sum in an attribute of their own, in
+    the dtype in which they will reduce it.
+    """
+    if _SUMS_BESIDE_GRAD:
+        for parameter in _fsdp_parameters(module):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
+    """The sums that `settle_gradients` keeps outside of `.grad`, by the ids of the weights: W adds to them directly."""
+    if not _SUMS_BESIDE_GRAD:
+        return {}
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
+    return {id(weight): total for weight, total in sums if total is not None}
+
+
+_SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's objects for those parameters in `module` that have been unsharded at least once."""
+    for group in _fsdp_groups(module):
+        yield from _unsharded_before(group)
+
+
+def _unsharded_before(group: Any) -> Iterator[Any]:
+    return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
+    for part in filter(is_fsdp, module.modules()):
+        state: Any = part._get_fsdp_state()  # type: ignore[operator]
+        # torch 2.11 has at most one group.
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        yield from filter(None, groups)
+
+
+REDUCED = " (reduced)"
+
+
+class Accumulated(NamedTuple):
+    """The gradient of one parameter so far."""
+
+    name: str
+    """Of the parameter; with `REDUCED` at the end for the part that data-parallel ranks have reduced already."""
+    parameter: Tensor
+    gradient: Tensor
+
+
+def accumulated(module: nn.Module) -> Iterator[Accumulated]:
+    """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
+    views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
+    for name, parameter in module.named_parameters():
+        fsdp = views.get(id(parameter))
+        leaves = {name: parameter}
+        if fsdp is not None:
+            leaves = {name: fsdp._unsharded_param, name + REDUCED: fsdp.sharded_param}
+        for place, leaf in leaves.items():
+            parts = [each for each in (leaf.grad, beside.get(id(leaf))) if each is not None]
+            if parts:
+                yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
+
+
+def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
+    return _fsdp_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
+
+
+@contextmanager
+def without_gradients(module: nn.Module) -> Iterator[None]:
+    """Within, the parameters have no gradients and no post-accumulate hooks.
+
+    Afterwards they have the same gradients and hooks as before; what was accumulated within is gone.
+    """
+    unsharded = [each for fsdp in _fsdp_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
+    parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
+    kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
+    beside = [(each, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module)]
+    for parameter in parameters:
+        parameter.grad = None
+        if hooks_after_accumulation(parameter):  # autograd holds on to this very dictionary
+            parameter._post_accumulate_grad_hooks.clear()
+    for fsdp, _ in beside:
+        fsdp.unsharded_accumulated_grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, hooks in kept:
+            parameter.grad = gradient
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
+        for fsdp, gradient in beside:
+            fsdp.unsharded_accumulated_grad = gradient

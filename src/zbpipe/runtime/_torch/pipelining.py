@@ -1,0 +1,328 @@
+"""torch.distributed.pipelining: its schedules and stages, and what they run. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as pipelining_stage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zbpipe.actions import Rows, parse
+from zbpipe.ir import Op, Schedule
+from zbpipe.runtime.substitution import replaced
+
+Call = Callable[..., Any]
+
+PipelineSchedule = _PipelineSchedule
+"""The base class of all of torch's schedules."""
+
+ScheduleRuntime = _PipelineScheduleRuntime
+"""torch's schedule that takes a list of computations, adds sends, receives and unshards, and runs it."""
+
+Stage = _PipelineStageBase
+"""The base class of all of torch's stages, such as `PipelineStage`."""
+
+SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - {
+    "self",
+    "stages",
+    "n_microbatches",
+}
+"""The keyword arguments that the installed torch's multi-stage schedules take."""
+
+
+class OwnRuntime(_PipelineScheduleRuntime):
+    """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
+
+    Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class.
+    """
+
+    def always_train(self) -> None:
+        """Make `step` a training step even without a loss_fn; torch would treat it as `eval`."""
+        self._has_backward = True
+
+    def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Before the first step: infer shapes, by a run of every stage on uninitialised inputs."""
+        super()._initialize_stages(*args, **kwargs)
+
+    def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
+        """Run one step, on microbatches that are split already."""
+        super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        self.initialize_stages(*args, **kwargs)
+
+    def _step_microbatches(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+
+
+class OwnStage(_PipelineStageBase):
+    """A stage that sends nothing to its own rank. Goes before the class of an existing stage."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def device_of(stage: _PipelineStageBase) -> torch.device:
+    """The device of `stage`, which torch keeps as it was given: perhaps as a name."""
+    return torch.device(stage.device)
+
+
+def torch_class(name: str) -> type[_PipelineSchedule]:
+    """torch's own class under torch's name for it."""
+    return cast(type[_PipelineSchedule], get_schedule_class(name))
+
+
+def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
+    """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
+    runtime.pipeline_order = {rank: [_action(op) for op in ops] for rank, ops in enumerate(schedule)}
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+
+
+Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
+"""The actions of all ranks: computations alone, and with communication."""
+
+
+def lists_of(runtime: _PipelineScheduleRuntime) -> Lists:
+    """The lists that `runtime` runs."""
+    return runtime.pipeline_order, runtime.pipeline_order_with_comms
+
+
+def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
+    """Make `runtime` run these lists, which an earlier `lower` made, from the next step on."""
+    runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
+
+
+def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
+    """All ranks' actions with the communication that torch has added; overlapped ones as two in a row."""
+    return parse(lowered_table(runtime))
+
+
+def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
+    """Make `runtime` run its lowered actions in another order.
+
+    Args:
+        runtime: lowered from a list without overlapped actions.
+        rows: a permutation of `rows_of(runtime)`.
+    """
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        actions = {str(action): action for action in row}
+        runtime.pipeline_order_with_comms[rank] = [actions[str(action)] for action in rows[rank]]
+
+
+def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
+    """All ranks' actions with the communication that torch added, as torch's CSV."""
+    return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
+
+
+Around = Callable[[str, int, int, Callable[[], Any]], Any]
+"""Takes kind, stage and microbatch of a computation, and the computation; runs it and returns its result."""
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
+
+
+def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], None]:
+    """Run every computation of this rank through `around`, the loss as one more F of the last stage.
+
+    The wait for messages is outside of that. Returns a function that undoes it.
+    """
+    with ExitStack() as wrapped:
+        for stage in stages_of(schedule):
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                compute = partial(_compute_around, around, name, stage.stage_index, getattr(stage, name))
+                wrapped.enter_context(replaced(stage, **{name: compute}))
+        loss = partial(_loss_around, around, schedule._maybe_compute_loss)
+        wrapped.enter_context(replaced(schedule, _maybe_compute_loss=loss))
+        return wrapped.pop_all().close
+
+
+def _compute_around(
+    around: Around, name: str, stage: int, compute: Callable[..., Any], chunk: int, *args: Any, **kwargs: Any
+) -> Any:
+    kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name)
+    kind = kind or ("B" if kwargs.get("full_backward", True) else "I")
+    return around(kind, stage, chunk, lambda: compute(chunk, *args, **kwargs))
+
+
+def _loss_around(around: Around, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    stage, _, _, chunk, *_ = args
+    if not stage.is_last:
+        return compute(*args, **kwargs)
+    return around("F", stage.stage_index, chunk, lambda: compute(*args, **kwargs))
+
+
+def wrap_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Callable[[], None]:
+    """Run forwards, losses and backwards of this rank through these functions, which get the call and its arguments.
+
+    Args:
+        schedule: any of torch's.
+        forward: of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
+        loss: `(call, output, target, **kwargs)`.
+        backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
+            last stage) and its "input_values"; their gradients are the first part of what it returns.
+
+    Returns a function that undoes it.
+    """
+    with ExitStack() as wrapped:
+        for stage in stages_of(schedule):
+            wrapped.enter_context(
+                replaced(
+                    stage,
+                    forward_maybe_with_nosync=partial(forward, stage.forward_maybe_with_nosync),
+                    backward_maybe_with_nosync=partial(backward, stage.backward_maybe_with_nosync),
+                )
+            )
+        if schedule._loss_fn is not None:
+            wrapped.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
+        return wrapped.pop_all().close
+
+
+def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The output of the stage's module, in the context that torch's forward of that microbatch would give it."""
+    if not getattr(stage, "_forward_contexts", None):  # torch before 2.15 has none
+        return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+    known = cast(Any, pipelining_stage)
+    info = known.PipelineStageInfo(stage_index=stage.stage_index, microbatch_index=microbatch)
+    return cast(Any, stage)._call_with_forward_context(info, stage.forward_maybe_with_nosync, *args, **kwargs)
+
+
+def run_backward(
+    stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
+) -> Sequence[Tensor | None]:
+    """Run a full backward of the stage's module as torch does; returns the gradients of the inputs (or None).
+
+    Args:
+        stage: with FSDP2 its gradients stay unreduced.
+        outputs: of the module, or the loss.
+        output_grads: a tuple as long as the outputs; None for the loss.
+        inputs: of the module.
+    """
+    if output_grads is not None:
+        outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+    tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
+    gradients, _ = stage.backward_maybe_with_nosync("full", tensors)
+    return cast(Sequence[Tensor | None], gradients)
+
+
+def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
+    """The loss of one microbatch, as torch computes it."""
+    return cast(Tensor, schedule._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
+
+
+def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
+    """Zeros in the shapes of the inputs that `stage` will receive; None if torch (before 2.13) does not know them."""
+    metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
+    if metas is None or not isinstance(stage, PipelineStage):
+        return None
+    inputs = tuple(stage._to_tensor(meta) for meta in metas)
+    with torch.no_grad():
+        for each in inputs:
+            each.zero_()
+    return inputs
+
+
+def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
+    """Whether any rank runs the actions I and W."""
+    actions = (action for row in runtime.pipeline_order.values() for action in row)
+    return any(action and action.computation_type is _ComputationType.BACKWARD_WEIGHT for action in actions)
+
+
+def timeout_of(stage: _PipelineStageBase) -> float | None:
+    """The present timeout of messages of `stage`, in seconds; None if the backend does not say."""
+    try:
+        backend = (stage.group or dist.group.WORLD)._get_backend(device_of(stage))  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def default_store() -> Any:
+    """The key-value store of the job's process group; None if there is no group."""
+    return _get_default_store() if dist.is_initialized() else None
+
+
+def receives_late(schedule: _PipelineSchedule) -> bool:
+    """Whether torch itself was asked to post receives late."""
+    return bool(getattr(schedule, "_defer_pp_recv", False))
+
+
+def num_microbatches(schedule: _PipelineSchedule) -> int:
+    """The number of microbatches in a step."""
+    return schedule._n_microbatches
+
+
+def trains(schedule: _PipelineSchedule) -> bool:
+    """Whether its present or next step has backwards, which is not so in `eval`."""
+    return bool(cast(Any, schedule)._has_backward)
+
+
+def has_loss(schedule: _PipelineSchedule) -> bool:
+    """Whether it was built with a loss function."""
+    return schedule._loss_fn is not None
+
+
+def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
+    """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that.
+
+    torch sets them up in the first step, and again when training and eval alternate. Later it sends whatever the stages
+    give: with gloo a smaller tensor silently fills a part of the receiver's, and a larger one ends the process.
+    """
+    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
+    first: Any = runtime._stages[0]
+    # torch 2.11 keeps them on the stage itself.
+    inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
+    if not runtime._stages_forward_initialized or trained != trains or inputs is None:
+        return None
+    return [meta.shape for meta in inputs]
+
+
+def what_it_runs(schedule: _PipelineSchedule) -> str:
+    """A text that is equal on two ranks if they run the same table on the same number of microbatches."""
+    table = lowered_table(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
+    return repr((table, schedule._n_microbatches, schedule.scale_grads))
+
+
+def _action(op: Op) -> _Action | None:
+    return _Action(op.stage, _ComputationType(op.kind.value), op.microbatch)
+
+
+def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
+    """The tensors that other stages sent for a microbatch. torch keeps them after its backward."""
+    infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
+    buffers = (getattr(info, "buffer", None) for info in infos)
+    return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
+
+
+def has_own_backward(stage: Stage) -> str:
+    """The name of the function that a framework has set as the stage's backward; empty for torch's own."""
+    own = vars(stage).get("backward_maybe_with_nosync")
+    return getattr(own, "__qualname__", repr(own)) if own else ""
+
+
+def end_backward(stage: Stage, is_last: bool) -> None:
+    """Call a framework's backward for a W that is done, so that it does what follows a W."""
+    stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)

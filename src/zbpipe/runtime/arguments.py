@@ -1,0 +1,61 @@
+"""Arguments of public functions, refused at the edge: with the value, and what to give instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from zbpipe.runtime import _torch
+
+
+def require_schedule(what: str, schedule: object) -> None:
+    """Refuse what is no schedule of torch's or zbpipe's.
+
+    Raises:
+        ValueError: as all functions of this module.
+    """
+    if not isinstance(schedule, _torch.PipelineSchedule):
+        raise ValueError(
+            f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"
+        )
+
+
+def require_counts(**numbers: object) -> None:
+    """Refuse the first of `numbers` that is no whole number from 1 on."""
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
+
+
+def require_above_0(name: str, number: object) -> None:
+    """Refuse what is no number above 0; None is none."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if number is not None and not (is_number and number > 0):  # type: ignore[operator]
+        raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
+
+
+def require_callable(**functions: object) -> None:
+    """Refuse the first of `functions` that cannot be called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(f"{name} has to be a function, got {function!r}")
+
+
+def require_group(group: object) -> None:
+    """Refuse what is no process group; None is all ranks of the job."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group has to be a process group of torch.distributed, or None for all ranks, got {group!r}")
+
+
+def require_path(name: str, path: Any) -> None:
+    """Refuse what names no file; None is no file."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{name} has to be the path of a file, got {path!r}")
+
+
+def require_yes_or_no(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} has to be True or False, got {value!r}")

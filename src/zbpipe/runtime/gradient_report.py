@@ -1,0 +1,89 @@
+"""What a check of gradients found, and the error that it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+_MOST_NAMES = 10
+"""In an error."""
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What a check of gradients found, the same on all ranks of the pipeline.
+
+    >>> import torch, zbpipe
+    >>> report = zbpipe.check_gradients(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    >>> report.passed, sorted(name for stage, name in report.errors)
+    (True, ['bias', 'weight'])
+    """
+
+    schedule: str
+    steps: int
+    microbatches: int
+    """The number of microbatches that were compared, on each stage."""
+    errors: Mapping[tuple[int, str], float]
+    """By stage and parameter, the largest relative error of any microbatch. "input n" is a gradient that goes to the
+    stage before."""
+    tolerances: Mapping[int, float]
+    """By stage, the largest error that passes."""
+    not_compared: frozenset[tuple[int, str]] = frozenset()
+    """By stage, the parameters whose `.grad` is changed by hooks after the accumulation, or was not finite."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are within their tolerances."""
+        return not self.off()
+
+    def with_(self, other: GradientReport) -> GradientReport:
+        """Both reports in one, with the larger error of each gradient."""
+        return replace(
+            self,
+            errors=_larger(self.errors, other.errors),
+            tolerances=_larger(self.tolerances, other.tolerances),
+            not_compared=self.not_compared | other.not_compared,
+        )
+
+    def off(self) -> list[tuple[int, str]]:
+        """Stage and parameter of the errors that are too large, the largest first."""
+        found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
+        return sorted(found, key=lambda key: -self.errors[key])
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        words = (
+            f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
+            f" {len(self.errors)} gradients"
+        )
+        if self.errors:
+            stage, name = max(self.errors, key=self.errors.__getitem__)
+            words += (
+                f", largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
+                f" {self.tolerances[stage]:.0e} is tolerated)"
+            )
+        left = ", ".join(f"{name} of stage {stage}" for stage, name in sorted(self.not_compared))
+        return f"{words}; not compared: {left}" if left else words
+
+
+class GradientMismatchError(RuntimeError):
+    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` with this cause."""
+
+    def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
+        self.report = report
+        """For this stage and this microbatch."""
+        off = report.off()
+        named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
+        more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
+        super().__init__(
+            f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
+            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. Please report this. Until it is"
+            " fixed, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
+            " or use a schedule without I and W, for example 1F1B"
+        )
+
+
+def _larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
+    # NaN counts as larger than any number.
+    return {**one, **{key: value for key, value in other.items() if not value <= one.get(key, -1.0)}}

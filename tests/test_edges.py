@@ -1,0 +1,163 @@
+"""What is no schedule, no placement, no number of ranks: each public function names the value and the way out."""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+import traceback
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zbpipe
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, registry, simulate, validate
+from zbpipe.actions import Action
+from zbpipe.testing import check_schedule
+from zbpipe.transport import Receives, Transport
+
+ZBV = generate("ZBV", 2, 2)
+NUMBERS: dict[str, Callable[[Any], object]] = {
+    "generate(ranks)": lambda junk: generate("ZBV", junk, 2),
+    "generate(microbatches)": lambda junk: generate("ZBV", 2, junk),
+    "stage_indices(rank)": lambda junk: zbpipe.stage_indices("ZBV", rank=junk, num_ranks=2),
+    "stage_indices(num_ranks)": lambda junk: zbpipe.stage_indices("ZBV", rank=0, num_ranks=junk),
+    "register(stages_per_rank)": lambda junk: zbpipe.register("X", stages_per_rank=junk),
+    "place": lambda junk: registry.lookup("ZBV").place(junk),
+    "Placement.loop": Placement.loop,
+    "Placement.loop(stages_per_rank)": lambda junk: Placement.loop(2, junk),
+    "Placement.v": Placement.v,
+    "Placement.v(stages_per_rank)": lambda junk: Placement.v(2, junk),
+    "stages_on": lambda junk: Placement.v(2).stages_on(junk),
+    "simulate(num_steps)": lambda junk: simulate(ZBV, (1, 1, 1), num_steps=junk),
+}
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "generate(costs)": lambda junk: generate("1F1B", 2, 2, costs=junk),
+    "generate(schedule)": lambda junk: generate(junk, 2, 2),
+    "lookup": registry.lookup,
+    "stage_indices(schedule)": lambda junk: zbpipe.stage_indices(junk, rank=0, num_ranks=2),
+    "register(name)": zbpipe.register,
+    "register(placement)": lambda junk: zbpipe.register("X", placement=junk),
+    "register(source)": lambda junk: zbpipe.register("X", source=junk),
+    "register(...)(function)": zbpipe.register("X"),
+    "Placement": Placement,
+    "Schedule(placement)": lambda junk: replace(ZBV, placement=junk),
+    "Schedule(ops)": lambda junk: replace(ZBV, ops=((junk,),)),
+    "from_rows": lambda junk: Schedule.from_rows([[junk]], "mine"),
+    "Op.parse": Op.parse,
+    "validate(schedule)": validate,
+    "check_schedule": check_schedule,
+    "simulate(schedule)": lambda junk: simulate(junk, (1, 1, 1)),
+    "simulate(costs)": lambda junk: simulate(ZBV, junk),
+    "simulate(transport)": lambda junk: simulate(ZBV, (1, 1, 1), transport=junk),
+    "Transport.parse": Transport.parse,
+    "Receives.parse": Receives.parse,
+}
+junk = st.one_of(
+    st.just(" ZB?"),
+    st.floats(),
+    st.binary(min_size=1, max_size=3),
+    st.builds(dict),
+    st.lists(st.just("x"), min_size=1, max_size=2),
+    st.just(Action(0, "F", 0)),
+)
+
+
+def refused(call: Callable[[Any], object], value: object) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(value)
+    message = str(error.value)
+    assert repr(value) in message or reprlib.repr(value) in message
+    # Python itself would name no way out.
+    last = traceback.extract_tb(error.tb)[-1]
+    assert Path(last.filename).is_relative_to(Path(zbpipe.__file__).parent), message
+    assert last.line.startswith("raise "), message
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@given(st.one_of(junk, st.none(), st.booleans(), st.integers(max_value=-1)))
+def test_a_number_has_to_be_one(name: str, value: object) -> None:
+    refused(NUMBERS[name], value)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@given(st.one_of(junk, st.integers(10**6)))
+def test_all_else_is_refused_by_name(name: str, value: object) -> None:
+    refused(OTHERS[name], value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: simulate("ZBV", (1, 1, 1)),
+            r"^'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8",
+        ),
+        (lambda: simulate(ZBV, (1, 1)), r"^costs have to be .* \(f, i, w\), for example \(1, 1, 1\), got \(1, 1\)$"),
+        (lambda: Schedule.from_csv(5), "^a table is the text of a CSV file, got 5: zbpipe.generate takes the path"),
+        (lambda: replace(ZBV, ops=5), "^schedule ZBV: ops has to be one list of ops a rank, got 5$"),
+        (
+            lambda: replace(ZBV, ops=((Op(0, "F", 0),),)),
+            r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), which is no zbpipe.Op",
+        ),
+        (
+            lambda: replace(ZBV, num_microbatches=2.0),
+            "^schedule ZBV: num_microbatches has to be a whole number, got 2.0",
+        ),
+        (lambda: Placement.v(0), "^a placement needs at least 1 rank and 1 stage a rank, got num_ranks=0 and"),
+        (lambda: simulate(replace(ZBV, ops=(*ZBV.ops[:1], (*ZBV.ops[1], Op(4, OpKind.F, 0)))), (1, 1, 1)), "foreign"),
+    ],
+)
+def test_what_it_says(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_three_numbers_are_costs() -> None:
+    assert simulate(ZBV, (1, 2, 3)) == simulate(ZBV, CostModel.uniform(ZBV.placement, 1, 2, 3))
+    costs = CostModel.uniform(Placement.loop(3), 1, 2, 3)
+    assert generate("ZB1P", 3, 4, costs=(1, 2, 3)) == generate("ZB1P", 3, 4, costs=costs)
+
+
+TIMELINE = simulate(ZBV, (1, 1, 1), transport="one queue")
+FROZEN = [ZBV, ZBV.placement, TIMELINE, registry.lookup("ZBV"), *validate(replace(ZBV, ops=((), ())))[:1]]
+
+
+@pytest.mark.parametrize("thing", FROZEN, ids=lambda thing: type(thing).__name__)
+def test_frozen_means_frozen_and_hashable(thing: Any) -> None:
+    assert hash(thing) == hash(copy.copy(thing))
+    for field in fields(thing):
+        with pytest.raises(FrozenInstanceError):
+            setattr(thing, field.name, None)
+        value = getattr(thing, field.name)
+        assert not isinstance(value, (list, dict, set))
+
+
+def test_a_timeline_keeps_its_own_mapping() -> None:
+    mine = dict(TIMELINE.waited_for)
+    kept = replace(TIMELINE, waited_for=mine)
+    mine.clear()
+    assert kept == TIMELINE
+    assert TIMELINE.waited_for
+
+
+def test_a_schedule_keeps_its_own_lists() -> None:
+    rows = [list(ops) for ops in ZBV]
+    schedule = Schedule("ZBV", Placement([0, 1, 1, 0]), 2, rows)  # type: ignore[arg-type]
+    rows[0].clear()
+    assert schedule == ZBV
+    assert hash(schedule) == hash(ZBV)
+
+
+def test_a_repr_is_a_line() -> None:
+    large = generate("ZBV", 16, 64)
+    assert repr(large) == "Schedule('ZBV', p=16, m=64, 6144 ops)"
+    assert repr(simulate(large, (1, 1, 1))) == "Timeline('ZBV', p=16, m=64, makespan=199.5)"
+    assert repr(generate("1F1B", 2, 1)) == "Schedule('1F1B', p=2, m=1, ops='0F0 0B0 | 1F0 1B0')"
+    for thing in FROZEN:
+        assert len(repr(thing)) < 400
+        assert "\n" not in repr(thing)
