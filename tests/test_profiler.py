@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, WeightProduct, costs_file, passes, simulate
+from zbpipe import CostModel, JobCosts, WeightProduct, passes, simulate
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
@@ -143,7 +143,7 @@ def profiled(name: str, steps: int) -> tuple[bool, Any, int]:
     early = profiler.costs is not None
     job.step()
     assert profiler.costs is not None
-    return early, costs_file.to_data(profiler.costs), len(told)
+    return early, profiler.costs, len(told)
 
 
 def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
 def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert [(early, told) for early, _, told in results] == [(False, 1)] * 2
     assert results[0] == results[1]
-    first = costs_file.from_data(results[0][1])
+    first = results[0][1]
     placement = zbpipe.generate(name, 2, 1).placement
     assert first.placement == placement
     model = first.costs
@@ -167,8 +167,11 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
     file = tmp_path / "costs.toml"
-    costs_file.dump_costs(first, file)
-    assert costs_file.load_costs(file) == first
+    zbpipe.dump_costs(first, file)
+    assert zbpipe.load_costs(file) == first
+    planned = zbpipe.plan(2, 4, first, budget=1e4)
+    assert (planned.schedule.placement, planned.timeline.transport) == (placement, first.transport)
+    assert planned.timeline.costs == model
 
 
 class Logits(nn.Module):
@@ -224,12 +227,12 @@ def kept(name: str) -> Any:
     for _ in range(3):
         schedule.step(*([tokens] if 0 in indices else []), target=targets if num_stages - 1 in indices else None)
     assert profiler.costs is not None
-    return costs_file.to_data(profiler.costs)
+    return profiler.costs
 
 
 def test_bytes_of_activations() -> None:
     """Two sequences of 6 tokens, 16 wide, in float32, through two checkpointed blocks."""
-    costs = costs_file.from_data(run_ranks(2, kept, "ZBV")[0]).costs
+    costs = run_ranks(2, kept, "ZBV")[0].costs
     assert isinstance(costs, CostModel)
     message = 2 * 6 * WIDTH * 4
     random_state = torch.get_rng_state().numel()  # checkpointing keeps one for each block

@@ -164,7 +164,7 @@ def _rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _placement(rank_of: Any) -> Placement:
-    if not isinstance(rank_of, list) or not all(type(rank) is int for rank in rank_of):
+    if not isinstance(rank_of, (list, tuple)) or not all(type(rank) is int for rank in rank_of):
         raise ValueError(f"[stages] rank_of = {rank_of!r}: expected a list with the rank of each stage")
     return Placement(tuple(rank_of))
 
