@@ -75,7 +75,7 @@ class AutoSchedule(RegisteredSchedule):
     losses.
 
     Args:
-        stages, n_microbatches, loss_fn, args, options: as for every schedule of zbpipe's.
+        stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
         memory_limit: activations that a rank may hold, in microbatches of an average rank's share of the model (1F1B on
             p ranks holds p); default: p.
         profile_steps: timed steps of the start, and later of the plan and the start again.
