@@ -119,7 +119,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
 
-            schedule.adopt(zbpipe.plan(4, 8, costs, memory_limit=4).schedule)
+            schedule.adopt(zbpipe.plan(4, 8, costs).schedule)
 
         The next step begins with a check that all ranks have the same schedule.
 
