@@ -76,11 +76,11 @@ def mean_loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def sleepy_job(name: str, **options: Any) -> Job:
+def sleepy_job(name: str, device: Any = CPU, **options: Any) -> Job:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_stages = zbpipe.registry.lookup(name).place(num_ranks).num_stages
     indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
-    stages = [PipelineStage(Sleepy(index + 1), index, num_stages, CPU) for index in indices]
+    stages = [PipelineStage(Sleepy(index + 1), index, num_stages, device) for index in indices]
     schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
     return Job(schedule, indices, num_stages)
 
@@ -290,6 +290,16 @@ def freed_after_it_was_watched() -> bool:
 def test_watching_keeps_no_schedule_alive() -> None:
     """Its process group would outlive the interpreter, whose end then aborts the process now and then."""
     assert run_ranks(2, freed_after_it_was_watched) == [True, True]
+
+
+def test_stages_may_give_their_device_by_name(one_rank: None) -> None:
+    job = sleepy_job("ZBV", device="cpu")
+    profiler = zbpipe.Profiler(job.schedule, steps=1)
+    check = zbpipe.GradientCheck(job.schedule)
+    for _ in range(3):
+        job.step()
+    assert profiler.costs is not None
+    assert check.report is not None
 
 
 def test_who_has_seen_enough_leaves(one_rank: None) -> None:

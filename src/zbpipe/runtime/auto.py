@@ -89,6 +89,7 @@ class AutoSchedule(RegisteredSchedule):
 
     schedule_name = "Auto"
 
+    # More than seven parameters: these are keywords that users write.
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],

@@ -98,6 +98,7 @@ def require_parts(name: str, placement: Placement, num_parts: int) -> None:
 
 
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
+    """Refuse a number of microbatches or a loss_fn that is none."""
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
     if not isinstance(n_microbatches, int) or isinstance(n_microbatches, bool) or n_microbatches < 1:
@@ -136,6 +137,7 @@ def placed(
 
 
 def require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:
+    """Refuse stages that are not those of their rank."""
     rank, group_size = stages[0].group_rank, stages[0].group_size
     if any((stage.group_rank, stage.group_size) != (rank, group_size) for stage in stages):
         groups = [(stage.group_rank, stage.group_size) for stage in stages]
@@ -261,6 +263,7 @@ def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
 
 
 def require_sound_messages(rows: Rows, name: str) -> None:
+    """Refuse a schedule whose sends and receives do not match, or make ranks wait for each other."""
     findings = validate_lowered(rows) or blocked_queues(rows)
     if findings:
         raise ValueError(

@@ -108,7 +108,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
         self._is_agreed = False
         """Whether all ranks have been seen to have the same lists."""
-        self._looked_at_models = False
+        self._models_are_checked = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
         self.adopt(schedule)
@@ -119,7 +119,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
 
-            schedule.adopt(zbpipe.plan(4, 8, costs, memory_limit=4).schedule)
+            schedule.adopt(zbpipe.plan(4, 8, costs).schedule)
 
         The next step begins with a check that all ranks have the same schedule.
 
@@ -188,12 +188,12 @@ class RegisteredSchedule(_torch.OwnRuntime):
             if not self._is_agreed:
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._is_agreed = True
-            if _torch.trains(self) and not self._looked_at_models:
+            if _torch.trains(self) and not self._models_are_checked:
                 if _torch.has_split_backward(self):
                     split.require_no_early_reduction(stages)
                     split.require_memory_that_lasts(stages)
                 ties.warn_if_parted(stages, self.placement)
-                self._looked_at_models = True
+                self._models_are_checked = True
             super().run_microbatches(args, kwargs, targets, *more, **more_by_name)
 
 

@@ -49,7 +49,7 @@ class Profiler:
         profiler = zbpipe.Profiler(schedule, steps=3)
         ...                     # train for 5 steps: 1 to warm up, 1 for memory, 3 for times
         profiler.costs          # the same on all ranks; None before
-        zbpipe.plan(4, 16, profiler.costs, memory_limit=4)
+        zbpipe.plan(4, 16, profiler.costs)
 
     On a GPU it takes times with events in the stream, on the CPU with a clock. Between two steps it measures the links
     between ranks, by messages of its own. Later steps run as if there were no profiler.
