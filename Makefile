@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix compatibility environments gallery format clean
+.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -47,7 +47,10 @@ matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
-environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev  ## all that CI needs; with -j side by side
+environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-wheel/dev  ## all that CI needs; with -j side by side
+
+wheel: $(VENV)/dev $(VENV)-wheel/dev  ## build wheel and sdist, and try the wheel from an empty folder
+	.ci/wheel
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py
@@ -57,8 +60,8 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-wheel
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs
 
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -90,4 +93,8 @@ $(VENV)-titan02/dev: pyproject.toml | $(VENV)-titan02/bin/python
 # AutoModel 0.7.0 shards by names of FSDP2 that torch 2.15 lacks, and Triton 3.9 refuses one of its kernels.
 $(VENV)-automodel/dev: pyproject.toml | $(VENV)-automodel/bin/python
 	$(VENV)-automodel/bin/pip install --quiet torch==2.13.0 nemo-automodel==0.7.0 'triton<3.9' --editable '.[dev]'
+	@touch $@
+
+$(VENV)-wheel/dev: pyproject.toml | $(VENV)-wheel/bin/python
+	$(VENV)-wheel/bin/pip install --quiet build 'hatchling>=1.25'
 	@touch $@
