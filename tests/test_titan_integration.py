@@ -37,6 +37,8 @@ from zbpipe.validation import validate
 require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
+PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
+"""torch has it from 2.15 on."""
 TIMEOUT = 200
 """Seconds for one question to the process that has TorchTitan."""
 CONFIGS = (
@@ -435,7 +437,7 @@ def test_several_nodes_of_cuda(tmp_path: Path) -> None:
     nodes = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}
     settings, command = dry_run(tmp_path, PLATFORM="cuda", NGPU="4", LOG_RANK="0,3", MODULE="llama3", **nodes)
     assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert settings["TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"] == "1"
+    assert settings.get(PER_EDGE) == ("1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None)
     assert not ON_ROCM.keys() & settings.keys()
     assert " --nproc-per-node 4 --nnodes 4 --node-rank 2 --master-addr node-0 --master-port 1234 " in command
     assert " --local-ranks-filter 0\\,3 " in command
@@ -535,17 +537,16 @@ def python_with(
 
 
 def test_a_queue_for_each_edge_where_torch_has_it(tmp_path: Path) -> None:
-    name = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
-    settings, _ = dry_run(tmp_path, PLATFORM="cuda", **{name: "0"})
-    assert settings[name] == "0"
     variables = python_with(tmp_path, "2.14.0", gpus=8)
     settings, _ = dry_run(tmp_path, **variables)
     assert settings["PLATFORM"] == "cuda"
-    assert name not in settings
+    assert PER_EDGE not in settings
     (tmp_path / "packages" / "torch" / "distributed").mkdir()
-    (tmp_path / "packages" / "torch" / "distributed" / "config.py").write_text(f"# {name}\n")
+    (tmp_path / "packages" / "torch" / "distributed" / "config.py").write_text(f"# {PER_EDGE}\n")
     settings, _ = dry_run(tmp_path, **variables)
-    assert settings[name] == "1"
+    assert settings[PER_EDGE] == "1"
+    settings, _ = dry_run(tmp_path, **variables, **{PER_EDGE: "0"})
+    assert settings[PER_EDGE] == "0"
 
 
 @pytest.mark.parametrize(("hip", "platform"), [("7.2", "rocm"), (None, "cuda")])
