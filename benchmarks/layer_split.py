@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from zbpipe import CostModel, Layer, LayerCosts, Link, Placement, generate, plan_layers, simulate
+from zbpipe import CostModel, Layer, LayerCosts, Link, Placement, generate, plan, simulate
 from zbpipe.layer_costs import Split
 
 RANKS, MICROBATCHES = 8, 32
@@ -72,10 +72,13 @@ def sizes(split: Split) -> str:
 
 def row(vocabulary: int, placement: str, named: str, budget: float | None) -> Sequence[str]:
     costs = model(vocabulary)
-    found = plan_layers(RANKS, MICROBATCHES, costs, float(RANKS), placements=[placement], budget=budget)
+    # What 1F1B's first rank holds, if all ranks keep equally much.
+    limit = sum(layer.activations for layer in costs.layers)
+    found = plan(RANKS, MICROBATCHES, costs, limit, placements=[placement], budget=budget)
     assert found.even is not None
-    where = found.plan.schedule.placement
-    reached, even = found.plan.makespan, found.even.makespan
+    assert found.split is not None
+    where = found.schedule.placement
+    reached, even = found.makespan, found.even.makespan
     fixed = on_the_even_split(costs, named)
     return (
         f"{vocabulary} ({costs.layers[-1].f / costs.layers[1].f:.1f})",

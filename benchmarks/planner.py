@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from zbpipe import CostModel, Placement, Plan, generate, plan, registry, simulate, validate
-from zbpipe.planner.plan import DEFAULT_PLACEMENTS, PLACEMENTS
+from zbpipe.planner.request import DEFAULT_PLACEMENTS, PLACEMENTS
 
 PEERS = Path(__file__).parent / "peer_frontier.csv"
 

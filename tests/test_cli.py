@@ -348,7 +348,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBV -p 2 -m 2 --costs 0,0,0", "'0,0,0'"),
         ("show ZBV -p 2 -m 2 --comm -1", "-1.0 is no amount"),
         ("show ZBV -p 2 -m 2 --comm inf", "inf is no amount"),
-        ("compare -p 2 -m 2 --memory-limit nan", "nan is no amount"),
+        ("compare -p 2 -m 2 --memory-limit nan", "'nan' is no amount"),
         ("simulate ZBV -p 2 -m 2 --steps 0", "0 is not in the range"),
         ("show none.csv", "'none.csv' cannot be read"),
         ("show mine.csv -p 2", "mine.csv is a table for 3 ranks, but the job has 2"),
@@ -356,14 +356,14 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show bad.csv", "bad.csv cannot run: deadlock"),
         ("show twice.csv", "twice.csv cannot run: placement"),
         ("validate none.csv", "'none.csv' does not exist"),
-        ("show ZBV -p 2 -m 2 --svg no/such.svg", "'no/such.svg' is in no folder that exists and is yours to write to"),
+        ("show ZBV -p 2 -m 2 --svg no/such.svg", "'no/such.svg' is in no folder that exists and that you can write to"),
         ("show ZBV -p 2 -m 2 --html no/such.html", "'no/such.html' is in no folder"),
         ("show ZBV -p 2 -m 2 --perfetto mine.csv/a.json", "'mine.csv/a.json' is in no folder"),
         (f"show ZBV -p 2 -m 2 --svg {300 * 'x'}", "cannot be written: File name too long"),
         ("show ZBV -p 2 -m 2 --html .", "is a directory"),
         ("export ZBV -p 2 -m 2 -o no/such.csv", "'no/such.csv' is in no folder"),
         ("demo --json no/such.json", "'no/such.json' is in no folder"),
-        ("demo --keep mine.csv/a", "mine.csv is no folder that is yours to write to"),
+        ("demo --keep mine.csv/a", "mine.csv is no folder that you can write to"),
         ("demo --keep .", "the folder is not empty"),
         (f"demo --steps {HUGE}", f"{HUGE} is not in the range"),
         (f"show ZBV -p {HUGE} -m 2", f"{HUGE} ranks with 2 stage(s) each"),
@@ -377,11 +377,11 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         (f"show mine.csv -m {HUGE}", f"mine.csv is a table for 4 microbatches, but the job has {HUGE}"),
         ("show far.csv", "rank 0 runs 0F99999999, but 1 op(s) are far too few for 100000000 microbatches"),
         ("show /dev/zero.csv", "cannot be read"),
-        ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' has no three times from zero to 1e+100"),
-        ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' has no three times"),
-        ("validate mine.csv --memory-limit nan", "nan is no amount; write a number from zero"),
-        ("validate mine.csv --memory-limit inf", "inf is no amount"),
-        ("validate mine.csv --memory-limit -1", "-1.0 is no amount"),
+        ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' is not three times from zero to 1e+100"),
+        ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' is not three times"),
+        ("validate mine.csv --memory-limit nan", "'nan' is no amount; write a number from zero"),
+        ("validate mine.csv --memory-limit inf", "'inf' is no amount"),
+        ("validate mine.csv --memory-limit -1", "'-1' is no amount"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("compare -m 2", "'-p'"),
         ("show", "Missing argument 'NAME'. See `zbpipe show --help`."),
@@ -405,7 +405,7 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sys.modules["zbpipe.simulate"], "simulate", broken)
+    monkeypatch.setattr(sys.modules["zbpipe.simulation"], "simulate", broken)
     assert isinstance(run("simulate ZBV -p 2 -m 2").exception, KeyError)
 
 

@@ -19,9 +19,7 @@ from test_docs import ROOT, blocks
 from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
-from zbpipe import CostModel, Placement, cli
-from zbpipe.costs_file import JobCosts, dump
-from zbpipe.layer_costs import Layer, LayerCosts
+from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Placement, cli, dump_costs
 
 QUICK = "--budget 2e5"
 SIMULATE_KEYS = {
@@ -33,6 +31,7 @@ SIMULATE_KEYS = {
     "makespan",
     "bubble",
     "peak_activations",
+    "peak_memory",
     "lower_bound",
     "longest_rank_span",
     "idle",
@@ -130,18 +129,37 @@ def test_what_it_writes(here: Path) -> None:
 
 
 def test_layers_that_take_no_time(here: Path) -> None:
-    dump(JobCosts(LayerCosts((Layer(("a",), 0, 0, 0, 0),) * 4)), here / "nothing.toml")
+    dump_costs(JobCosts(LayerCosts((Layer(("a",), 0, 0, 0, 0),) * 4)), here / "nothing.toml")
     assert "a plan for TorchTitan's even split takes 0" in answer(f"-p 2 -m 2 --costs-file nothing.toml {QUICK}")
 
 
 def test_costs_of_stages_from_a_file(here: Path) -> None:
     found = json_of("-m 8 --costs-file stages.toml")
     assert (found["ranks"], found["rank_of"]) == (2, [0, 1, 1, 0])
-    assert found["limit"] == pytest.approx([6.5 / 2.5, 4])
-    assert all(peak <= limit for peak, limit in zip(found["peak_activations"], found["limit"], strict=True))
+    assert found["limit"] == [6.5e9, 8e9]
+    assert all(peak <= limit for peak, limit in zip(found["peak_memory"], found["limit"], strict=True))
+    for entry in found["named"]:
+        assert entry["fits"] == all(
+            peak <= limit for peak, limit in zip(entry["peak_memory"], found["limit"], strict=True)
+        )
     # Those with four stages, though they may have them elsewhere.
     assert {entry["stages_per_rank"] for entry in found["named"]} == {2}
-    assert json_of("-m 8 --costs-file stages.toml --memory-limit 5")["limit"] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("limit", "bytes_"),
+    [("7e9", 7e9), ("7GB", 7e9), ("7000 MB", 7e9), ("7e6kb", 7e9), ("6.5GiB", 6.5 * 2**30), ("7000mib", 7000 * 2**20)],
+)
+def test_a_limit_is_in_the_unit_of_the_cost_file(here: Path, limit: str, bytes_: float) -> None:
+    found = json_of(f"-m 8 --costs-file stages.toml --memory-limit '{limit}'")
+    assert found["limit"] == [bytes_, bytes_]
+    assert max(found["peak_memory"]) <= bytes_
+
+
+def test_what_exceeds_a_limit_in_bytes_is_marked_with_it(here: Path) -> None:
+    printed = answer(f"-m 8 --costs-file stages.toml --memory-limit 6GiB {QUICK}")
+    assert re.search(r"^GPipe .*", printed, re.MULTILINE) is None  # it has two stages only
+    assert re.search(r"^LoopedBFS .* over the limit of 6 GiB$", printed, re.MULTILINE)
 
 
 def test_costs_of_layers_from_a_file(here: Path) -> None:
@@ -158,7 +176,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
     commands = [
         line.partition("#")[0].strip() for line in blocks(ROOT / "docs" / "costs-file.md", "sh")[0].splitlines()
     ]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         answer(command.removeprefix("zbpipe plan"))
 
@@ -172,7 +190,10 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         ("-m 4", "Missing option '-p'"),
         ("-p 2", "Missing option '-m'"),
         ("-p 2 -m 4 --costs 1,1", "'1,1' is not three numbers"),
-        ("-p 2 -m 4 --memory-limit 0.5", "memory_limit=0.5 on rank 0 is less than one microbatch"),
+        ("-p 2 -m 4 --memory-limit 0.5", "memory_limit = 0.5 is too small: one microbatch peaks at 1 on rank 0"),
+        ("-p 2 -m 4 --memory-limit 5GiB", "'5GiB' is in bytes, but nothing here was measured in bytes: write a number"),
+        ("-m 4 --costs-file stages.toml --memory-limit 5TB", "'5TB' is no amount; write a number from zero"),
+        ("-m 4 --memory-limit 1GiB --costs-file stages.toml", "memory_limit = 1073741824 is too small: one microbatch"),
         ("-p 2 -m 4 --placement vv", "'vv' is none of single, loop, v, wave, nor the rank of each stage"),
         ("-p 2 -m 4 --placement 0-2", "a placement needs a stage on every rank, got the ranks (0, 2)"),
         ("-p 3 -m 4 --placement 0-1", "is for 2 ranks, but the job has 3"),
@@ -187,7 +208,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         (f"-p 2 -m {10**20}", f"{10**20} microbatches are too many for them: use at most 131072"),
         (f"-p 2 -m 4 --placement 0-{10**20}", "a placement needs a stage on every rank"),
         ("-p 2 -m 4 --seed x", "'x' is not a valid integer"),
-        ("-p 2 -m 4 -o no/such.csv", "'no/such.csv' is in no folder that exists and is yours to write to"),
+        ("-p 2 -m 4 -o no/such.csv", "'no/such.csv' is in no folder that exists and that you can write to"),
         ("-p 2 -m 4 --json no/such.json", "'no/such.json' is in no folder"),
         ("-p 2 -m 4 --costs-file none.toml", "'none.toml' does not exist"),
         ("-p 2 -m 4 --costs-file stages.toml --costs 1,1,1", "--costs and --costs-file stages.toml exclude each other"),
@@ -202,7 +223,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
 )
 def test_errors_are_one_line_with_exit_code_2(here: Path, line: str, words: str) -> None:
     (here / "bad.toml").write_text("m = 3\n")
-    dump(JobCosts(CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)), here / "three.json")
+    dump_costs(JobCosts(CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)), here / "three.json")
     result = run(line)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -243,7 +264,7 @@ def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tm
     """For uneven stages and little memory, so that it is none of the schedules with a name."""
     placement = Placement.v(num_ranks)
     uneven = tuple(1 + stage % 3 / 2 for stage in range(placement.num_stages))
-    dump(JobCosts(CostModel(uneven, uneven[::-1], uneven, uneven), placement), tmp_path / "costs.json")
+    dump_costs(JobCosts(CostModel(uneven, uneven[::-1], uneven, uneven), placement), tmp_path / "costs.json")
     table = tmp_path / "plan.csv"
     answer(f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit {num_ranks - 0.5} -o {table} {QUICK}")
     per_rank = run_ranks(num_ranks, train_from_file, str(table), 6)
@@ -284,7 +305,7 @@ def test_torchtitan_trains_a_model_that_is_cut_as_planned(request: pytest.Fixtur
         *(Layer((f"layers.{number}",), 1, 1, 1, 1) for number in range(6)),
         Layer(("norm", "lm_head"), 4, 4, 4, 1),
     )
-    dump(JobCosts(LayerCosts(layers)), tmp_path / "costs.toml")
+    dump_costs(JobCosts(LayerCosts(layers)), tmp_path / "costs.toml")
     table, split = tmp_path / "plan.csv", titan.folder / "plan.json"
     answer(f"-p 2 -m 4 --costs-file {tmp_path / 'costs.toml'} --placement v -o {table} --json {split} {QUICK}")
     parts = json.loads(split.read_text())["module_fqns_per_model_part"]

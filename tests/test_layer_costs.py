@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from titan_jobs import require_titan
 
-from zbpipe import CostModel, Link, Placement, plan, simulate, validate
+from zbpipe import Link, Placement, plan, simulate, validate
+from zbpipe.costs import least_room
 from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, split_of
-from zbpipe.planner.partition import as_limit, balanced, plan_layers, split_layers
-from zbpipe.planner.plan import PLACEMENTS
+from zbpipe.planner.partition import balanced, split_layers
+from zbpipe.planner.request import PLACEMENTS, Request
 
 LITTLE = 1e5
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -67,19 +69,18 @@ def test_a_split_is_a_partition_and_its_plan_no_longer_than_the_even_splits(
     assume(any(layer.seconds for layer in costs.layers))
     assert_partition(split_of(balanced(costs, placement)), placement, costs)
     even = costs.even(placement)
-    memory = as_limit(costs, ranks, limit)
-    assume(memory is None or (callable(memory) and min(memory(placement, even)) >= 1))
-    found = plan_layers(ranks, microbatches, costs, limit, placements=[name], budget=LITTLE)
+    room = None if limit is None else limit * sum(layer.activations for layer in costs.layers) / ranks
+    assume(room is None or room >= max(least_room(placement, even)))
+    found = plan(ranks, microbatches, costs, room, placements=[name], budget=LITTLE)
+    assert found.split is not None
     assert_partition(found.split, placement, costs)
     stages = costs.stages(found.split)
-    timeline = simulate(found.plan.schedule, stages)
-    assert validate(found.plan.schedule) == []
-    assert timeline.makespan == pytest.approx(found.plan.makespan)
-    assert found.plan.makespan <= plan(
-        ranks, microbatches, even, memory, placements=[placement], budget=LITTLE
-    ).makespan * (1 + 1e-9)
-    if limit is not None:
-        room = limit * sum(layer.activations for layer in costs.layers) / ranks
+    timeline = simulate(found.schedule, stages)
+    assert validate(found.schedule) == []
+    assert timeline.makespan == pytest.approx(found.makespan)
+    rival = plan(ranks, microbatches, even, room, placements=[placement], budget=LITTLE)
+    assert found.makespan <= rival.makespan * (1 + 1e-9)
+    if room is not None:
         assert max(timeline.peak_memory) <= room * (1 + 1e-6)
 
 
@@ -114,46 +115,76 @@ def test_the_even_split_is_torchtitans(num_layers: int, num_stages: int) -> None
 @pytest.mark.parametrize("name", ["single", "v"])
 def test_a_heavy_head_has_few_layers_beside_it(name: str) -> None:
     """The even split gives its rank as many blocks as the others, which wait for it."""
-    found = plan_layers(4, 16, llm(16, 4.0), placements=[name], budget=1e6)
+    costs = llm(16, 4.0)
+    found = plan(4, 16, costs, placements=[name], budget=1e6)
     assert found.even is not None
-    assert found.plan.makespan < 0.85 * found.even.makespan
-    loads = work(found.split, found.plan.schedule.placement, found.costs)
+    assert found.split is not None
+    assert found.makespan < 0.85 * found.even.makespan
+    loads = work(found.split, found.schedule.placement, costs)
     assert max(loads) < 1.3 * sum(loads) / len(loads)
     parts = found.module_fqns_per_model_part
+    assert parts is not None
     assert parts[0][0] == "tok_embeddings"
     assert parts[-1][-2:] == ["norm", "lm_head"]
-    assert len(parts) == found.plan.schedule.placement.num_stages
+    assert len(parts) == found.schedule.placement.num_stages
 
 
 def test_the_same_seed_gives_the_same_split() -> None:
     costs = llm(10, 3.0)
-    splits = {split_layers(costs, Placement.v(2), 6, 2.5, seed=3, tries=12) for _ in range(2)}
+    request = Request(2, 6, {"v": Placement.v(2)}, (18.0, 18.0), seed=3)
+    splits = {split_layers(request, costs, Placement.v(2), tries=12) for _ in range(2)}
     assert len(splits) == 1
 
 
 def test_placements_with_more_stages_than_layers_are_left_out() -> None:
-    found = plan_layers(3, 4, llm(3, 1), placements=["single", "v"], budget=LITTLE)
-    assert found.splits.keys() == {Placement.loop(3)}
+    found = plan(3, 4, llm(3, 1), placements=["single", "v"], budget=LITTLE)
+    assert found.bounds.keys() == {"single"}
     with pytest.raises(ValueError, match="5 layers cannot be cut into 12 stages, one layer each at least"):
-        plan_layers(6, 4, llm(3, 1), placements=["v"])
-
-
-def test_a_rank_with_more_layers_has_no_more_room() -> None:
-    """Limits are in a mean rank's share, and those of a function are taken as they are."""
-    costs = llm(6, 2.0)
-    limit = as_limit(costs, 2, [2, 3])
-    assert callable(limit)
-    stages = CostModel((1, 1), (1, 1), (1, 1), (2, 6))
-    assert limit(Placement.loop(2), stages) == pytest.approx((2 * 4 / 2, 3 * 4 / 6))
-    assert as_limit(costs, 2, limit) is limit
+        plan(6, 4, llm(3, 1), placements=["v"])
 
 
 def test_an_even_split_that_does_not_fit_is_no_rival() -> None:
     """Its last rank keeps more than there is room for; with fewer layers there it works."""
     costs = llm(7, 3.0)
-    found = plan_layers(2, 4, costs, 1.1, placements=["single"], budget=LITTLE)
+    found = plan(2, 4, costs, 5.5, placements=["single"], budget=LITTLE)
     assert found.even is None
-    assert max(found.plan.timeline.peak_memory) <= 1.1 * 10 / 2 * (1 + 1e-6)
+    assert max(found.timeline.peak_memory) <= 5.5 * (1 + 1e-6)
+    with pytest.raises(ValueError, match=r"memory_limit = 3.5 is too small: one microbatch peaks at \d on rank"):
+        plan(2, 4, costs, 3.5, placements=["single"], budget=LITTLE)
+
+
+def test_stages_have_no_split() -> None:
+    found = plan(2, 2, (1, 1, 1), placements=["single"], budget=LITTLE)
+    assert (found.layers, found.split, found.even, found.module_fqns_per_model_part) == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Layer("norm", 1, 1, 1, 1), "modules = 'norm': give a list of names"),  # type: ignore[arg-type]
+        (lambda: Layer((3,), 1, 1, 1, 1), r"modules = \(3,\): give a list of names"),  # type: ignore[arg-type]
+        (lambda: Layer((), 1, 1, 1, 1), r"modules = \(\): give at least one name"),
+        (lambda: Layer(("a",), "1", 1, 1, 1), "the layer a cannot have f = '1': give a number"),  # type: ignore[arg-type]
+        (lambda: Layer(("a",), 1, None, 1, 1), "the layer a cannot have i = None: give a number"),  # type: ignore[arg-type]
+        (lambda: Layer(("a",), 1, 1, True, 1), "the layer a cannot have w = True: give a number"),
+        (lambda: LayerCosts(()), "at least one layer, got none"),
+        (lambda: LayerCosts((3,)), r"layers = \(3,\): give a list of zbpipe.Layer"),  # type: ignore[arg-type]
+        (lambda: replace(llm(1, 1), link=3), "link = 3: give a zbpipe.Link"),  # type: ignore[arg-type]
+        (lambda: replace(llm(1, 1), links={0: Link()}), "links = {0: Link"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_is_no_layer_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
+
+
+def test_equal_costs_of_layers_have_equal_hashes() -> None:
+    links = {(0, 1): Link(0.5)}
+    costs = replace(llm(2, 1), links=links)
+    same = replace(llm(2, 1), links=dict(links))
+    links.clear()
+    assert costs == same
+    assert hash(costs) == hash(same)
 
 
 @pytest.mark.parametrize("number", [-1.0, math.nan, math.inf])
@@ -162,14 +193,14 @@ def test_costs_of_layers_are_amounts(number: float) -> None:
     for name in ("f", "i", "w", "activations"):
         with pytest.raises(ValueError, match=f"the layer norm cannot have {name} = {number}"):
             replace(layer, **{name: number})
-    with pytest.raises(ValueError, match=f"LayerCosts cannot have message_bytes = {number}"):
+    with pytest.raises(ValueError, match=f"the costs of layers cannot have message_bytes = {number}"):
         LayerCosts((layer,), message_bytes=number)
-    with pytest.raises(ValueError, match=f"LayerCosts cannot have freed_by_i = {3 + number}"):
+    with pytest.raises(ValueError, match=f"the costs of layers cannot have freed_by_i = {3 + number}"):
         LayerCosts((layer,), freed_by_i=3 + number)
 
 
 def test_progress_goes_from_nothing_to_all() -> None:
     shares: list[float] = []
-    plan_layers(2, 4, llm(6, 2.0), budget=LITTLE, progress=lambda share, best: shares.append(share))
+    plan(2, 4, llm(6, 2.0), budget=LITTLE, progress=lambda share, best: shares.append(share))
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, generate, simulate
+from zbpipe import CostModel, JobCosts, Link, Op, OpKind, Placement, Plan, Schedule, generate, simulate
 from zbpipe.bound import lower_bound, span_bound
-from zbpipe.costs import least_room, shares_within
+from zbpipe.costs import least_room, rank_shares
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, Shape
-from zbpipe.planner.plan import PLACEMENTS, plan
+from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
-from zbpipe.planner.search import absolute
+from zbpipe.planner.request import PLACEMENTS
 from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
 from zbpipe.transport import Transport
 
@@ -32,10 +33,15 @@ LITTLE = 2e5
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+def microbatches_of(number: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank what so many microbatches weigh, in the unit of the costs' activations."""
+    return tuple(number * share for share in rank_shares(placement, costs))
+
+
 def problem(placement: Placement, costs: CostModel | None = None, microbatches: int = 4, limit: float = 2.0) -> Problem:
     """With room for one microbatch at the least."""
     costs = costs or CostModel.uniform(placement)
-    limits = tuple(map(max, absolute(limit, placement, costs), least_room(placement, costs)))
+    limits = tuple(map(max, microbatches_of(limit, placement, costs), least_room(placement, costs)))
     return Problem("tested", placement, costs, microbatches, limits)
 
 
@@ -98,7 +104,7 @@ class Reached(NamedTuple):
 def test_the_bound_is_reached(case: Reached) -> None:
     schedule = generate(case.schedule, 8, 32)
     costs = CostModel.uniform(schedule.placement, *case.costs)
-    bound = lower_bound(schedule.placement, costs, 32, absolute(case.limit, schedule.placement, costs))
+    bound = lower_bound(schedule.placement, costs, 32, microbatches_of(case.limit, schedule.placement, costs))
     assert bound == pytest.approx(case.makespan)
     assert simulate(schedule, costs).makespan == pytest.approx(case.makespan)
 
@@ -111,11 +117,13 @@ def test_the_bound_knows_warm_up_cool_down_and_littles_law() -> None:
     """
     v, single = Placement.v(8), Placement.loop(8)
     costs = CostModel.uniform(v, 1, 1.2, 0.8)
-    bound = lower_bound(v, costs, 32, absolute(5.5, v, costs))
+    bound = lower_bound(v, costs, 32, microbatches_of(5.5, v, costs))
     assert bound == pytest.approx(96 + (8 + 7 * 0.6 - 5.5) + (3.5 + 9.6 + 0.4 - 11))
     # Rank 0 holds a microbatch from its F over 7 F and 8 I elsewhere and its own to its W, and only 5 at a time.
     costs = CostModel.uniform(single, 1, 2, 1)
-    assert lower_bound(single, costs, 32, absolute(5.5, single, costs)) == pytest.approx(32 * (8 + 8 * 2 + 1) / 5)
+    assert lower_bound(single, costs, 32, microbatches_of(5.5, single, costs)) == pytest.approx(
+        32 * (8 + 8 * 2 + 1) / 5
+    )
 
 
 exact_cases = st.tuples(
@@ -179,12 +187,13 @@ def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
     costs = data.draw(cost_models(placement))
     ranks = placement.num_ranks
     drawn = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.5]), min_size=ranks, max_size=ranks))
-    limits = list(map(max, drawn, shares_within(least_room(placement, costs), placement, costs)))
+    drawn = [limit * share for limit, share in zip(drawn, rank_shares(placement, costs), strict=True)]
+    limits = list(map(max, drawn, least_room(placement, costs)))
     microbatches = data.draw(st.integers(1, 7))
     found = plan(ranks, microbatches, costs, limits, placements=[placement], budget=LITTLE)
     check_schedule(found.schedule)
     assert (found.schedule.num_ranks, found.schedule.num_microbatches) == (ranks, microbatches)
-    assert all(peak <= limit + 1e-6 for peak, limit in zip(found.timeline.peak_activations, limits, strict=True))
+    assert all(peak <= limit + 1e-6 for peak, limit in zip(found.timeline.peak_memory, limits, strict=True))
     assert found.timeline == simulate(found.schedule, costs)
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
 
@@ -194,9 +203,9 @@ def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
 def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: str, data: st.DataObject) -> None:
     known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
     costs = data.draw(cost_models(known.placement))
-    limits = list(simulate(known, costs).peak_activations)
+    limits = list(simulate(known, costs).peak_memory)
     if any(op.kind is OpKind.B for op in known.ops[0]):  # a plan has I and W in its place, which may take more
-        limits = [limit + 1 for limit in limits]
+        limits = [limit + share for limit, share in zip(limits, rank_shares(known.placement, costs), strict=True)]
     found = plan(known.num_ranks, known.num_microbatches, costs, limits, placements=[known.placement], budget=LITTLE)
     assert found.makespan <= simulate(known, costs).makespan * (1 + 1e-9)
 
@@ -206,7 +215,7 @@ def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: st
 def test_nor_are_they_where_messages_wait_for_each_other(name: str, transport: Transport, data: st.DataObject) -> None:
     known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
     costs = data.draw(cost_models(known.placement))
-    limits = list(simulate(known, costs).peak_activations)
+    limits = list(simulate(known, costs).peak_memory)
     size = known.num_ranks, known.num_microbatches
     found = plan(*size, costs, limits, placements=[known.placement], budget=LITTLE, transport=transport)
     check_schedule(found.schedule)
@@ -288,11 +297,12 @@ def test_per_stage_costs_and_links() -> None:
         freed_by_i=0.5,
         links={(0, 1): Link(0.75)},
     )
-    found = plan(4, 8, costs, [3, 2, 2, 2], budget=2e6)
+    limits = [15, 4, 4, 4]
+    found = plan(4, 8, costs, limits, budget=2e6)
     assert found.placement in ("loop", "v")  # it has as many stages as the costs
-    on_v = plan(4, 8, costs, [3, 2, 2, 2], placements=[placement], budget=2e6)
+    on_v = plan(4, 8, costs, limits, placements=[placement], budget=2e6)
     assert on_v.placement == "v"
-    assert all(peak <= limit + 1e-9 for peak, limit in zip(on_v.timeline.peak_activations, (3, 2, 2, 2), strict=True))
+    assert all(peak <= limit + 1e-9 for peak, limit in zip(on_v.timeline.peak_memory, limits, strict=True))
     assert found.makespan <= on_v.makespan * 1.05
     assert found.gap < 0.1
 
@@ -313,6 +323,23 @@ def test_the_span_of_the_ranks_can_be_the_objective() -> None:
     assert found.longest_rank_span == found.lower_bound == 24
     assert found.optimal
     assert found.makespan >= 27
+
+
+@settings(patient, max_examples=30)
+@given(st.data())
+def test_the_inner_loops_measure_the_span_of_the_ranks(data: st.DataObject) -> None:
+    """On loops and Vs as the simulation does, on other placements never less."""
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    tested = replace(problem(placement, costs, data.draw(st.integers(1, 6))), by_span=True)
+    scheduler = ListScheduler(tested, PLAIN)
+    for _, order in scheduler.by_kind():
+        length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 2_000, 1)
+        span = tested.length(better)
+        if placement in [place(placement.num_ranks) for place in PLACEMENTS.values()]:
+            assert length == pytest.approx(span, rel=1e-6)
+        assert length >= span * (1 - 1e-6)
+        assert tested.lower_bound <= span * (1 + 1e-9)
 
 
 def test_same_seed_and_budget_same_plan() -> None:
@@ -344,7 +371,7 @@ def test_machine_code_gives_the_same_results() -> None:
         job = engine.prepare(tested.job)
         scheduler = ListScheduler(tested, engine)
         length, order = scheduler.run(Shape.plain(scheduler.legs))
-        annealed = engine.anneal(job, engine.integers(order), 0.0, False, 0.1, 100_000, 7)
+        annealed = engine.anneal(job, engine.integers(order), 0.0, 0.1, 100_000, 7)
         return length, order, scheduler.justify(order), annealed
 
     assert results(fastest()) == results(PLAIN)
@@ -388,7 +415,7 @@ def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) 
     tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 6)), 2.0)
     scheduler = ListScheduler(tested, PLAIN)
     before, order = scheduler.run(Shape.plain(scheduler.legs))
-    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, False, 0.2, 20_000, data.draw(st.integers(1, 99)))
+    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 20_000, data.draw(st.integers(1, 99)))
     schedule = tested.schedule("annealed", better)
     check_schedule(schedule)
     assert tested.fits(schedule)
@@ -419,13 +446,20 @@ def in_two(schedule: Schedule) -> Schedule:
     ("call", "words"),
     [
         (lambda: plan(0, 4, (1, 1, 1)), "at least 1 rank and 1 microbatch, got 0 and 4"),
-        (lambda: plan(2, 4, (1, 1, 1), 0.5), "memory_limit=0.5 on rank 0 is less than one microbatch.*at least 1,"),
+        (lambda: plan(2, 4, (1, 1, 1), 0.5), "memory_limit = 0.5 is too small: one microbatch peaks at 1 on rank 0; "),
         (
             lambda: plan(2, 4, lambda placed: CostModel.uniform(placed, freed_by_i=-0.5), 1, placements=["v"]),
-            "memory_limit=1 on rank 0 is less than one microbatch.*at least 1.25,",
+            "memory_limit = 1 is too small: one microbatch peaks at 1.25 on rank 0; ",
         ),
-        (lambda: plan(2, 4, (1, 1, 1), [2, 0.9]), "memory_limit=0.9 on rank 1"),
-        (lambda: plan(2, 4, (1, 1, 1), [2.0]), "one number or one per rank, got 1 for 2 ranks"),
+        (lambda: plan(2, 4, (1, 1, 1), [2, 0.9]), "memory_limit = 0.9 .* on rank 1"),
+        (lambda: plan(2, 4, (1, 1, 1), [2.0]), "one number or one for each rank, got 1 for 2 ranks"),
+        (lambda: plan(2, 4, (1, 1, 1), -1), "memory_limit = -1 is no amount"),
+        (lambda: plan(2, 4, (1, 1, 1), float("nan")), "memory_limit = nan is no amount"),
+        (lambda: plan(2, 4, (1, 1, -1)), "cannot have w = -1: give a number from 0 to 1e"),
+        (lambda: plan(2, 4, (1, 1, 1), transport="wire"), "transport='wire' is unknown: use one of 'ideal'"),
+        (lambda: plan("2", 4, (1, 1, 1)), "ranks has to be a whole number, got '2'"),  # type: ignore[arg-type]
+        (lambda: plan(2, True, (1, 1, 1)), "microbatches has to be a whole number, got True"),
+        (lambda: plan(2, 4, (1, 1, 1), seed=0.5), "seed has to be a whole number, got 0.5"),  # type: ignore[arg-type]
         (lambda: plan(2, 4, (1, 1, 1), placements=["spiral"]), "unknown placement 'spiral'.*single, loop, v, wave"),
         (lambda: plan(2, 4, (1, 1, 1), placements=[Placement.v(3)]), "for 3 ranks, but the job has 2"),
         (lambda: plan(2, 4, (1, 1, 1), placements=[]), "no placement"),
@@ -437,6 +471,58 @@ def in_two(schedule: Schedule) -> Schedule:
 def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"costs": (1, 1)}, "three numbers (f, i, w), for example (1, 1, 1), got (1, 1)"),
+        ({"costs": (1, 1, "1")}, "got (1, 1, '1')"),
+        ({"costs": (1, 1, True)}, "got (1, 1, True)"),
+        ({"costs": None}, "got None"),
+        ({"costs": lambda placement: 3}, "got 3"),
+        ({"memory_limit": "3"}, "memory_limit = '3' is no number: give what a rank can hold"),
+        ({"memory_limit": True}, "memory_limit = True is no number"),
+        ({"memory_limit": [3, None]}, "memory_limit = None is no number"),
+        ({"placements": 3}, "placements = 3: give zbpipe.Placements, or names out of single, loop, v, wave"),
+        ({"budget": "1e8"}, "budget = '1e8' is no number"),
+        ({"exact": 1}, "exact = 1: give True or False"),
+        ({"transport": 1}, "transport = 1 is no zbpipe.transport.Transport, nor the name of one"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        plan(**{"ranks": 2, "microbatches": 4, "costs": (1, 1, 1)} | arguments)
+
+
+def test_what_a_job_costs_has_the_defaults_of_a_plan() -> None:
+    """Its placement, memory limit and transport; arguments go before them."""
+    placement = Placement.v(2)
+    costs = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (2e9,) * 4)
+    job = JobCosts(costs, placement, (6e9, 8e9), "one queue")
+    found = plan(2, 6, job, budget=LITTLE)
+    assert (found.schedule.placement, found.limits) == (placement, (6e9, 8e9))
+    assert found.timeline.transport is Transport.ONE_QUEUE
+    assert found == plan(2, 6, costs, [6e9, 8e9], placements=placement, transport="one queue", budget=LITTLE)
+    other = plan(2, 6, job, 5e9, placements="loop", transport="ideal", budget=LITTLE)
+    assert (other.placement, other.limits, other.timeline.transport) == ("loop", (5e9, 5e9), Transport.IDEAL)
+    with pytest.raises(ValueError, match="is for 2 ranks, but the job has 3"):
+        plan(3, 6, job)
+
+
+@pytest.mark.parametrize("limit", [None, float("inf"), 1e9])
+def test_a_limit_above_all_microbatches_is_none(limit: float | None) -> None:
+    assert plan(2, 3, (1, 1, 1), limit, placements=["single"], budget=LITTLE).makespan == 10
+
+
+def test_plans_are_equal_and_have_a_hash() -> None:
+    def found() -> Plan:
+        return plan(2, 3, (1, 1, 1), placements=["single"], budget=LITTLE)
+
+    assert found() == found()
+    assert len({found().bounds, found().bounds}) == 1
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        found().bounds["single"] = 0.0  # type: ignore[index]
 
 
 def test_the_plain_import_is_light() -> None:

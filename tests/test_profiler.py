@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, WeightProduct, costs_file, passes, simulate
-from zbpipe.costs_file import JobCosts
+from zbpipe import CostModel, JobCosts, WeightProduct, costs_file, passes, simulate
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.auto import memory_limits, start_within
@@ -168,8 +167,8 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
     file = tmp_path / "costs.toml"
-    costs_file.dump(first, file)
-    assert costs_file.load(file) == first
+    costs_file.dump_costs(first, file)
+    assert costs_file.load_costs(file) == first
 
 
 class Logits(nn.Module):
@@ -402,12 +401,12 @@ def test_auto_begins_within_its_limit() -> None:
 
 
 def test_memory_limits_of_the_plan() -> None:
-    """In shares of each rank, and at least what the start holds."""
+    """In the unit of the costs, and at least what the start holds."""
     start = zbpipe.generate("VMin", 4, 8)
     even = CostModel.uniform(Placement.v(4))
     assert memory_limits(4.0, start, even) == (4.0, 4.0, 4.0, 4.0)
-    held = zbpipe.simulate(start, even).peak_activations
+    held = zbpipe.simulate(start, even).peak_memory
     assert memory_limits(1.0, start, even) == held
     heavy = CostModel(even.f, even.i, even.w, (2.5, *even.activations[1:]))
-    # A microbatch weighs 6 in all. The first rank's share of it is 3, the others' are 1.
-    assert memory_limits(8.0, start, heavy)[:2] == (4.0, 12.0)
+    # A microbatch weighs 6 in all, so a rank's average share weighs 1.5.
+    assert memory_limits(8.0, start, heavy) == (12.0, 12.0, 12.0, 12.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from zbpipe import Op, Placement, Schedule, generate, registry
-from zbpipe.costs import CostModel, least_room, shares_within
+from zbpipe.costs import CostModel, least_room, rank_shares
 from zbpipe.planner.search import best_within
 from zbpipe.runtime._torch import lower
 from zbpipe.simulation import simulate
@@ -181,7 +181,11 @@ def test_searched_schedules_fit_any_costs(ranks: int, microbatches: int, data: s
 
 def within(limit: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
     """The limit by rank, or what one microbatch takes."""
-    return tuple(max(limit, least) for least in shares_within(least_room(placement, costs), placement, costs))
+    # A rank that keeps nothing could hold any number.
+    return tuple(
+        max(limit, least / share if share else 1.0)
+        for least, share in zip(least_room(placement, costs), rank_shares(placement, costs), strict=True)
+    )
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])

@@ -366,7 +366,7 @@ COSTS = [field.name for field in fields(CostModel) if field.name not in ("link",
 def test_costs_that_are_not_finite_are_refused(name: str, number: float) -> None:
     costs = CostModel.uniform(Placement.loop(2))
     bad = (1.0, number) if isinstance(getattr(costs, name), tuple) else number
-    with pytest.raises(ValueError, match=f"a CostModel cannot have {name} = {number}".replace("+", r"\+")):
+    with pytest.raises(ValueError, match=f"the costs of stages cannot have {name} = {number}".replace("+", r"\+")):
         exchange(costs, name, bad)
 
 
@@ -374,10 +374,10 @@ def test_costs_that_are_not_finite_are_refused(name: str, number: float) -> None
 def test_costs_below_zero_are_refused(name: str) -> None:
     costs = CostModel.uniform(Placement.loop(2))
     bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else 1.5 if name == "freed_by_i" else -0.5
-    with pytest.raises(ValueError, match=rf"a CostModel cannot have {name} = (-0.5|1.5): give a number"):
+    with pytest.raises(ValueError, match=rf"the costs of stages cannot have {name} = (-0.5|1.5): give a number"):
         exchange(costs, name, bad)
     if isinstance(bad, tuple):
-        with pytest.raises(ValueError, match="need one number a stage each"):
+        with pytest.raises(ValueError, match="need one number for each stage"):
             exchange(costs, name, (1.0,))
 
 

@@ -23,7 +23,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_tita
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import zbpipe
-from zbpipe import cli, costs_file
+from zbpipe import cli
 from zbpipe.demo import comparison, launch
 from zbpipe.demo.launch import Outcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
@@ -175,7 +175,7 @@ def write_into(file: str) -> bool:
     prepare()
     from zbpipe.runtime import job
 
-    costs = costs_file.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
+    costs = zbpipe.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
     with mock.patch.object(job.logger, "warning") as warned:
         job.write_costs(costs, file)
     return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
@@ -266,7 +266,7 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert "Auto: Auto-VHalf takes" in job.log
     assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
     assert "MiB after F" in job.log
-    measured = costs_file.load(costs)
+    measured = zbpipe.load_costs(costs)
     assert measured.placement == zbpipe.Placement.v(2)
     assert min(*measured.costs.f, *measured.costs.i, *measured.costs.w) > 0  # type: ignore[union-attr]
     assert min(measured.costs.activations) > 64 * 256 * 4  # type: ignore[union-attr]
@@ -289,7 +289,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert 0 < step["zbpipe/bubble(%)"] < 100
             assert step["zbpipe/peak_activations"] == 2
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
-    assert costs_file.load(costs).placement == zbpipe.Placement.loop(2)
+    assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:

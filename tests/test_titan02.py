@@ -18,7 +18,7 @@ from ranks import run_ranks
 from titan_jobs import DEEPSEEK, SHORT, Job, Titan, assert_trains_alike, pipeline, require_titan, start_from
 
 import zbpipe
-from zbpipe import Placement, costs_file
+from zbpipe import Placement
 from zbpipe.demo import comparison
 from zbpipe.demo.launch import demo_arguments
 from zbpipe.runtime.options import Options
@@ -210,7 +210,7 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert job.losses == pytest.approx(expected.losses, rel=1e-5)
     assert "Auto: Auto-VHalf takes" in job.log
     assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
-    assert costs_file.load(costs).placement == Placement.v(2)
+    assert zbpipe.load_costs(costs).placement == Placement.v(2)
     rows = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert rows == ["rank 0", "rank 0 measured", "rank 1", "rank 1 measured"]
 
@@ -230,7 +230,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert 0 < step["zbpipe/bubble(%)"] < 100
             assert step["zbpipe/peak_activations"] == 2
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
-    assert costs_file.load(costs).placement == Placement.loop(2)
+    assert zbpipe.load_costs(costs).placement == Placement.loop(2)
 
 
 def looked_at() -> list[list[int]]:

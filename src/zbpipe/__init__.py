@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.registry import generate, register, stage_indices
 from zbpipe.simulation import simulate
@@ -16,9 +17,10 @@ from zbpipe.timeline import Timeline
 from zbpipe.validation import Finding, validate
 
 if TYPE_CHECKING:
+    from zbpipe.costs_file import dump_costs, load_costs
     from zbpipe.frameworks.installation import install, uninstall
-    from zbpipe.planner.partition import LayerPlan, plan_layers
-    from zbpipe.planner.plan import Plan, plan
+    from zbpipe.planner.plan import plan
+    from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule
     from zbpipe.runtime.failures import PipelineError
@@ -48,9 +50,9 @@ __all__ = [
     "Finding",
     "GradientCheck",
     "GradientReport",
+    "JobCosts",
     "Layer",
     "LayerCosts",
-    "LayerPlan",
     "Link",
     "Op",
     "OpKind",
@@ -70,10 +72,11 @@ __all__ = [
     "WeightProduct",
     "build_pipeline_schedule",
     "check_gradients",
+    "dump_costs",
     "generate",
     "install",
+    "load_costs",
     "plan",
-    "plan_layers",
     "register",
     "simulate",
     "stage_indices",
@@ -83,9 +86,10 @@ __all__ = [
 
 
 _LATER = {
+    "costs_file": ("dump_costs", "load_costs"),
     "frameworks.installation": ("install", "uninstall"),
-    "planner.partition": ("LayerPlan", "plan_layers"),
-    "planner.plan": ("Plan", "plan"),
+    "planner.plan": ("plan",),
+    "planner.result": ("Plan",),
     "runtime.auto": ("AutoSchedule",),
     "runtime.build": ("build_pipeline_schedule",),
     "runtime.failures": ("PipelineError",),
@@ -93,7 +97,7 @@ _LATER = {
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),
 }
-"""What is loaded when it is first used, by module: it needs torch, or a search that most users do not need."""
+"""What is loaded when it is first used, by module: it needs torch, or most users do not need it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,18 @@
-"""What a schedule's ops cost: seconds per stage for F, I and W, seconds per message, bytes of activations."""
+"""What a schedule's ops cost: seconds per stage for F, I and W, seconds per message, bytes of activations.
+
+Memory is in one unit everywhere, that of `CostModel.activations`: bytes where they were measured. In costs that are the
+same on every rank (`CostModel.uniform`) it is a rank's share of one microbatch, so that 1F1B on p ranks holds p.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from types import MappingProxyType
+from typing import Any, SupportsFloat
 
+from zbpipe.frozen import FrozenDict
 from zbpipe.ir import OpKind, Placement
 
 MOST = 1e100
@@ -19,34 +24,66 @@ def is_amount(number: float) -> bool:
     return 0 <= number <= MOST
 
 
-def require_amounts(what: str, **amounts: Iterable[float]) -> None:
-    """Refuse numbers that cannot be costs.
+def amount(what: str, name: str, value: Any) -> float:
+    """`value` as a cost.
 
     Raises:
-        ValueError: the first of them, by the name of its list.
+        TypeError: no number. The message names `what`, `name` and the value.
+        ValueError: a number below 0 or above 1e100.
     """
-    for name, numbers in amounts.items():
-        for number in numbers:
-            if not is_amount(number):
-                raise ValueError(f"{what} cannot have {name} = {number}: give a number from 0 to {MOST:g}")
+    refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
+    found = number(value, refusal)
+    if not is_amount(found):
+        raise ValueError(refusal)
+    return found
 
 
-def require_shares(what: str, freed_by_i: Iterable[float]) -> None:
-    """Refuse numbers that cannot be the share of the activations that I frees.
+def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
+    """The same for a list with a number for `each` of something."""
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
+    return tuple(amount(what, name, value) for value in values)
+
+
+def share(what: str, value: Any) -> float:
+    """`value` as the share of the activations that I frees.
 
     Raises:
-        ValueError: the first of them.
+        TypeError: no number.
+        ValueError: a number above 1, or one that is not finite.
     """
-    for share in freed_by_i:
-        if not -MOST <= share <= 1:
-            raise ValueError(f"{what} cannot have freed_by_i = {share}: give a number up to 1")
+    refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
+    found = number(value, refusal)
+    if not -MOST <= found <= 1:
+        raise ValueError(refusal)
+    return found
+
+
+def number(value: Any, refusal: str) -> float:
+    """`value` as a float; infinite for whole numbers of hundreds of digits.
+
+    Raises:
+        TypeError: no number. The message is `refusal`.
+    """
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        raise TypeError(refusal)
+    try:
+        return float(value)
+    except TypeError:  # an array
+        raise TypeError(refusal) from None
+    except OverflowError:
+        return inf
 
 
 @dataclass(frozen=True)
 class Link:
     """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
 
+        >>> Link(latency=1e-5, bandwidth=1e9).seconds(2e6)
+        0.00201
+
     Raises:
+        TypeError: no numbers.
         ValueError: a latency that is negative or not finite, or a bandwidth that is not positive.
     """
 
@@ -56,20 +93,63 @@ class Link:
     """Bytes per second."""
 
     def __post_init__(self) -> None:
-        require_amounts("a link", latency=(self.latency,))
-        if not self.bandwidth >= 1 / MOST:
-            raise ValueError(f"a link cannot have bandwidth = {self.bandwidth}: give a number above 0")
+        set_fields(self, latency=amount("a link", "latency", self.latency))
+        refusal = f"a link cannot have bandwidth = {self.bandwidth!r}: give a number above 0"
+        bandwidth = number(self.bandwidth, refusal)
+        if not bandwidth >= 1 / MOST:
+            raise ValueError(refusal)
+        set_fields(self, bandwidth=bandwidth)
 
     def seconds(self, num_bytes: float) -> float:
+        """How long a message takes."""
         return self.latency + num_bytes / self.bandwidth
+
+
+Links = Mapping[tuple[int, int], Link]
+"""By (from rank, to rank)."""
+COLUMNS = ("f", "i", "w", "activations")
+"""What each stage or layer has a number of."""
+
+
+def checked_messages(what: str, link: Any, links: Any, message_bytes: Any) -> dict[str, Any]:
+    """What stages send, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
+
+    Raises:
+        TypeError: no Link, no mapping of pairs of ranks (from 0 on) to Links, or no number.
+        ValueError: bytes that are negative or not finite.
+    """
+    if not isinstance(link, Link):
+        raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.Link")
+    if not isinstance(links, Mapping):
+        raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.Links by (from rank, to rank)")
+    for key, each in links.items():
+        is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
+        if not is_pair or not isinstance(each, Link):
+            raise TypeError(f"{what} cannot have links = {{{key!r}: {each!r}}}: give zbpipe.Links by two ranks")
+    return {
+        "link": link,
+        "links": FrozenDict(links),
+        "message_bytes": amount(what, "message_bytes", message_bytes),
+    }
+
+
+def set_fields(instance: object, **fields: Any) -> None:
+    """What a frozen dataclass may do while it is made."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Costs per stage. Times are seconds of one microbatch, memory is what one microbatch's forward keeps.
 
+        >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
+        >>> costs.num_stages, costs.adds(0, OpKind.I)
+        (2, -750000000.0)
+
     Raises:
-        ValueError: tuples of different lengths, or a number that is negative or not finite.
+        TypeError: something else than numbers, or lists of them.
+        ValueError: lists of different lengths, or a number that is negative or not finite.
     """
 
     f: tuple[float, ...]
@@ -79,31 +159,40 @@ class CostModel:
     w: tuple[float, ...]
     """Seconds of the backward for the weights (dW)."""
     activations: tuple[float, ...]
-    """What a stage keeps of one microbatch after F: bytes, or shares of a rank's microbatch."""
+    """What a stage keeps of one microbatch after F: bytes, or shares of a rank's microbatch. The unit of all memory."""
     freed_by_i: float | tuple[float, ...] = 0.0
-    """The share of the activations that I frees already, 1 at the most: of all stages, or one number a stage.
+    """The share of the activations that I frees already, at most 1: of all stages, or one number a stage.
 
-    W frees the rest. Less than zero means that more waits for W than F has left: under activation checkpointing F
-    leaves a checkpoint, and I the inputs and gradients of all layers whose dW is still to come, which count from its
-    start on.
+    W frees the rest. Below zero, more waits for W than F has left: under activation checkpointing F leaves a
+    checkpoint, and I the inputs and gradients of all layers whose dW is still to come. They count from I's start on.
     """
     link: Link = field(default_factory=Link)
     """The way between any two ranks."""
-    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    links: Links = field(default_factory=lambda: FrozenDict({}))
     """Links that differ, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.f), len(self.i), len(self.w), len(self.activations)}
-        if len(lengths) != 1:
-            raise ValueError(f"f, i, w and activations need one number a stage each, got {sorted(lengths)} numbers")
-        freed = self.freed_by_i if isinstance(self.freed_by_i, tuple) else (self.freed_by_i,) * len(self.f)
-        if len(freed) != len(self.f):
-            raise ValueError(f"freed_by_i has to be one number, or one a stage: got {len(freed)} for {len(self.f)}")
-        columns = {"f": self.f, "i": self.i, "w": self.w, "activations": self.activations}
-        require_amounts("a CostModel", **columns, message_bytes=(self.message_bytes,))
-        require_shares("a CostModel", freed)
+        what = "the costs of stages"
+        columns = {name: amounts(what, name, getattr(self, name), "stage") for name in COLUMNS}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
+        if not self.f:
+            raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
+        freed: float | tuple[float, ...]
+        if isinstance(self.freed_by_i, (tuple, list)):
+            freed = tuple(share(what, each) for each in self.freed_by_i)
+            if len(freed) != lengths["f"]:
+                raise ValueError(
+                    f"freed_by_i has to be one number, or one for each stage: got {len(freed)} for {lengths['f']}"
+                )
+        else:
+            freed = share(what, self.freed_by_i)
+        set_fields(
+            self, **columns, freed_by_i=freed, **checked_messages(what, self.link, self.links, self.message_bytes)
+        )
 
     @classmethod
     def uniform(
@@ -116,20 +205,31 @@ class CostModel:
         comm: float = 0.0,
         freed_by_i: float | tuple[float, ...] = 0.0,
     ) -> CostModel:
-        """The same costs on every rank.
+        """The same costs on every rank; activations in units of a rank's share of one microbatch.
+
+            >>> CostModel.uniform(Placement.v(1), w=0.5).w
+            (0.25, 0.25)
 
         Args:
             placement: of the schedule; a rank's time is shared equally by its stages.
             f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
             comm: seconds from one rank to another.
             freed_by_i: share of the activations that I frees; less than zero where it takes more.
+
+        Raises:
+            TypeError: no Placement, or something else than numbers.
+            ValueError: a number that is negative or not finite.
         """
-        shares = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
+        if not isinstance(placement, Placement):
+            raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
+        parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
 
-        def shared(time: float) -> tuple[float, ...]:
-            return tuple(time * share for share in shares)
+        def shared(name: str, time: float) -> tuple[float, ...]:
+            seconds = amount("uniform costs", name, time)
+            return tuple(seconds * part for part in parts)
 
-        return cls(shared(f), shared(i), shared(w), tuple(shares), freed_by_i, Link(comm))
+        link = Link(amount("uniform costs", "comm", comm))
+        return cls(shared("f", f), shared("i", i), shared("w", w), tuple(parts), freed_by_i, link)
 
     @property
     def num_stages(self) -> int:
@@ -184,16 +284,63 @@ def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
     return max(accumulate((*forward, *backward)))
 
 
-def shares_within(memory: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, how many of its shares of one microbatch (what its stages keep of one) fit into `memory`.
+def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`.
+
+    >>> rank_shares(Placement.v(2), CostModel((1,) * 4, (1,) * 4, (1,) * 4, (4, 3, 2, 1)))
+    (5.0, 5.0)
+    """
+    return tuple(
+        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
+    )
+
+
+def limits_by_rank(memory_limit: Any, ranks: int) -> tuple[float, ...]:
+    """A memory limit as one number for each rank.
 
     Args:
-        memory: for all ranks or by rank, in the unit of `costs.activations`.
-        placement: where the stages are.
-        costs: of these stages.
+        memory_limit: one number for all ranks, or one for each; infinite where there is no limit.
+        ranks: how many.
+
+    Raises:
+        TypeError: something else than numbers.
+        ValueError: another number of limits than ranks, or a number below zero.
     """
-    ranks = range(placement.num_ranks)
-    rooms = tuple(memory) if isinstance(memory, Sequence) else (memory,) * len(ranks)
-    shares = [sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in ranks]
-    # One that keeps nothing could hold any number; 1 is the least that a limit can say.
-    return tuple(room / share if share else 1.0 for room, share in zip(rooms, shares, strict=True))
+    way_out = "give what a rank can hold, as one number or one for each rank, in the unit of the costs' activations"
+    if isinstance(memory_limit, (tuple, list)):
+        given: Sequence[Any] = memory_limit
+    else:
+        given = (memory_limit,) * ranks
+    if len(given) != ranks:
+        raise ValueError(f"memory_limit has to be one number or one for each rank, got {len(given)} for {ranks} ranks")
+    limits = tuple(number(limit, f"memory_limit = {limit!r} is no number: {way_out}") for limit in given)
+    for limit in limits:
+        if not limit >= 0:
+            raise ValueError(f"memory_limit = {limit:g} is no amount: {way_out}")
+    return limits
+
+
+def as_cost_model(costs: CostModel | Sequence[float], placement: Placement) -> CostModel:
+    """`costs` itself, or for `(f, i, w)` the same costs on every rank, as `CostModel.uniform` makes them.
+
+        >>> as_cost_model((1, 1, 2), Placement.loop(4)) == CostModel.uniform(Placement.loop(4), w=2)
+        True
+
+    Raises:
+        TypeError: `costs` is neither.
+        ValueError: a CostModel for another number of stages, or a number that cannot be a cost.
+    """
+    if isinstance(costs, CostModel):
+        if costs.num_stages != placement.num_stages:
+            raise ValueError(
+                f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
+                " number a stage"
+            )
+        return costs
+    # A TypeError with the way out for whatever callers hand in that has no types.
+    numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
+    if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
+        raise TypeError(
+            f"costs have to be a zbpipe.CostModel or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+        )
+    return CostModel.uniform(placement, *numbers)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from zbpipe.costs import CostModel, Link, require_amounts, require_shares
+from zbpipe.costs import COLUMNS, CostModel, Link, Links, amount, checked_messages, set_fields, share
+from zbpipe.frozen import FrozenDict
 from zbpipe.ir import Placement
 
 MOST_LAYERS = 10_000
@@ -17,14 +17,18 @@ Split = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """A piece of the model that lies on one stage. Times are seconds of one microbatch.
+    """A piece of the model that stays on one stage. Times are seconds of one microbatch.
+
+        >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
+        6.0
 
     Raises:
-        ValueError: a number that is negative or not finite.
+        TypeError: `modules` is no list of names, or something else than a number.
+        ValueError: no name, or a number that is negative or not finite.
     """
 
     modules: tuple[str, ...]
-    """TorchTitan's names of what is in it: `("layers.3",)`, or `("norm", "lm_head")`."""
+    """TorchTitan's names of its modules: `("layers.3",)`, or `("norm", "lm_head")`."""
     f: float
     """Seconds of the forward."""
     i: float
@@ -35,8 +39,13 @@ class Layer:
     """Bytes that it keeps of one microbatch after F."""
 
     def __post_init__(self) -> None:
-        columns = {"f": self.f, "i": self.i, "w": self.w, "activations": self.activations}
-        require_amounts(f"the layer {'+'.join(self.modules)}", **{name: (cost,) for name, cost in columns.items()})
+        names = self.modules
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"a layer cannot have modules = {names!r}: give a list of names, for example ('layers.0',)")
+        if not names:
+            raise ValueError("a layer cannot have modules = (): give at least one name, for example ('layers.0',)")
+        what = f"the layer {'+'.join(names)}"
+        set_fields(self, modules=tuple(names), **{name: amount(what, name, getattr(self, name)) for name in COLUMNS})
 
     @property
     def seconds(self) -> float:
@@ -48,28 +57,37 @@ class Layer:
 class LayerCosts:
     """Costs of a model that is not cut into stages yet.
 
+        >>> block = Layer(("layers.0",), f=1, i=1, w=1, activations=1e9)
+        >>> costs = LayerCosts((block, block, block))
+        >>> costs.even(Placement.loop(2)).f
+        (2.0, 1.0)
+
     Raises:
+        TypeError: something else than Layers, Links and numbers.
         ValueError: no layer or more than 10,000, or a number that is negative or not finite.
     """
 
     layers: tuple[Layer, ...]
     """From the embedding to the head."""
     freed_by_i: float = 0.0
-    """The share of the activations that I frees already, 1 at the most; below zero where it takes more."""
+    """The share of the activations that I frees already, at most 1; below zero where it takes more."""
     link: Link = field(default_factory=Link)
     """The way between any two ranks."""
-    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    links: Links = field(default_factory=lambda: FrozenDict({}))
     """Links that differ, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
 
     def __post_init__(self) -> None:
+        what = "the costs of layers"
+        if not isinstance(self.layers, (tuple, list)) or not all(isinstance(each, Layer) for each in self.layers):
+            raise TypeError(f"{what} cannot have layers = {self.layers!r}: give a list of zbpipe.Layer")
         if not self.layers:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
-            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: take several as one layer")
-        require_amounts("LayerCosts", message_bytes=(self.message_bytes,))
-        require_shares("LayerCosts", (self.freed_by_i,))
+            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: count several as one layer")
+        messages = checked_messages(what, self.link, self.links, self.message_bytes)
+        set_fields(self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), **messages)
 
     def stages(self, split: Split) -> CostModel:
         """The costs of the stages of this split."""
@@ -94,15 +112,22 @@ class LayerCosts:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with so many layers a stage: `(2, 1)` gives `(range(0, 2), range(2, 3))`."""
+    """The split with so many layers a stage.
+
+    >>> split_of((2, 1))
+    (range(0, 2), range(2, 3))
+    """
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many layers on each stage as on any other, or one more on the first stages: TorchTitan's default.
+    """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer and so norm and head together, as they are one `Layer` here.
+    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here.
+
+        >>> even_sizes(7, 3)
+        (3, 2, 2)
 
     Raises:
         ValueError: fewer layers than stages.
@@ -113,11 +138,7 @@ def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def require_enough(num_layers: int, num_stages: int) -> None:
-    """Refuse fewer layers than stages.
-
-    Raises:
-        ValueError: just that.
-    """
+    """Raise ValueError for fewer layers than stages."""
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"

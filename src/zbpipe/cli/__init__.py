@@ -11,7 +11,7 @@ from zbpipe.cli.tables import export, validate
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
+@click.version_option(__version__, prog_name="zbpipe")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +19,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _UserError(click.ClickException):
-    """What the user can put right: one line, exit code 2."""
+    """What the user can mend: one line, exit code 2."""
 
     exit_code = 2
 
 
 @contextmanager
 def in_one_line(*kinds: type[Exception]) -> Iterator[None]:
-    """The one place where errors of these kinds become messages. A broken pipe is none: click ends quietly on it."""
+    """Turn errors of these kinds into one-line messages; a broken pipe is left to click, which exits quietly."""
     try:
         yield
     except BrokenPipeError:
@@ -39,7 +40,7 @@ def _message(error: Exception) -> str:
         where = f" See `{error.ctx.command_path} --help`." if error.ctx else ""
         return one_line(error.format_message()).removesuffix(".") + "." + where
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}; name a file in a folder that exists and is yours to write to"
+        return f"{error.filename}: {error.strerror}; name a file in a folder that exists and that you can write to"
     return one_line(str(error))
 
 
@@ -48,7 +49,7 @@ def one_line(text: str) -> str:
 
 
 class Group(click.Group):
-    """A group that reports misuse of itself and its commands in one line."""
+    """A group that reports wrong usage of itself and its commands in one line."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -62,7 +63,7 @@ class Group(click.Group):
 
 
 class Command(click.Command):
-    """A command that ends with one line if the library refuses what it was given."""
+    """A command that exits with one line if the library refuses an argument."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with in_one_line(ValueError, OSError):
@@ -70,7 +71,7 @@ class Command(click.Command):
 
 
 class Times(NamedTuple):
-    """What a rank takes for one microbatch, in seconds."""
+    """How long a rank works on one microbatch, in seconds."""
 
     f: float
     i: float
@@ -78,7 +79,7 @@ class Times(NamedTuple):
 
 
 def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
-    """What `--costs` says."""
+    """Parse `--costs`."""
     try:
         times = Times(*map(float, text.split(",")))
     except (TypeError, ValueError):
@@ -86,23 +87,47 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
     # Pictures divide by the longest.
     if not all(map(is_amount, times)) or max(times) < 1 / MOST:
         raise click.BadParameter(
-            f"{text!r} has no three times from zero to {MOST:g}, one above zero; write for example 1,1,0.8"
+            f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
         )
     return times
 
 
 def _transport(context: click.Context, option: click.Parameter, text: str) -> Transport:
-    """What `--transport` says."""
+    """Parse `--transport`."""
     try:
         return Transport.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-def amount(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not is_amount(value):
+def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Check `--comm`."""
+    if not is_amount(value):
         raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
     return value
+
+
+_BYTES = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+
+def _memory(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Parse `--memory-limit`: a number in the unit of the costs, or bytes where these are measured."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(.*?)\s*([kmg]i?b)?\s*", text, re.IGNORECASE)
+    number, suffix = match.groups() if match else (text, None)
+    try:
+        amount = float(number) * _BYTES[(suffix or "").lower()]
+    except ValueError:
+        amount = -1.0
+    if not is_amount(amount):
+        raise click.BadParameter(f"{text!r} is no amount; write a number from zero to {MOST:g}, for example 5.5")
+    if suffix and context.params.get("costs_file") is None:
+        raise click.BadParameter(
+            f"{text!r} is in bytes, but nothing here was measured in bytes: write a number, 1 is a rank's share of one"
+            " microbatch, or use measured costs with `zbpipe plan --costs-file`"
+        )
+    return amount
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
@@ -117,7 +142,7 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 
 
 class OutputFile(click.Path):
-    """A file to write when all work is done: refused before it begins if that cannot be."""
+    """A file to write at the end; a path that cannot be written is refused at the start."""
 
     def __init__(self, allow_dash: bool = False) -> None:
         super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
@@ -130,7 +155,7 @@ class OutputFile(click.Path):
             file.stat()
         except (FileNotFoundError, NotADirectoryError):
             if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
-                self.fail(f"{str(file)!r} is in no folder that exists and is yours to write to", param, ctx)
+                self.fail(f"{str(file)!r} is in no folder that exists and that you can write to", param, ctx)
         except OSError as error:
             self.fail(f"{str(file)!r} cannot be written: {error.strerror}", param, ctx)
         return file
@@ -139,9 +164,9 @@ class OutputFile(click.Path):
 COUNT = click.IntRange(min=1)
 name_argument = click.argument("name")
 size_options = options(
-    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file says it itself."),
+    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
     click.option(
-        "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file says it itself."
+        "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has its own."
     ),
 )
 required_size = options(
@@ -153,7 +178,7 @@ stages_option = click.option(
     "stages_per_rank",
     type=COUNT,
     metavar="V",
-    help="Stages on each rank, for the schedules that take any number; default: the schedule's own.",
+    help="Stages on each rank, for schedules that take any number; default: the schedule's own.",
 )
 cost_options = options(
     click.option(
@@ -162,12 +187,12 @@ cost_options = options(
         callback=_times,
         default="1,1,1",
         show_default=True,
-        help="Seconds (or any one unit) that a rank takes for F, I and W of one microbatch.",
+        help="Seconds (or any other unit) that a rank takes for F, I and W of one microbatch.",
     ),
     click.option(
         "--comm",
         type=float,
-        callback=amount,
+        callback=_seconds,
         default=0.0,
         show_default=True,
         help="Seconds that a transfer between two ranks takes.",
@@ -180,14 +205,14 @@ transport_option = click.option(
     default="ideal",
     show_default=True,
     help="What messages wait for: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or shared-with-compute"
-    " (AMD's worst case). Receives stand where they are best.",
+    " (AMD's worst case). Receives are posted where they are best.",
 )
 memory_limit_option = click.option(
     "--memory-limit",
-    type=float,
-    callback=amount,
+    callback=_memory,
     metavar="X",
-    help="The most activations that a rank can hold; 1 is its share of one microbatch, 1F1B holds p.",
+    help="Activations that a rank can hold, in the unit of the costs: 1 is a rank's share of one microbatch, of which"
+    " 1F1B holds p. With measured costs (`plan --costs-file`) bytes, also as 6500MB or 6.5GiB.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -55,7 +55,7 @@ def _require_new(folder: Path) -> None:
         raise click.UsageError(f"--keep {folder}: the folder is not empty; name a new one")
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise click.UsageError(f"--keep {folder}: {above} is no folder that is yours to write to")
+        raise click.UsageError(f"--keep {folder}: {above} is no folder that you can write to")
 
 
 def _exit_code(runs: list[Run]) -> int:

@@ -1,39 +1,33 @@
-"""`plan`: the search for the best schedule, and its result beside the schedules with a name."""
+"""`plan`: the search for the best schedule, and its result beside the named schedules."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, Times, cost_options, memory_limit_option, transport_option
+from zbpipe.cli.base import COUNT, Command, OutputFile, cost_options, memory_limit_option, transport_option
 from zbpipe.cli.named import all_simulated, uniform
 
 if TYPE_CHECKING:
-    from zbpipe.cli.named import CostsOf
-    from zbpipe.costs import CostModel
-    from zbpipe.costs_file import JobCosts
     from zbpipe.ir import Placement
-    from zbpipe.layer_costs import LayerCosts
-    from zbpipe.planner.partition import LayerPlan
-    from zbpipe.planner.plan import Limit, Plan
-    from zbpipe.timeline import Timeline
-    from zbpipe.transport import Transport
+    from zbpipe.job_costs import JobCosts
+    from zbpipe.planner.result import Plan
     from zbpipe.views.report import Standing
 
 _STANDARD_OUTPUT = Path("-")
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
-    """Names, or the rank of each stage."""
+    """Parse `--placement`: names, or the rank of each stage."""
     from zbpipe.ir import Placement
-    from zbpipe.planner.plan import PLACEMENTS
+    from zbpipe.planner.request import PLACEMENTS
 
     found: list[str | Placement] = []
     for text in texts:
@@ -52,7 +46,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 
 
 @click.command(cls=Command)
-@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of says it itself.")
+@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of has its own.")
 @click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step.")
 @cost_options
 @transport_option
@@ -60,6 +54,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     "--costs-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
+    is_eager=True,  # --memory-limit asks whether it is there
     help="Times, bytes and links of stages or layers, in place of --costs and --comm (docs/costs-file.md).",
 )
 @memory_limit_option
@@ -69,7 +64,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     multiple=True,
     callback=_placements,
     metavar="NAME",
-    help="Where stages may be: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. May be given several"
+    help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be given several"
     " times; default: single, loop and v.",
 )
 @click.option(
@@ -77,11 +72,13 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     type=click.Choice(["makespan", "longest_rank_span"]),
     default="makespan",
     show_default=True,
-    help="What is to be short: the synchronous step, or the longest time of one rank, which counts when ranks run on"
-    " into the next step.",
+    help="The time to minimise: of a synchronous step, or the longest of one rank, which counts when each rank starts"
+    " its next step as soon as it is done.",
 )
-@click.option("--budget", type=float, metavar="N", help="Ops that the search may time; default: a second or so.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search's random numbers.")
+@click.option(
+    "--budget", type=float, metavar="N", help="How many ops the search may time; default: what takes a second or so."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
 @click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
 @click.option(
     "-o",
@@ -101,70 +98,76 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 )
 @click.pass_context
 def plan(
-    context: click.Context,
-    ranks: int | None,
-    microbatches: int,
-    costs: Times,
-    comm: float,
-    transport: Transport,
-    costs_file: Path | None,
-    memory_limit: float | None,
-    placements: list[str | Placement],
-    objective: Literal["makespan", "longest_rank_span"],
-    budget: float | None,
-    seed: int,
-    exact: bool,
-    output: Path | None,
-    json_file: Path | None,
+    context: click.Context, /, *, costs_file: Path | None, output: Path | None, json_file: Path | None, **asked: Any
 ) -> None:
     """Search for the best schedule for these times and this memory.
 
-    Prints it beside the schedules with a name, and how much better any other schedule could be at most. With costs of
-    layers it also tells which of them each stage should get.
+    Prints it beside the named schedules, and how far it is at most from the best possible. With costs of layers it also
+    says which layers each stage should get.
 
     \b
     Examples:
       zbpipe plan -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05 --memory-limit 5.5 -o plan.csv
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
     """
-    from zbpipe.planner.plan import DEFAULT_PLACEMENTS
-
     job = None if costs_file is None else _read(costs_file, context)
-    if job is not None and job.placement is not None:
-        if placements:
-            raise click.UsageError(f"--placement and the rank_of in {costs_file} exclude each other", context)
-        ranks, placements = ranks or job.placement.num_ranks, [job.placement]
-    if ranks is None:
-        raise click.UsageError("Missing option '-p' / '--ranks'", context)
-    if job is not None:
-        job.require_ranks(ranks)
-    how: dict[str, Any] = {"objective": objective, "budget": budget, "seed": seed, "exact": exact}
-    how["placements"] = placements or DEFAULT_PLACEMENTS
-    is_given = context.get_parameter_source("transport") is not ParameterSource.DEFAULT
-    how["transport"] = job.transport if job is not None and job.transport and not is_given else transport
-    limit = job.memory_limit if job is not None and memory_limit is None else memory_limit
-    of = uniform(costs, comm) if job is None else job.costs
-    with _progress_bar() as progress:
-        result = _search(ranks, microbatches, of, limit, **how, progress=progress)
+    found, named = _search(context, job, **asked)
     if output is not None:
-        output.write_text(result.plan.schedule.to_csv(), encoding="utf-8")
+        output.write_text(found.schedule.to_csv(), encoding="utf-8")
     if json_file is None:
-        click.echo("\n".join(_text(result)))
+        click.echo("\n".join(_text(found, named)))
     else:
         with click.open_file(json_file, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_record(result), indent=2) + "\n")
+            file.write(json.dumps(_record(found, named), indent=2) + "\n")
     for written in (output, json_file):
         if written is not None and written != _STANDARD_OUTPUT:
             click.echo(f"wrote {written}", err=json_file == _STANDARD_OUTPUT)
 
 
 def _read(file: Path, context: click.Context) -> JobCosts:
-    from zbpipe.costs_file import load
+    """The cost file, unless other options contradict it."""
+    from zbpipe.costs_file import load_costs
 
     for name in ("costs", "comm"):
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+        if _is_given(context, name):
             raise click.UsageError(f"--{name} and --costs-file {file} exclude each other: leave one out", context)
-    return load(file)
+    job = load_costs(file)
+    if job.placement is not None and _is_given(context, "placements"):
+        raise click.UsageError(f"--placement and the rank_of in {file} exclude each other: leave one out", context)
+    return job
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _search(context: click.Context, job: JobCosts | None, **asked: Any) -> tuple[Plan, list[Standing]]:
+    """The best schedule, and the named ones: for the same stages, or those of the even split of the layers."""
+    from zbpipe.planner.plan import plan
+    from zbpipe.views.report import Standing
+
+    by_rank = uniform(asked.pop("costs"), asked.pop("comm"))
+    costs_of = by_rank if job is None else job.stages
+    if job is not None and job.placement is not None:
+        asked["ranks"] = asked["ranks"] or job.placement.num_ranks
+    if asked["ranks"] is None:
+        raise click.UsageError("Missing option '-p' / '--ranks'", context)
+    asked["placements"] = asked["placements"] or None
+    if not _is_given(context, "transport"):
+        asked["transport"] = None
+    with _progress_bar() as progress:
+        found = plan(costs=job or costs_of, **asked, progress=progress)
+
+    def has_costs(placement: Placement) -> bool:
+        try:
+            costs_of(placement)
+        except ValueError:
+            return False
+        return True
+
+    transport = found.timeline.transport
+    named = all_simulated(asked["ranks"], asked["microbatches"], costs_of, has_costs, transport=transport)
+    return found, [Standing.of(timeline, found.limits) for timeline in named]
 
 
 @contextmanager
@@ -182,55 +185,11 @@ def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
         yield lambda share, best: bar.update(task, completed=share, best=f"{best:.6g}")
 
 
-class _Result(NamedTuple):
-    plan: Plan
-    named: list[Standing]
-    """The schedules with a name that have costs."""
-    layers: LayerPlan | None
-    """If there are layers to split."""
-
-
-def _search(
-    ranks: int, microbatches: int, costs: CostsOf | CostModel | LayerCosts, limit: Limit | None, **how: Any
-) -> _Result:
-    """The best schedule, beside those with a name: for the same stages, or those of the even split of the layers."""
-    from zbpipe.costs import CostModel
-    from zbpipe.layer_costs import LayerCosts
-    from zbpipe.planner.plan import plan
-
-    def among_named(costs_of: CostsOf, has_costs: Callable[[Placement], bool] = lambda _: True) -> Iterator[Timeline]:
-        return all_simulated(ranks, microbatches, costs_of, has_costs, transport=how["transport"])
-
-    if isinstance(costs, LayerCosts):
-        from zbpipe.planner.partition import as_limit, plan_layers
-
-        found = plan_layers(ranks, microbatches, costs, limit, **how)
-        limit, num_layers = as_limit(costs, ranks, limit), len(costs.layers)
-        named = among_named(costs.even, lambda placement: placement.num_stages <= num_layers)
-        return _Result(found.plan, _standings(named, limit), found)
-    if isinstance(costs, CostModel):
-        of, num_stages = costs, costs.num_stages
-        named = among_named(lambda _: of, lambda placement: placement.num_stages == num_stages)
-    else:
-        named = among_named(costs)
-    return _Result(plan(ranks, microbatches, costs, limit, **how), _standings(named, limit), None)
-
-
-def _standings(timelines: Iterable[Timeline], limit: Limit | None) -> list[Standing]:
-    """Whether they keep to the limit."""
-    from zbpipe.planner.plan import limits_of
-    from zbpipe.views.report import Standing
-
-    return [
-        Standing.of(timeline, limits_of(timeline.schedule.placement, timeline.costs, limit)) for timeline in timelines
-    ]
-
-
-def _record(result: _Result) -> dict[str, Any]:
+def _record(found: Plan, named: list[Standing]) -> dict[str, Any]:
     """The keys of `simulate --json` and more; the lower bound holds for all placements tried, and knows the limit."""
     from zbpipe.views.report import record
 
-    found, layers = result.plan, result.layers
+    parts = found.module_fqns_per_model_part
     return {
         **record(found.timeline),
         "lower_bound": found.lower_bound,
@@ -241,17 +200,16 @@ def _record(result: _Result) -> dict[str, Any]:
         "objective": found.objective,
         "found_by": found.found_by,
         "bounds": dict(found.bounds),
-        **({"module_fqns_per_model_part": layers.module_fqns_per_model_part} if layers else {}),
-        "named": [standing.record() for standing in result.named],
+        **({} if parts is None else {"module_fqns_per_model_part": parts}),
+        "named": [standing.record() for standing in named],
     }
 
 
-def _text(result: _Result) -> Iterator[str]:
+def _text(found: Plan, named: list[Standing]) -> Iterator[str]:
     """What the search found, and the table."""
     from zbpipe.views.report import Standing, beside
     from zbpipe.views.style import number, percent, summary
 
-    found = result.plan
     yield summary(found.timeline)
     yield f"placement {found.placement}, found by {found.found_by}"
     what = "makespan" if found.objective == "makespan" else "longest time of a rank"
@@ -260,23 +218,23 @@ def _text(result: _Result) -> Iterator[str]:
         f" this one is at most {percent(found.gap)} above the best"
     )
     yield ""
-    yield from beside(Standing.of(found.timeline, found.limits), result.named)
-    if result.layers is not None:
-        yield "schedules with a name: with TorchTitan's even split of the layers"
+    yield from beside(Standing.of(found.timeline, found.limits), named)
+    if found.layers is not None:
+        yield "named schedules: with TorchTitan's even split of the layers"
         yield ""
-        yield from _split(result.layers)
+        yield from _split(found)
 
 
-def _split(layers: LayerPlan) -> Iterator[str]:
-    """How the layers are cut, and what that is worth."""
+def _split(found: Plan) -> Iterator[str]:
+    """How the layers are cut, and what that gains."""
     from zbpipe.views.report import longer
     from zbpipe.views.style import number
 
-    if layers.even is not None:
-        reached, even = (getattr(plan, plan.objective) for plan in (layers.plan, layers.even))
-        yield f"a plan for TorchTitan's even split takes {number(even)}, {longer(even, reached)} to this one"
+    if found.even is not None:
+        even = found.even.reached
+        yield f"a plan for TorchTitan's even split takes {number(even)}, {longer(even, found.reached)} to this one"
     yield "layers by stage, as TorchTitan's parallelism.module_fqns_per_model_part:"
     yield "["
-    for modules in layers.module_fqns_per_model_part:
+    for modules in found.module_fqns_per_model_part or ():
         yield f"    {json.dumps(modules)},"
     yield "]"

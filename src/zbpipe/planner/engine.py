@@ -40,6 +40,7 @@ class Engine:
             self.floats(job.takes),
             self.floats(job.reserve),
             self.floats(job.limit),
+            self.floats(job.origin),
         )
 
 

@@ -1,7 +1,10 @@
 """The inner loops of the search, on plain numbers: list scheduling, and annealing of an order of ops.
 
 These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`.
+results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
+longer, and take more arguments, than elsewhere: what an object would hold they hand on as lists, and a call in the
+innermost loop costs time. What feeds an op is repeated here in numbers, as `feeder` and `fed`; the tests compare the
+times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands
 for one op. An order of all ops is *sound* if no op comes before one that feeds it; then the ranks, which run their ops
@@ -43,6 +46,8 @@ class Job(NamedTuple):
     """What has to stay free on the rank when it starts; not zero only for F."""
     limit: Floats
     """By rank: what it may hold."""
+    origin: Floats
+    """By rank: the time from which on its span counts. Zeros minimise the makespan."""
 
 
 def list_schedule(
@@ -147,22 +152,19 @@ def choose(
     return chosen, start, wake
 
 
-def anneal(
-    job: Job, start: Ints, target: float, by_span: bool, heat: float, work: int, seed: int
-) -> tuple[float, list[int], int]:
-    """Move ops of the critical path to and fro on their rank, and keep what is not longer, or not much.
+def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
+    """Move ops of the critical path back and forth on their rank, and keep what is not longer, or not much.
 
     Args:
         job: what to schedule.
         start: a sound order within the limits.
         target: stop when the order is as short as this.
-        by_span: whether "short" is about the longest span of a rank, in place of the makespan.
         heat: what may be lost by one move, in seconds, at the beginning; it falls to nothing.
         work: how many ops to time anew before it ends.
         seed: of the random numbers, 1 to 2147483646.
 
     Returns:
-        How short the best order is, that order, and how much of the work was done.
+        The length of the best order, that order, and how much of the work was done.
     """
     total = len(start)
     order = list(start)
@@ -174,8 +176,8 @@ def anneal(
     path = [0 for _ in range(0)]
     replay(job, order, place, before, after, end, backup, tail, 0, total - 1, NEVER)
     look_ahead(job, order, place, before, after, tail, 0, total - 1)
-    length = measure(job, first, last, end, by_span)
-    trace(job, last, before, end, by_span, first, path)
+    length = measure(job, last, end)
+    critical_ops(job, last, before, end, path)
     best, best_order = length, list(order)
     done = 0
     while done < work and best > target:
@@ -195,12 +197,11 @@ def anneal(
         shift(job, op, other if later else before[other], place[other], order, place, before, after, held, first, last)
         seed = seed * 48271 % 2147483647
         allowed = length - heat * (1.0 - done / work) * math.log(seed / 2147483647.0)
-        cutoff = NEVER if by_span else allowed
-        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, cutoff)
+        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, allowed)
         done += until - left
-        if good and measure(job, first, last, end, by_span) <= allowed:
-            length = measure(job, first, last, end, by_span)
-            trace(job, last, before, end, by_span, first, path)
+        if good and measure(job, last, end) <= allowed:
+            length = measure(job, last, end)
+            critical_ops(job, last, before, end, path)
             done += len(path) + look_ahead(job, order, place, before, after, tail, left, right)
             if length < best * (1 - 1e-9):
                 best = length
@@ -382,9 +383,9 @@ def look_ahead(
     while position >= 0 and position >= horizon:
         op = order[position]
         node = op // microbatches
-        following, longest = after[op], 0.0
+        following, longest = after[op], -job.origin[job.rank[node]]
         if following >= 0:
-            longest = job.seconds[following // microbatches] + tail[following]
+            longest = max(longest, job.seconds[following // microbatches] + tail[following])
         user = job.fed[node]
         if user >= 0:
             longest = max(longest, job.lag[user] + job.seconds[user] + tail[op + (user - node) * microbatches])
@@ -530,23 +531,21 @@ def starts(job: Job, order: Ints) -> list[float]:
     return begin
 
 
-def measure(job: Job, first: Ints, last: Ints, end: Floats, by_span: bool) -> float:
-    """The makespan, or the longest span of a rank."""
+def measure(job: Job, last: Ints, end: Floats) -> float:
+    """The makespan, or the longest span of a rank if the job has origins."""
     longest = 0.0
     for rank in range(job.ranks):
-        begin = end[first[rank]] - job.seconds[first[rank] // job.microbatches] if by_span else 0.0
-        longest = max(longest, end[last[rank]] - begin)
+        longest = max(longest, end[last[rank]] - job.origin[rank])
     return longest
 
 
-def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first: Ints, path: list[int]) -> None:
+def critical_ops(job: Job, last: Ints, before: Ints, end: Floats, path: list[int]) -> None:
     """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
     microbatches = job.microbatches
     worst, longest = 0, -1.0
     for rank in range(job.ranks):
-        begin = end[first[rank]] - job.seconds[first[rank] // microbatches] if by_span else 0.0
-        if end[last[rank]] - begin > longest:
-            worst, longest = rank, end[last[rank]] - begin
+        if end[last[rank]] - job.origin[rank] > longest:
+            worst, longest = rank, end[last[rank]] - job.origin[rank]
     path.clear()
     op = last[worst]
     while op >= 0:
@@ -560,5 +559,18 @@ def trace(job: Job, last: Ints, before: Ints, end: Floats, by_span: bool, first:
         op = previous
 
 
-HELPERS = (choose, mirror, squeeze, earliest_gap, in_time, link, reach, shift, replay, look_ahead, measure, trace)
+HELPERS = (
+    choose,
+    mirror,
+    squeeze,
+    earliest_gap,
+    in_time,
+    link,
+    reach,
+    shift,
+    replay,
+    look_ahead,
+    measure,
+    critical_ops,
+)
 """What the others are made of."""

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from math import inf
-from types import MappingProxyType
 
-from zbpipe.costs import least_room, shares_within
 from zbpipe.ir import Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
-from zbpipe.planner.plan import (
-    DEFAULT_PLACEMENTS,
-    Limit,
-    Objective,
-    Plan,
-    limits_of,
-    named_placements,
-    plan,
-    problem_of,
-)
+from zbpipe.planner.request import Request
+from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress
+from zbpipe.planner.stages import fits, plan_stages, problem_of
 from zbpipe.transport import Transport
 
+# Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
-"""Splits of a placement that are looked at by a short search; the fewer the more ops a schedule has."""
+"""Splits of a placement that a short search looks at: so many ops in all, but at most and at least so many splits."""
 _EFFORT = 200
 """How often a short search may time each op."""
 _FINALISTS, _SECOND_EFFORT = 6, 4000
-"""So many of the best splits get a second search, which may time each op so often."""
+"""The best splits get a second search, which may time each op so often."""
 _RANKS = 8
 """So many ranks with the most work give layers, and so many with the least take some."""
 _NEAR = 1 - 1e-9
@@ -38,115 +29,57 @@ _NEAR = 1 - 1e-9
 _Sizes = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """The best split found, and the best schedule for it."""
-
-    plan: Plan
-    costs: LayerCosts
-    splits: Mapping[Placement, Split]
-    """The best one found on each placement that has no more stages than there are layers."""
-    even: Plan | None
-    """What the same search finds for TorchTitan's even split; None if that one does not keep to the limit."""
-
-    @property
-    def split(self) -> Split:
-        """That of the plan: by stage the layers that it holds."""
-        return self.splits[self.plan.schedule.placement]
-
-    @property
-    def module_fqns_per_model_part(self) -> list[list[str]]:
-        """The split as TorchTitan's config field of this name: names of modules by stage."""
-        return self.costs.modules(self.split)
-
-
-def plan_layers(
-    ranks: int,
-    microbatches: int,
-    costs: LayerCosts,
-    memory_limit: Limit | None = None,
-    *,
-    placements: Iterable[str | Placement] = DEFAULT_PLACEMENTS,
-    objective: Objective = "makespan",
-    budget: float | None = None,
-    seed: int = 0,
-    exact: bool = False,
-    transport: Transport | str = Transport.IDEAL,
-    progress: Progress | None = None,
-) -> LayerPlan:
+def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
     """Cut a model into stages, and search for the schedule with the shortest step.
 
     Args:
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
-        costs: of the layers.
-        memory_limit: as for `zbpipe.plan`, but numbers are in units of what a rank keeps of one microbatch on the
-            average, so that a rank with more layers has no more room.
-        placements, objective, budget, seed, exact, transport, progress: as for `zbpipe.plan`. The budget is for the
-            split found and once more for the even split; the looks at other splits come on top, and do not look at the
-            transport.
+        request: with placements, of which those with more stages than layers are left out.
+        layers: of the model.
+        progress: called with the share of the work that is done, and the shortest time so far.
 
     Raises:
-        ValueError: as `zbpipe.plan`, or fewer layers than stages on all placements.
+        ValueError: as `plan_stages`, or fewer layers than stages on all placements.
     """
-    limit = as_limit(costs, ranks, memory_limit)
-    wanted = dict.fromkeys(placement for _, placement in named_placements(ranks, placements))
-    possible = [placement for placement in wanted if placement.num_stages <= len(costs.layers)]
-    if wanted and not possible:
-        require_enough(len(costs.layers), min(placement.num_stages for placement in wanted))
-    report = progress or (lambda share, best: None)
+    num_layers = len(layers.layers)
+    possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
+    if not possible:
+        require_enough(num_layers, min(each.num_stages for each in request.placements.values()))
     splits: dict[Placement, Split] = {}
-    for number, placement in enumerate(possible):
-        part = _part(report, number / len(possible) / 2, 1 / len(possible) / 2)
-        splits[placement] = split_layers(
-            costs, placement, microbatches, limit, objective=objective, seed=seed, progress=part
-        )
-    even = {placement: split_of(even_sizes(len(costs.layers), placement.num_stages)) for placement in possible}
-    fitting = {placement: split for placement, split in even.items() if _fits(costs, placement, split, limit)}
+    for number, placement in enumerate(possible.values()):
+        part = _part(progress, number / len(possible) / 2, 1 / len(possible) / 2)
+        splits[placement] = split_layers(request, layers, placement, progress=part)
+    even = {placement: split_of(even_sizes(num_layers, placement.num_stages)) for placement in splits}
 
-    def planned(splits: Mapping[Placement, Split], report: Progress) -> Plan:
-        return plan(
-            ranks,
-            microbatches,
-            lambda placement: costs.stages(splits[placement]),
-            limit,
-            placements=splits,
-            objective=objective,
-            budget=budget,
-            seed=seed,
-            exact=exact,
-            transport=transport,
-            progress=report,
+    def planned(splits: Mapping[Placement, Split], part: Progress) -> Plan:
+        placements = {name: each for name, each in possible.items() if each in splits}
+        found = plan_stages(
+            replace(request, placements=placements), lambda placement: layers.stages(splits[placement]), part
         )
+        return replace(found, layers=layers, split=splits[found.schedule.placement])
 
-    best = planned(splits, _part(report, 0.5, 0.25))
-    rival = planned(fitting, _part(report, 0.75, 0.25)) if fitting else None
+    best = planned(splits, _part(progress, 0.5, 0.25))
+    fitting = {each: split for each, split in even.items() if fits(each, layers.stages(split), request.limits)}
+    if not fitting:
+        return best
+    rival = planned(fitting, _part(progress, 0.75, 0.25))
     # A long search may find for the even split what the short ones did not see.
-    if rival is not None and getattr(rival, objective) < getattr(best, objective):
-        best, splits = rival, splits | {rival.schedule.placement: even[rival.schedule.placement]}
-    return LayerPlan(best, costs, MappingProxyType(splits), rival)
+    return replace(rival if rival.reached < best.reached else best, even=rival)
 
 
 def split_layers(
-    costs: LayerCosts,
+    request: Request,
+    layers: LayerCosts,
     placement: Placement,
-    microbatches: int,
-    memory_limit: Limit | None = None,
     *,
-    objective: Objective = "makespan",
-    seed: int = 0,
     tries: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda share, best: None,
 ) -> Split:
     """The split with the shortest step on one placement, as far as short searches show.
 
     Args:
-        costs: of the layers.
+        request: with the number of microbatches, the limits, the objective and the seed.
+        layers: of the model.
         placement: where the stages are.
-        microbatches: from 1 on.
-        memory_limit: as for `plan_layers`.
-        objective: which time is to be short.
-        seed: of the searches' random numbers.
         tries: how many splits to look at. Default: 60, fewer in large jobs.
         progress: called with the share of the tries that are made, and the shortest time so far.
 
@@ -156,12 +89,11 @@ def split_layers(
     Raises:
         ValueError: fewer layers than stages.
     """
-    limit = as_limit(costs, placement.num_ranks, memory_limit)
     if tries is None:
-        tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * microbatches)))
-    trials = _Trials(costs, placement, microbatches, limit, objective, seed, tries)
-    best = min((balanced(costs, placement), even_sizes(len(costs.layers), placement.num_stages)), key=trials.length)
-    while better := trials.better_neighbour(best, progress or (lambda share, best: None)):
+        tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
+    trials = _Trials(request, layers, placement, tries)
+    best = min((balanced(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
+    while better := trials.better_neighbour(best, progress):
         best = better
     return split_of(trials.winner())
 
@@ -182,43 +114,23 @@ def balanced(costs: LayerCosts, placement: Placement) -> _Sizes:
         best = trial
 
 
-def as_limit(costs: LayerCosts, ranks: int, memory_limit: Limit | None) -> Limit | None:
-    """The limit of `plan_layers` as `plan` takes it: a function of placement and costs."""
-    if memory_limit is None or callable(memory_limit):
-        return memory_limit
-    mean = sum(layer.activations for layer in costs.layers) / ranks
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * ranks
-    return partial(shares_within, tuple(limit * mean for limit in limits))
-
-
 class _Trials:
     """How good splits are on one placement, each looked at once."""
 
-    def __init__(
-        self,
-        costs: LayerCosts,
-        placement: Placement,
-        microbatches: int,
-        limit: Limit | None,
-        objective: Objective,
-        seed: int,
-        tries: int,
-    ) -> None:
-        self.costs = costs
+    def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
+        # Queues and proofs are for the plan itself.
+        self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL, exact=False)
+        self.costs = layers
         self.placement = placement
-        self.microbatches = microbatches
-        self.limit = limit
-        self.objective: Objective = objective
-        self.seed = seed
         self.tries = tries
         self.known: dict[_Sizes, float] = {}
 
     def bound(self, sizes: _Sizes) -> float:
         """Seconds below which no schedule can be; infinite if not even one microbatch keeps to the limit."""
-        if not _fits(self.costs, self.placement, split_of(sizes), self.limit):
-            return inf
         stages = self.costs.stages(split_of(sizes))
-        return problem_of("", self.placement, stages, self.microbatches, self.limit, self.objective).lower_bound
+        if not fits(self.placement, stages, self.request.limits):
+            return inf
+        return problem_of(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: _Sizes) -> float:
         """Seconds that a short search reaches."""
@@ -246,17 +158,9 @@ class _Trials:
     def _search(self, sizes: _Sizes, effort: int) -> float:
         if self.bound(sizes) == inf:
             return inf
-        found = plan(
-            self.placement.num_ranks,
-            self.microbatches,
-            self.costs.stages(split_of(sizes)),
-            self.limit,
-            placements=[self.placement],
-            objective=self.objective,
-            budget=effort * 3 * self.placement.num_stages * self.microbatches,
-            seed=self.seed,
-        )
-        return float(getattr(found, self.objective))
+        stages = self.costs.stages(split_of(sizes))
+        request = replace(self.request, budget=effort * 3 * stages.num_stages * self.request.microbatches)
+        return plan_stages(request, lambda placement: stages, lambda share, best: None).reached
 
     def _heavy_and_light(self, sizes: _Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""
@@ -285,14 +189,6 @@ def _work(costs: LayerCosts, placement: Placement, sizes: _Sizes) -> list[float]
     for rank, stage in zip(placement.rank_of, split_of(sizes), strict=True):
         work[rank] += sum(costs.layers[layer].seconds for layer in stage)
     return work
-
-
-def _fits(costs: LayerCosts, placement: Placement, split: Split, limit: Limit | None) -> bool:
-    """Whether every rank can hold one microbatch."""
-    stages = costs.stages(split)
-    least = shares_within(least_room(placement, stages), placement, stages)
-    limits = limits_of(placement, stages, limit) or least
-    return all(limit >= needed * (1 - 1e-9) for limit, needed in zip(limits, least, strict=True))
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -33,7 +33,7 @@ class Problem:
     limits: tuple[float, ...]
     """What each rank may hold, in the unit of `costs.activations`."""
     by_span: bool = False
-    """Whether the longest span of a rank is to be short, rather than the makespan."""
+    """Whether to minimise the longest span of a rank, in place of the makespan."""
 
     @property
     def num_ops(self) -> int:
@@ -81,6 +81,7 @@ class Problem:
             # which none can.
             reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
+            origin=self._first_starts(exact, transfer) if self.by_span else [0.0] * self.placement.num_ranks,
         )
 
     @cached_property
@@ -150,6 +151,21 @@ class Problem:
             <= limit
             for ops, limit in zip(schedule, self.job.limit, strict=True)
         )
+
+    def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
+        """By rank, when the first microbatch gets there if nothing holds it up.
+
+        On loops and Vs every rank starts then, because its first op is the F of that microbatch. So its span is the end
+        of its last op less this, and one engine minimises both times. On other placements a rank may start later, and
+        its span is less than the search counts.
+        """
+        first: dict[int, float] = {}
+        now = 0.0
+        for stage, rank in enumerate(self.placement.rank_of):
+            now += transfer(stage - 1, stage) if stage else 0.0
+            first.setdefault(rank, now)
+            now += exact(self.costs.f[stage])
+        return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
         """What a microbatch takes at the most after the F of this stage on its rank, if nothing there has to wait."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from random import Random
 
-from zbpipe.costs import CostModel, least_room
+from zbpipe.costs import CostModel, least_room, rank_shares
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
@@ -129,7 +129,6 @@ class Search:
             job,
             self.engine.integers(start.order),
             problem.lower_bound * _NEAR,
-            problem.by_span,
             heat,
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),
@@ -183,7 +182,8 @@ def best_within(
         seeds: schedules with this placement to try besides; those that do not fit into the limit are passed over.
     """
     costs = costs or CostModel.uniform(placement)
-    limits = tuple(map(max, absolute(limit, placement, costs), least_room(placement, costs)))
+    weights = (limit * share for share in rank_shares(placement, costs))
+    limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits)
     orders = [order for _, order in ListScheduler(problem, PLAIN).by_kind()]
     found = [problem.schedule(name, order) for order in orders]
@@ -193,11 +193,3 @@ def best_within(
         return timeline.makespan, timeline.longest_rank_span
 
     return min((simulate(schedule, costs) for schedule in found), key=length).schedule
-
-
-def absolute(limit: float | Sequence[float], placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """What so many of a rank's shares of one microbatch take, by rank, in the unit of `costs.activations`."""
-    limits = limit if isinstance(limit, Sequence) else (limit,) * placement.num_ranks
-    return tuple(
-        each * sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank, each in enumerate(limits)
-    )

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.auto import starts
-from zbpipe.costs import CostModel, shares_within
-from zbpipe.costs_file import JobCosts
+from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
+from zbpipe.job_costs import JobCosts
 from zbpipe.planner.plan import plan
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
@@ -116,7 +116,7 @@ class AutoSchedule(RegisteredSchedule):
         start = self.schedule
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
-        proposal = self._from_first_rank(lambda: self._search(model))
+        proposal = self._from_first_rank(lambda: self._search(costs))
         outcome = Outcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._tell(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
         if proposal.expected > expected * _WORTH_IT:
@@ -136,18 +136,13 @@ class AutoSchedule(RegisteredSchedule):
         planned = Schedule.from_csv(proposal.table, "plan")
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
-    def _search(self, costs: CostModel) -> _Proposal:
-        num_ops = 3 * costs.num_stages * self._n_microbatches
+    def _search(self, job: JobCosts) -> _Proposal:
+        num_ops = 3 * self._placement.num_stages * self._n_microbatches
+        budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
         try:
-            found = plan(
-                self._placement.num_ranks,
-                self._n_microbatches,
-                costs,
-                lambda placement, model: memory_limits(self._limit, self.schedule, model),
-                placements=[self._placement],
-                budget=self._budget or (_WORK if num_ops > _MANY_OPS else None),
-                transport=self.transport,
-            )
+            limits = memory_limits(self._limit, self.schedule, job.stages(self._placement))
+            job = replace(job, placement=self._placement, memory_limit=limits, transport=self.transport)
+            found = plan(self._placement.num_ranks, self._n_microbatches, job, budget=budget)
         except ValueError as error:
             return _Proposal("", float("inf"), f"there is no plan: {error}")
         words = (
@@ -222,11 +217,9 @@ def start_within(limit: float, placement: Placement, microbatches: int) -> Sched
 
 
 def memory_limits(limit: float, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-    """By rank, how many of its own shares of a microbatch it may hold: what `limit` average shares weigh.
+    """By rank the activations that it may hold, in the unit of `costs.activations`: `limit` average shares.
 
     At least what `start` holds, which has shown that there is room for it.
     """
-    placement = start.placement
-    room = limit * sum(costs.activations) / placement.num_ranks
-    held = simulate(start, costs).peak_activations
-    return tuple(map(max, shares_within(room, placement, costs), held))
+    room = limit * sum(costs.activations) / start.placement.num_ranks
+    return tuple(max(room, held) for held in simulate(start, costs).peak_memory)

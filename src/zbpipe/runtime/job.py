@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import costs_file
-from zbpipe.costs_file import JobCosts
 from zbpipe.ir import OpKind
+from zbpipe.job_costs import JobCosts
 from zbpipe.registry import Traits
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
@@ -168,7 +168,7 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     if not file:
         return
     try:
-        costs_file.dump(costs, file)
+        costs_file.dump_costs(costs, file)
     except OSError as error:
         logger.warning("they cannot be written: %s", error)
     else:

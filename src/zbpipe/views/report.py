@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs import CostModel
-from zbpipe.costs_file import JobCosts
+from zbpipe.job_costs import JobCosts
 from zbpipe.timeline import Timeline
-from zbpipe.views.style import UNIT_OF_ACTIVATIONS, most_stages, number, percent, summary
+from zbpipe.views.style import UNIT_OF_ACTIVATIONS, memory, most_stages, number, percent, summary
 
 _ROUNDING = 1e-9
 """What floating point may add to a sum of times or activations, as a share of it."""
 
 
 def record(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, activations in a rank's share of one microbatch."""
+    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations."""
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -29,6 +29,7 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
+        "peak_memory": list(timeline.peak_memory),
         "lower_bound": timeline.lower_bound,
         "longest_rank_span": timeline.longest_rank_span,
         "idle": [idle._asdict() for idle in timeline.idle],
@@ -86,7 +87,7 @@ class Standing:
     figures: Mapping[str, Any]
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
-    """By rank the most activations that it may hold, in its share of one microbatch."""
+    """By rank the most activations that it may hold, in the unit of the costs' activations."""
 
     @classmethod
     def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> Standing:
@@ -111,7 +112,7 @@ class Standing:
         """The limit that is exceeded by the most, None if all are kept to."""
         excess = [
             (peak - limit, limit)
-            for peak, limit in zip(self.figures["peak_activations"], self.limits or (), strict=bool(self.limits))
+            for peak, limit in zip(self.figures["peak_memory"], self.limits or (), strict=bool(self.limits))
             if peak > limit * (1 + _ROUNDING)
         ]
         return max(excess)[1] if excess else None
@@ -127,7 +128,7 @@ class Standing:
 
 
 def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[Standing]:
-    """The best first; those that exceed the limit of a rank (in its shares of one microbatch) after all others."""
+    """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
     return sorted((Standing.of(timeline, limits) for timeline in timelines), key=lambda standing: standing.rank)
 
 
@@ -152,7 +153,7 @@ def comparison(standings: Sequence[Standing]) -> Iterator[str]:
 
 def _mark(standing: Standing) -> Iterator[str]:
     if standing.broken is not None:
-        yield f"  over the limit of {number(standing.broken)}"
+        yield f"  over the limit of {memory(standing.broken)}"
 
 
 def beside(plan: Standing, others: Sequence[Standing]) -> Iterator[str]:

@@ -72,6 +72,11 @@ def number(value: float) -> str:
     return f"{value:.6g}"
 
 
+def memory(value: float) -> str:
+    """In the unit of the costs' activations: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
+    return f"{value / 2**30:.3g} GiB" if value >= 2**20 else number(value)
+
+
 def percent(share: float) -> str:
     """`5.9%`; a share that rounding errors took below zero is zero."""
     return f"{max(share, 0.0):.1%}"

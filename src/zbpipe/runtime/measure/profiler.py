@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zbpipe.costs import CostModel, Link
-from zbpipe.costs_file import JobCosts
 from zbpipe.ir import Placement
+from zbpipe.job_costs import JobCosts
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.transport import Receives, Transport
@@ -157,7 +156,7 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             freed_by_i=tuple(
                 min(each / held, 1.0) if held else 0.0 for each, held in zip(freed, activations, strict=True)
             ),
-            links=MappingProxyType(links),
+            links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
         ),
         placement,

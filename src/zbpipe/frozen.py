@@ -1,0 +1,38 @@
+"""A mapping for frozen dataclasses: it cannot change, and it has a hash."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V_co = TypeVar("V_co", covariant=True)
+
+
+class FrozenDict(Mapping[K, V_co]):
+    """A copy of a mapping. Equal to any mapping with the same items; pickles, which `MappingProxyType` does not.
+
+    >>> limits = FrozenDict({"rank 0": 3})
+    >>> limits["rank 0"], limits == {"rank 0": 3}, hash(limits) == hash(FrozenDict({"rank 0": 3}))
+    (3, True, True)
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V_co]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V_co:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({self._items!r})"

@@ -1,0 +1,110 @@
+"""What a plan is asked for beside the costs, checked: sizes, placements, limits, and how to search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from zbpipe.costs import number
+from zbpipe.ir import Placement, require_size
+from zbpipe.registry import require_whole
+from zbpipe.transport import Transport
+
+Objective = Literal["makespan", "longest_rank_span"]
+
+PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
+    {
+        "single": Placement.loop,
+        "loop": lambda ranks: Placement.loop(ranks, 2),
+        "v": Placement.v,
+        "wave": lambda ranks: Placement.v(ranks, 4),
+    }
+)
+"""By name: one stage a rank, two round and round, two on a V, and four on the V twice."""
+
+DEFAULT_PLACEMENTS = ("single", "loop", "v")
+"""Those with at most two stages a rank: more stages mean smaller ones, which not every model can be cut into."""
+
+_MOST_BUDGET = 1e13
+"""Days of one core, at some 1e8 ops a second."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `zbpipe.plan`, checked.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: numbers that no plan can have, an unknown objective, or no placement.
+    """
+
+    ranks: int
+    microbatches: int
+    placements: Mapping[str, Placement]
+    """Those to try, by name."""
+    limits: tuple[float, ...] | None = None
+    """By rank the activations that it can hold, in the unit of the costs' activations; None for no limit."""
+    objective: Objective = "makespan"
+    budget: float | None = None
+    """Ops that the search may time."""
+    seed: int = 0
+    exact: bool = False
+    transport: Transport = Transport.IDEAL
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {self.objective!r}")
+        require_whole(seed=self.seed)
+        if not isinstance(self.exact, bool):
+            raise TypeError(f"exact = {self.exact!r}: give True or False")
+        if self.budget is not None:
+            _require_budget(self.budget)
+        if not self.placements:
+            raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
+
+
+def require_job(ranks: int, microbatches: int) -> None:
+    """Refuse sizes that no plan can have, before anything of that size is made.
+
+    Raises:
+        ValueError: less than one of them, or too many.
+    """
+    require_whole(ranks=ranks, microbatches=microbatches)
+    if min(ranks, microbatches) < 1:
+        raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
+    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
+
+
+def _require_budget(budget: Any) -> None:
+    budget = number(budget, f"budget = {budget!r} is no number: it counts ops to time, {1e8:g} is usual")
+    if not budget > 0:
+        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {1e8:g} is usual")
+    if budget > _MOST_BUDGET:
+        raise ValueError(f"budget={budget:g} takes days: it counts ops to time, {1e8:g} is usual")
+
+
+def named_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
+    """The placements that are wanted, by name: out of one of them, or several.
+
+    Raises:
+        TypeError: no names and placements.
+        ValueError: an unknown name, or a placement for another number of ranks.
+    """
+    if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
+        raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or names out of {', '.join(PLACEMENTS)}")
+    return dict(_named(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))
+
+
+def _named(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
+    for each in wanted:
+        if isinstance(each, Placement):
+            if each.num_ranks != ranks:
+                raise ValueError(f"the placement {each.rank_of} is for {each.num_ranks} ranks, but the job has {ranks}")
+            known = (name for name, place in PLACEMENTS.items() if place(ranks) == each)
+            yield next(known, "-".join(map(str, each.rank_of))), each
+        elif isinstance(each, str) and each in PLACEMENTS:
+            yield each, PLACEMENTS[each](ranks)
+        else:
+            raise ValueError(f"unknown placement {each!r}; give a zbpipe.Placement or one of {', '.join(PLACEMENTS)}")

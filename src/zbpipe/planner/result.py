@@ -1,0 +1,80 @@
+"""What a search found: a schedule, its timeline, its distance from the best possible, and the layers of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zbpipe.ir import Schedule
+from zbpipe.layer_costs import LayerCosts, Split
+from zbpipe.planner.request import Objective
+from zbpipe.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best schedule that `zbpipe.plan` found. Times are in seconds.
+
+    >>> import zbpipe
+    >>> found = zbpipe.plan(2, 4, (1, 1, 1), memory_limit=2, placements=["single"], budget=1e4)
+    >>> found.makespan, found.optimal, found.limits
+    (13.0, True, (2.0, 2.0))
+    """
+
+    timeline: Timeline
+    placement: str
+    """Name of the placement that it chose."""
+    found_by: str
+    """The searches that led to it, for instance "VHalf, annealing"."""
+    objective: Objective
+    """The time that was minimised."""
+    limits: tuple[float, ...] | None
+    """By rank the activations that it may hold, in the unit of the costs' activations; None if there was no limit."""
+    bounds: Mapping[str, float]
+    """For each placement tried a time below which no schedule can be, by the objective."""
+    layers: LayerCosts | None = None
+    """The layers that it was to cut into stages; None if it was given stages."""
+    split: Split | None = None
+    """By stage the layers that it holds; None without layers."""
+    even: Plan | None = None
+    """What the same search finds for TorchTitan's even split; None without layers, or where that breaks the limit."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What to run: `to_csv()` writes it for torch and TorchTitan."""
+        return self.timeline.schedule
+
+    @property
+    def module_fqns_per_model_part(self) -> list[list[str]] | None:
+        """The split as TorchTitan's config field of this name: names of modules by stage; None without layers."""
+        return None if self.layers is None or self.split is None else self.layers.modules(self.split)
+
+    @property
+    def makespan(self) -> float:
+        """How long a synchronous step takes."""
+        return self.timeline.makespan
+
+    @property
+    def longest_rank_span(self) -> float:
+        """What a step costs if each rank starts its next step as soon as it is done."""
+        return self.timeline.longest_rank_span
+
+    @property
+    def reached(self) -> float:
+        """The time that was minimised, by the objective."""
+        return self.makespan if self.objective == "makespan" else self.longest_rank_span
+
+    @property
+    def lower_bound(self) -> float:
+        """A time below which no schedule on any of the placements can be, by the objective."""
+        return min(self.bounds.values())
+
+    @property
+    def gap(self) -> float:
+        """How much longer the plan may be than the best possible one on these placements: 0.01 is one percent."""
+        return max(self.reached / self.lower_bound - 1, 0.0) if self.lower_bound else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the bound proves that there is nothing better."""
+        return self.gap <= 1e-9
