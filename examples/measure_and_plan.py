@@ -12,18 +12,18 @@ import torch.distributed as dist
 from plain_loop import MICROBATCHES, STEPS, build_stages, join_job, loss_fn, train
 
 import zbpipe
-from zbpipe.costs_file import JobCosts, dump
 
 PROFILED = 5
 """Steps: one warms up, one measures memory, three measure times."""
 
 
-def plan(job: JobCosts) -> None:
+def plan(costs: zbpipe.JobCosts) -> None:
     """Write plan.csv. The stages stay where they are: the costs hold their placement."""
-    found = zbpipe.plan(dist.get_world_size(), MICROBATCHES, job.costs, placements=[job.placement])
-    usual = zbpipe.simulate(zbpipe.generate("ZBV", dist.get_world_size(), MICROBATCHES), job.costs)
+    found = zbpipe.plan(dist.get_world_size(), MICROBATCHES, costs)
+    zbv = zbpipe.generate("ZBV", dist.get_world_size(), MICROBATCHES)
+    usual = zbpipe.simulate(zbv, costs.stages(zbv.placement))
     print(f"planned {found.makespan * 1e3:.1f} ms a step, with ZBV {usual.makespan * 1e3:.1f} ms (simulated)")
-    dump(job, "costs.toml")
+    zbpipe.dump_costs(costs, "costs.toml")
     Path("plan.csv").write_text(found.schedule.to_csv())
 
 
