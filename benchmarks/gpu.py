@@ -33,7 +33,6 @@ from merged_w import seconds
 from split_backward import SIZES, Execution, Mode, compare
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from wall_clock import join
 
 import zbpipe
 from zbpipe import registry
@@ -341,6 +340,8 @@ def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
 def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300) -> list[float]:
     """The worst error of each cell, over all ranks. All processes are gone when this returns or raises.
 
+    They are no forks, as those of `ranks.run_ranks` are: torch reads the variable of its sanitizer when it is imported.
+
     Raises:
         Exception: a rank's; or TimeoutError.
     """
@@ -352,9 +353,26 @@ def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300)
         finally:
             for name in variables:
                 del os.environ[name]
-        join(processes, timeout)
+        _join(processes, timeout)
         by_rank = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
     return [max(errors) for errors in zip(*by_rank, strict=True)]
+
+
+def _join(processes: Any, timeout: float) -> None:
+    """Wait for what `mp.spawn` started; all of it is gone when this returns or raises.
+
+    Raises:
+        Exception: one of theirs; or TimeoutError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no end within {timeout:.0f} seconds")
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join()
 
 
 def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory: str) -> None:
