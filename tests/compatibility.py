@@ -102,7 +102,7 @@ def compare(section: Section, write: bool) -> None:
 
 
 def without_patches(text: str) -> str:
-    """With releases as 2.14 in place of 2.14.1, and no line breaks: a patch release alone changes nothing that counts."""
+    """With 2.14 in place of 2.14.1, and no line breaks: a patch release alone is no change."""
     return re.sub(r"\b(\d+\.\d+)\.\d+\b", r"\1", " ".join(text.split()))
 
 
