@@ -65,7 +65,7 @@ def by_checkpointing(
     heading: str, about: str, outcomes: Mapping[tuple[str, str, str], str], schedules: Sequence[str]
 ) -> Table:
     """A line for each schedule; the outcomes are by schedule, checkpointing, and "eager" or "compiled"."""
-    columns = list(dict.fromkeys(column for _, *column in map(list, outcomes) for column in [tuple(column)]))
+    columns = list(dict.fromkeys((checkpointing, compiled) for _, checkpointing, compiled in outcomes))
     lines = [[schedule, *(outcomes[schedule, *column] for column in columns)] for schedule in schedules]
     return Table(heading, about, ["schedule", *map(", ".join, columns)], lines)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,8 @@ def run_messages(rows: Rows, backend: str, seconds: float) -> str:
         backend: of benchmarks/fifo.py.
         seconds: the longest wait.
     """
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
-    works: dict[Message, dist.Work] = {}
+    group: Any = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+    works: dict[Message, Any] = {}
     buffers: dict[Message, torch.Tensor] = {}
     own = [(action, message) for rank, action, message in messages_of(rows) if rank == dist.get_rank()]
     try:

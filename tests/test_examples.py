@@ -15,10 +15,11 @@ import own_layer
 import plain_loop
 import pytest
 import torch
-from titan_jobs import SHORT, Outcome, Titan, assert_trains_alike, require_titan, start_from
+from titan_jobs import SHORT, Titan, assert_trains_alike, require_titan, start_from
 from torch import nn
 
 import zbpipe
+from zbpipe.demo.launch import Outcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150

@@ -106,7 +106,7 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
     arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "ZBV,VHalf", "--timeout", "3"])
     arguments.steps = 3
     run = FirstRun(arguments, stub)
-    jobs = [first_run.Job(*job) for job in (("1F1B",), *[(name, when) for name in ("ZBV", "VHalf") for when in WAYS])]
+    jobs = [first_run.Job("1F1B"), *(first_run.Job(name, when) for name in ("ZBV", "VHalf") for when in WAYS)]
     jobs[1] = first_run.Job("ZBV", "early", trace=tmp_path / "out" / "trace.json")
     monkeypatch.setattr(run, "_jobs", lambda: iter(jobs))
     assert run.run() == 5

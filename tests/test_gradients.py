@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from zbpipe.runtime.split.products import PendingGradient
 
 # Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
 # fused multiply-add into .grad here, product and then sum there). Over 8 microbatches that moves the last bits only.
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 MICROBATCHES = (1, 2, 3, 8)
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
@@ -70,7 +71,10 @@ def assert_like_reference(
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
             torch.testing.assert_close(
-                found[name], grad, **TOLERANCE, msg=lambda m, n=name, c=count: f"{n}, m={c}: {m}"
+                found[name],
+                grad,
+                **TOLERANCE,
+                msg=lambda m, n=name, c=count: f"{n}, m={c}: {m}",  # type: ignore[misc]
             )
 
 
@@ -158,7 +162,7 @@ def test_validation_and_gradient_accumulation() -> None:
         assert found.keys() == expected[0][1].keys()
         for key, grad in found.items():
             summed = microbatches * (expected[1][1][key] + expected[3][1][key])
-            torch.testing.assert_close(grad, summed, **TOLERANCE, msg=lambda m, n=f"{name}, {key}": f"{n}: {m}")
+            torch.testing.assert_close(grad, summed, **TOLERANCE, msg=lambda m, n=f"{name}, {key}": f"{n}: {m}")  # type: ignore[misc]
 
 
 def train_from_file(table: str, microbatches: int) -> list[Result]:

@@ -1,4 +1,6 @@
 """The configs in titan_integration/, built at their full size without weights, and the script that launches them."""
+# mypy: disable-error-code="arg-type, dict-item, return-value"
+# Variables of the environment are keyword arguments.
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ from zbpipe.actions import parse, validate_lowered
 from zbpipe.ir import OpKind
 from zbpipe.registry import generate, lookup
 from zbpipe.runtime import _torch
+from zbpipe.runtime.options import Options
 from zbpipe.validation import validate
 
 require_titan("0.3.0")
@@ -61,9 +64,9 @@ def import_titan() -> None:
     from zbpipe.titan import cpu
 
     cpu.stand_in()
-    from zbpipe.titan import _titan03, command_line
+    from zbpipe.titan import _titan03
 
-    _titan03.plug_in(command_line.Options(), on_cpu=True)
+    _titan03.plug_in(Options(), on_cpu=True)
     torch.set_num_threads(1)
     import titan_integration.llama3
     import titan_integration.memory  # noqa: F401
@@ -139,12 +142,12 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3, memory
-    from zbpipe.titan import _titan03, check, command_line
+    from zbpipe.titan import _titan03, check
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    check.check(_config, command_line.Options())
+    check.check(_config, Options())
     needs = memory.needs(_config, hardware.gpus)
     _titan03.adapt_to_cpu(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
@@ -175,14 +178,14 @@ def build_rank(job: tuple[int, int]) -> Built:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import _titan03, command_line
+    from zbpipe.titan import _titan03
 
     num_gpus, rank = job
     dist.init_process_group("fake", rank=rank, world_size=num_gpus)
     dims = ParallelDims.from_config(_config.parallelism, num_gpus)
     dims.build_mesh()
     spec = _config.model_spec
-    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, command_line.Options())(
+    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, Options())(
         _model,
         parallel_dims=dims,
         training=_config.training,
@@ -197,7 +200,7 @@ def build_rank(job: tuple[int, int]) -> Built:
     )
     place = dims.get_mesh("pp").get_local_rank()
     assert rank // (num_gpus // dims.pp) == place
-    stages = tuple(stage.stage_index for stage in schedule._stages)
+    stages = tuple(stage.stage_index for stage in _torch.stages_of(schedule))
     assert (has_first, has_last) == (0 in stages, 2 * dims.pp - 1 in stages)
     table = _torch.lowered_table(schedule)
     blocks = [block for part in parts for block in part.layers.values()]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
