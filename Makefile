@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix compatibility environments gallery docs format clean
+.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -47,7 +47,10 @@ matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
-environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-docs/dev  ## all that CI needs; with -j side by side
+environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-docs/dev $(VENV)-wheel/dev  ## all that CI needs; with -j side by side
+
+wheel: $(VENV)/dev $(VENV)-wheel/dev  ## build wheel and sdist, and try the wheel from an empty folder
+	.ci/wheel
 
 gallery: $(VENV)/dev  ## make schedules/ anew
 	$(BIN)/python schedules/regenerate.py
@@ -60,8 +63,8 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-docs
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs site
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-docs $(VENV)-wheel
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs site
 
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -99,4 +102,8 @@ $(VENV)-automodel/dev: pyproject.toml | $(VENV)-automodel/bin/python
 $(VENV)-docs/dev: pyproject.toml | $(VENV)-docs/bin/python
 	$| -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		| $| -m pip install --quiet --requirement /dev/stdin
+	@touch $@
+
+$(VENV)-wheel/dev: pyproject.toml | $(VENV)-wheel/bin/python
+	$(VENV)-wheel/bin/pip install --quiet build 'hatchling>=1.25'
 	@touch $@

@@ -121,7 +121,7 @@ def op_bytes(size: Size, job: Job, contender: Contender) -> dict[str, OpBytes] |
     if warm_up(stage, ACTIONS[contender], device) is not None:
         return None
     gc.collect()
-    found = {}
+    found: dict[str, OpBytes] = {}
     with meter(device) as bytes_:
         for action in ACTIONS[contender]:
             forget_peak(bytes_, device)
@@ -454,7 +454,7 @@ def main() -> int:
     # For the stages that are measured alone: all of them are on this process, and nothing is ever sent.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     results: list[Result] = []
-    alone: dict[str, StageBytes] = {}
+    alone: dict[Checkpointing, StageBytes] = {}
     for checkpointing in arguments.checkpointing:
         job = Job(
             checkpointing,

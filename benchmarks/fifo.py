@@ -52,7 +52,7 @@ class FifoGroup(dist.ProcessGroup):
     """A process group whose messages between two ranks stand in queues; everything else is gloo's."""
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -195,7 +195,7 @@ class _Transfer:
         self.posted = _mark(tensor.device)
         self.done: torch.cuda.Event | None = None
 
-    def begin(self, gloo: dist.ProcessGroupGloo, stream: torch.cuda.Stream | None) -> dist.Work:
+    def begin(self, gloo: Any, stream: torch.cuda.Stream | None) -> dist.Work:
         """Start it, in the queue's thread."""
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ class _Transfer:
 
 
 class _Send(_Transfer):
-    def begin(self, gloo: dist.ProcessGroupGloo, stream: torch.cuda.Stream | None) -> dist.Work:
+    def begin(self, gloo: Any, stream: torch.cuda.Stream | None) -> dist.Work:
         if stream is None:
             return gloo.send([self.data], self.peer, self.tag)
         with self.on_queue(stream):
@@ -240,7 +240,7 @@ class _Receive(_Transfer):
         super().__init__(tensor, peer, tag)
         self.bytes = torch.empty_like(self.data, device="cpu")
 
-    def begin(self, gloo: dist.ProcessGroupGloo, stream: torch.cuda.Stream | None) -> dist.Work:
+    def begin(self, gloo: Any, stream: torch.cuda.Stream | None) -> dist.Work:
         return gloo.recv([self.bytes], self.peer, self.tag)
 
     def arrived(self, stream: torch.cuda.Stream | None) -> None:
@@ -293,4 +293,4 @@ def _batch(operations: list[dist.P2POp]) -> list[Any]:
 
 
 # torch starts a batch at once for its own backends alone, and which these are differs between its versions.
-dist.batch_isend_irecv = _batch
+dist.batch_isend_irecv = _batch  # type: ignore[assignment]

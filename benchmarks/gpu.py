@@ -33,7 +33,6 @@ from merged_w import seconds
 from split_backward import SIZES, Execution, Mode, compare
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from wall_clock import join
 
 import zbpipe
 from zbpipe import registry
@@ -80,7 +79,7 @@ class Machine(NamedTuple):
     def has_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def median(self, function: Callable[[], object]) -> float:
+    def median(self, function: Callable[[], Any]) -> float:
         """Seconds of a call, with the device's work."""
         function()
         return statistics.median(seconds(function, self.device.type) for _ in range(self.rounds))
@@ -125,8 +124,8 @@ def _gemm(machine: Machine, rows: int, width: int, out: int) -> Iterator[Line]:
         try:
             for _ in range(3):
                 accumulate()
-        except (RuntimeError, NotImplementedError) as error:
-            refused = f"refused: {str(error).splitlines()[0][:90]}"
+        except (RuntimeError, NotImplementedError) as refusal:
+            refused = f"refused: {str(refusal).splitlines()[0][:90]}"
             yield Line("gemm", what, "FAIL" if machine.has_gpu else UNTRIED, refused)
             continue
         error = distance(grads[name], exact)
@@ -321,8 +320,8 @@ def ranks(machine: Machine) -> Iterator[Line]:
     for together in _started_together([*plain, *(gpu if machine.has_gpu else [])]):
         try:
             errors = _on_ranks(together, machine.device)
-        except Exception as error:
-            reason = str(error).strip().splitlines()[-1]
+        except Exception as failure:
+            reason = str(failure).strip().splitlines()[-1]
             yield from (Line("ranks", str(cell), "FAIL", reason) for cell in together)
             continue
         for cell, error in zip(together, errors, strict=True):
@@ -341,6 +340,8 @@ def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
 def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300) -> list[float]:
     """The worst error of each cell, over all ranks. All processes are gone when this returns or raises.
 
+    They are no forks, as those of `ranks.run_ranks` are: torch reads the variable of its sanitizer when it is imported.
+
     Raises:
         Exception: a rank's; or TimeoutError.
     """
@@ -352,9 +353,26 @@ def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300)
         finally:
             for name in variables:
                 del os.environ[name]
-        join(processes, timeout)
+        _join(processes, timeout)
         by_rank = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
     return [max(errors) for errors in zip(*by_rank, strict=True)]
+
+
+def _join(processes: Any, timeout: float) -> None:
+    """Wait for what `mp.spawn` started; all of it is gone when this returns or raises.
+
+    Raises:
+        Exception: one of theirs; or TimeoutError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no end within {timeout:.0f} seconds")
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join()
 
 
 def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory: str) -> None:
@@ -378,7 +396,7 @@ def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory:
 
 def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -> float:
     """Two steps; how far the gradients of the second are from those of the model in one piece."""
-    group = dist.new_group(timeout=timedelta(seconds=120), backend=cell.backend)
+    group: Any = dist.new_group(timeout=timedelta(seconds=120), backend=cell.backend)
     num_stages = registry.lookup(cell.schedule).place(cell.ranks).num_stages
     dim, tokens = (512, 128) if device.type == "cuda" else (32, 8)
     model = [_stage(index, dim, tokens).to(device) for index in range(num_stages)]

@@ -44,7 +44,7 @@ class Pipeline:
                 index,
                 2,
                 torch.device("cpu"),
-                **({} if is_zbpipes else {"dw_builder": lambda: lambda: None}),
+                dw_builder=None if is_zbpipes else lambda: lambda: None,
             )
             for index in range(2)
         ]

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 def ratios(shape: tuple[int, int, int], microbatches: int, rounds: int, device: str) -> list[float]:
     """Seconds of the merged product over seconds of the separate ones, once a round."""
     rows, in_features, out_features = shape
-    options = {"device": device, "dtype": DTYPES[device]}
+    options: dict[str, Any] = {"device": device, "dtype": DTYPES[device]}
     grad = torch.zeros(out_features, in_features, **options)
     xs = [torch.randn(rows, in_features, **options) for _ in range(microbatches)]
     dys = [torch.randn(rows, out_features, **options) for _ in range(microbatches)]

@@ -186,9 +186,9 @@ def draw(curves: dict[str, list[tuple[float, float]]], points: dict[str, tuple[f
     for (limit, length), names in sorted(labels.items(), key=lambda label: -label[0][1]):
         out.append(f'<circle cx="{x(limit):.1f}" cy="{y(length):.1f}" r="4"/>')
         # Points that are close to each other have their labels one below the other.
-        line = max(y(length) - 6, lowest + 13 if abs(limit - beside) < 3 else 0.0)
-        beside, lowest = limit, line
-        out.append(f'<text x="{x(limit) + 7:.1f}" y="{line:.1f}">{escape(", ".join(names))}</text>')
+        label_y = max(y(length) - 6, lowest + 13 if abs(limit - beside) < 3 else 0.0)
+        beside, lowest = limit, label_y
+        out.append(f'<text x="{x(limit) + 7:.1f}" y="{label_y:.1f}">{escape(", ".join(names))}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 

@@ -8,10 +8,8 @@ keep up with the simulator, which gets the same times. Run it from anywhere: `py
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
 import random
 import statistics
 import sys
@@ -26,8 +24,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -326,51 +324,15 @@ def run_rank(job: Job, directory: Path) -> Iterator[Result]:
             yield Result(job.ranks, job.microbatches, times, name, measured[name], expected, longer, latency, overhead)
 
 
-def rank_main(rank: int, job: Job, directory: str) -> None:
-    """The body of one process. What the ranks found is the same; rank 0 writes it into a file."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if job.backend != "gloo":
-        import fifo  # noqa: F401  # registers it
-    dist.init_process_group(
-        job.backend,
-        # A file as the meeting point needs no port.
-        init_method=f"file://{directory}/meeting_point",
-        rank=rank,
-        world_size=job.ranks,
-        timeout=datetime.timedelta(seconds=job.timeout),
-    )
-    results = list(run_rank(job, Path(directory)))
-    if rank == 0:
-        (Path(directory) / "results.json").write_text(json.dumps([asdict(result) for result in results]))
-    dist.barrier()
-    dist.destroy_process_group()
+def on_this_rank(job: Job, directory: Path) -> list[Result]:
+    """The body of one process. All ranks find the same."""
+    return list(run_rank(job, directory))
 
 
-def join(processes: Any, timeout: float) -> None:
-    """Wait for what `mp.spawn` started; all of it is gone when this returns or raises.
-
-    Raises:
-        Exception: one of theirs; or TimeoutError after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    try:
-        while not processes.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=1):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no end within {timeout:.0f} seconds")
-    finally:
-        for process in processes.processes:
-            process.kill()
-            process.join()
-
-
-def run_ranks(job: Job) -> list[Result]:
-    """One process per rank, all of them gone when this returns or raises."""
+def measure(job: Job) -> list[Result]:
+    """All schedules on one process per rank, all of them gone when this returns or raises."""
     with tempfile.TemporaryDirectory() as directory:
-        processes = mp.spawn(rank_main, (job, directory), nprocs=job.ranks, join=False, daemon=True)
-        join(processes, job.timeout)
-        found = json.loads((Path(directory) / "results.json").read_text())
-        return [Result(**each | {"times": tuple(each["times"])}) for each in found]
+        return run_ranks(job.ranks, on_this_rank, job, Path(directory), timeout=job.timeout, backend=job.backend)[0]
 
 
 # The table.
@@ -454,7 +416,7 @@ def main() -> int:
         times = tuple(arguments.times)
         how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout, arguments.backend
         job = Job(ranks, microbatches, *how)
-        found = run_ranks(job)
+        found = measure(job)
         overhead = statistics.median(result.overhead for result in found)
         print(
             f"{ranks} ranks: {1000 * found[0].latency:.2f} ms a message, {1000 * overhead:.2f} ms an op beside its"

@@ -6,11 +6,11 @@ Neither looks for circles: they go on until all is over, or nothing more can be 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,8 @@ def run_messages(rows: Rows, backend: str, seconds: float) -> str:
         backend: of benchmarks/fifo.py.
         seconds: the longest wait.
     """
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
-    works: dict[Message, dist.Work] = {}
+    group: Any = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+    works: dict[Message, Any] = {}
     buffers: dict[Message, torch.Tensor] = {}
     own = [(action, message) for rank, action, message in messages_of(rows) if rank == dist.get_rank()]
     try:
@@ -154,53 +154,66 @@ def in_any_order(rows: Rows, random: Random, eagerness: float) -> Rows:
 
     `eagerness` is how often a message that was sent is received at once. If all are, no queue is blocked.
     """
-    users: dict[Message, Action] = {}
-    left: list[deque[tuple[Action, Message | None]]] = [deque() for _ in rows]
-    for rank, action, message in messages_of(rows):
-        if action.kind in COMPUTE:
-            left[rank].append((action, message))
-            if message is not None:
-                users[message] = action
-    made_by = {(each.sender, each.send.stage, each.send.kind[-1], each.send.microbatch): each for each in users}
-    done: list[list[Action]] = [[] for _ in rows]
-    to_send: dict[Way, deque[Message]] = defaultdict(deque)
-    to_receive: dict[Way, deque[Message]] = defaultdict(deque)
-    received: list[Message] = []
-    to_wait: list[Message] = []
-
-    def compute(rank: int) -> None:
-        action, _ = left[rank].popleft()
-        done[rank].append(action)
-        kind = {"F": "F", "I": "B", "B": "B"}.get(action.kind, "")
-        if message := made_by.get((rank, action.stage, kind, action.microbatch)):
-            to_send[message[:2]].append(message)
-
-    def send(way: Way) -> None:
-        message = to_send[way].popleft()
-        done[message.sender].append(message.send)
-        to_receive[way].append(message)
-        if random.random() < eagerness:
-            while to_receive[way]:
-                receive(way)
-
-    def receive(way: Way) -> None:
-        message = to_receive[way].popleft()
-        kind = message.send.kind.replace("SEND", "RECV")
-        done[message.receiver].append(users[message]._replace(kind=kind))
-        received.append(message)
-        to_wait.append(message)
-
-    def wait(message: Message) -> None:
-        to_wait.remove(message)
-        done[message.sender].append(message.send._replace(kind=f"WAIT_{message.send.kind}"))
-
-    while True:
-        ready = [rank for rank, row in enumerate(left) if row and (row[0][1] is None or row[0][1] in received)]
-        choices = [partial(compute, rank) for rank in ready]
-        choices += [
-            partial(do, way) for do, ways in ((send, to_send), (receive, to_receive)) for way in ways if ways[way]
-        ]
-        choices += [partial(wait, message) for message in to_wait]
-        if not choices:
-            return tuple(map(tuple, done))
+    moves = _Moves(rows, lambda: random.random() < eagerness)
+    while choices := moves.choices():
         random.choice(choices)()
+    return tuple(map(tuple, moves.done))
+
+
+class _Moves:
+    """What the ranks may do next, until all computations of `rows` are done."""
+
+    def __init__(self, rows: Rows, receives_at_once: Callable[[], bool]) -> None:
+        self.done: list[list[Action]] = [[] for _ in rows]
+        self._receives_at_once = receives_at_once
+        self._users: dict[Message, Action] = {}
+        self._left: list[deque[tuple[Action, Message | None]]] = [deque() for _ in rows]
+        for rank, action, message in messages_of(rows):
+            if action.kind in COMPUTE:
+                self._left[rank].append((action, message))
+                if message is not None:
+                    self._users[message] = action
+        self._made_by = {
+            (each.sender, each.send.stage, each.send.kind[-1], each.send.microbatch): each for each in self._users
+        }
+        self._to_send: dict[Way, deque[Message]] = defaultdict(deque)
+        self._to_receive: dict[Way, deque[Message]] = defaultdict(deque)
+        self._received: set[Message] = set()
+        self._to_wait: list[Message] = []
+
+    def choices(self) -> list[Callable[[], None]]:
+        ready = [
+            rank for rank, row in enumerate(self._left) if row and (row[0][1] is None or row[0][1] in self._received)
+        ]
+        return [
+            *(partial(self._compute, rank) for rank in ready),
+            *(partial(self._send, way) for way, messages in self._to_send.items() if messages),
+            *(partial(self._receive, way) for way, messages in self._to_receive.items() if messages),
+            *(partial(self._wait, message) for message in self._to_wait),
+        ]
+
+    def _compute(self, rank: int) -> None:
+        action, _ = self._left[rank].popleft()
+        self.done[rank].append(action)
+        kind = {"F": "F", "I": "B", "B": "B"}.get(action.kind, "")
+        if message := self._made_by.get((rank, action.stage, kind, action.microbatch)):
+            self._to_send[message[:2]].append(message)
+
+    def _send(self, way: Way) -> None:
+        message = self._to_send[way].popleft()
+        self.done[message.sender].append(message.send)
+        self._to_receive[way].append(message)
+        if self._receives_at_once():
+            while self._to_receive[way]:
+                self._receive(way)
+
+    def _receive(self, way: Way) -> None:
+        message = self._to_receive[way].popleft()
+        kind = message.send.kind.replace("SEND", "RECV")
+        self.done[message.receiver].append(self._users[message]._replace(kind=kind))
+        self._received.add(message)
+        self._to_wait.append(message)
+
+    def _wait(self, message: Message) -> None:
+        self._to_wait.remove(message)
+        self.done[message.sender].append(message.send._replace(kind=f"WAIT_{message.send.kind}"))

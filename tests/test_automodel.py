@@ -27,7 +27,7 @@ yaml = pytest.importorskip("yaml")
 pytestmark = pytest.mark.timeout(600)
 
 # Both add the same float32 numbers in another order.
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
 
 
 class Cell(NamedTuple):
@@ -75,7 +75,7 @@ ON_FOUR = {
     "wave.csv, FSDP2": Cell(Training("wave.csv", "FSDP2"), "ScheduleFromFile", (0, 3, 4, 7)),
     "1F1B, FSDP2": Cell(Training("1f1b", "FSDP2"), "Schedule1F1B", ONE),
     **{
-        f"{name}, {how}": Cell(Training(name, own_backward=True, **more), runs, stages)
+        f"{name}, {how}": Cell(Training(name, own_backward=True, **more), runs, stages)  # type: ignore[arg-type]
         for how, more in {
             "FSDP2 by AutoModel's backward": {"sharding": "FSDP2"},
             "FSDP2 that reduces every microbatch": {"sharding": "FSDP2", "defer_fsdp_grad_sync": False},
@@ -145,12 +145,13 @@ def assert_as_without_a_pipeline(cell: Cell, runs: list[Run]) -> None:
     training = cell.training
     assert {run.runs for run in runs} == {cell.runs}
     assert runs[0].stages == cell.first_rank
-    model = Training("", training.sharding[:3], 0, training.layers, training.lengths, in_mean=training.in_mean)
+    sharding: Any = training.sharding[:3]
+    model = Training("", sharding, 0, training.layers, training.lengths, in_mean=training.in_mean)
     gradients, losses = expected(model, len(runs) // training.pipeline)
     found = {name: gradient for run in runs for name, gradient in run.gradients.items()}
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], gradient, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
     # Ranks of a pipeline that hold its last stage, replica by replica.
     reported = [run.losses for run in runs if any(run.losses)]
     assert reported == [[pytest.approx(batch, rel=1e-5) for batch in replica] for replica in losses]

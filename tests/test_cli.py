@@ -220,7 +220,7 @@ def test_the_mistakes_of_one_schedule_leave_the_others(command: str) -> None:
         "Other": generate("1F1B", 2, 4),
         "Lists": [[]],
         "Empty": replace(whole, ops=((), ())),
-        "Texts": replace(whole, ops=(("0F0",), ())),
+        "Texts": replace(whole, ops=(("0F0",), ())),  # type: ignore[arg-type]
         "Swapped": replace(whole, ops=whole.ops[::-1]),
         "Doubled": replace(whole, ops=tuple((*ops, ops[0]) for ops in whole)),
         "Stuck": replace(whole, ops=tuple(ops[::-1] for ops in whole)),

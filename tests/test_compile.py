@@ -38,7 +38,7 @@ from zbpipe.runtime.split.slots import WeightWithExit
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 # The compiler changes the order of sums within a block (float32).
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
 
 
 @pytest.fixture(autouse=True)
@@ -531,7 +531,8 @@ def stages_with_one_compiled(in_place: bool, **how: Any) -> list[nn.Module]:
     block: Any = FeedForward()
     if in_place:
         block.compile(**how)
-    return [nn.Sequential(nn.LayerNorm(WIDTH), block if in_place else torch.compile(block, **how)), FeedForward()]
+    compiled: Any = block if in_place else torch.compile(block, **how)
+    return [nn.Sequential(nn.LayerNorm(WIDTH), compiled), FeedForward()]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

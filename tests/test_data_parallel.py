@@ -205,7 +205,7 @@ def _microbatches(count: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 # Both add the same float32 numbers in another order (see test_gradients.py).
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -213,13 +213,16 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
 def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel, name: str) -> None:
     for step in range(TRAININGS[name].steps):
         expected = plain_gradients(TRAININGS[name].microbatches, step)
-        seen = set()
+        seen: set[str] = set()
         for runs in all_runs():
             found = runs[parallel][name].gradients[step]
             seen |= found.keys()
             for parameter, gradient in found.items():
                 torch.testing.assert_close(
-                    gradient, expected[parameter], **TOLERANCE, msg=lambda m, p=parameter, s=step: f"{p}, step {s}: {m}"
+                    gradient,
+                    expected[parameter],
+                    **TOLERANCE,
+                    msg=lambda m, p=parameter, s=step: f"{p}, step {s}: {m}",  # type: ignore[misc]
                 )
         assert seen == expected.keys()
 
@@ -372,7 +375,7 @@ def part_in_ddp(stage: nn.Sequential) -> None:
 @pytest.mark.parametrize("split", ["deferred", "autograd"])
 def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split: str) -> None:
     """torch's stages put the reduction off for a stage that is an FSDP module as a whole, and for nothing else."""
-    modules = [build_stage(0, 2), build_stage(1, 2)]
+    modules: list[Any] = [build_stage(0, 2), build_stage(1, 2)]
     fully_shard(modules[0][1], mesh=init_device_mesh("cpu", (1,)))
     stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
     schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward=split)
@@ -383,7 +386,7 @@ def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split
 
 @pytest.mark.parametrize("wrap", [by_ddp, part_by_ddp, part_in_ddp])
 def test_ddp_which_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
-    modules = [build_stage(0, 2), build_stage(1, 2)]
+    modules: list[Any] = [build_stage(0, 2), build_stage(1, 2)]
     wrap(modules[0])
     stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
     for split in ("deferred", "autograd"):

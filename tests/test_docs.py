@@ -21,6 +21,7 @@ import documents
 import pytest
 import torch
 from click.testing import CliRunner
+from compatibility import without_patches
 from documents import PAGES, ROOT, Block, blocks
 
 import zbpipe
@@ -275,3 +276,8 @@ def test_deferring_a_layer() -> None:
 
 def test_every_schedule_has_a_summary() -> None:
     assert all(traits.summary for traits in registry.schedules().values())
+
+
+def test_a_patch_release_does_not_change_what_works_together() -> None:
+    assert without_patches("torch 2.14.1\nand torchtitan 0.3.0: works") == "torch 2.14 and torchtitan 0.3: works"
+    assert without_patches("torch 2.14.1") != without_patches("torch 2.15.0")

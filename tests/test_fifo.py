@@ -86,8 +86,8 @@ def messages() -> dict[str, Any]:
     for work in dist.batch_isend_irecv(ends):
         work.wait()
     found["batch"] = ends[1].tensor
-    objects = [[{"some": rank}] if rank == 0 else [None]][0]
-    (dist.send_object_list if rank == 0 else dist.recv_object_list)(objects, 1 - rank)
+    objects: list[Any] = [{"some": rank}] if rank == 0 else [None]
+    (dist.send_object_list if rank == 0 else dist.recv_object_list)(objects, 1 - rank)  # type: ignore[misc]
     found["objects"] = objects
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, rank)
@@ -272,13 +272,14 @@ def train_twice(cell: Cell, group: dist.ProcessGroup) -> Run:
             continue
         tokens, targets = batch(cell.microbatches, seed)
         inputs = [tokens] if 0 in modules else []
-        run(*inputs, target=targets if cell.num_stages - 1 in modules else None, losses=(found := []))
+        found: list[Tensor] = []
+        run(*inputs, target=targets if cell.num_stages - 1 in modules else None, losses=found)
         losses += found
     return Run([loss.item() for loss in losses], gradients(modules))
 
 
 def train_all(cells: Sequence[Cell]) -> list[Run | None]:
-    groups = {
+    groups: dict[tuple[str, int], Any] = {
         key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
         for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
     }

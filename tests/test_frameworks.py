@@ -192,11 +192,13 @@ def trained(jobs: list[tuple[str, dict[str, Any], int | None]]) -> list[Any]:
 def all_trained() -> dict[str, list[Any]]:
     """What every rank found, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(written(name, Path(folder)), {}, None) for name in TRAINED]
+        jobs: list[tuple[str, dict[str, Any], int | None]] = [
+            (written(name, Path(folder)), {}, None) for name in TRAINED
+        ]
         jobs.append(("1F1B", {"schedule": "VMin", "everywhere": True, "split_backward": "strict"}, None))
         jobs.append((written("wave.csv", Path(folder)), {}, 4))
         ranks = run_ranks(RANKS, trained, jobs)
-    return dict(zip((*TRAINED, "everywhere", "wave"), zip(*ranks, strict=True), strict=True))
+    return dict(zip((*TRAINED, "everywhere", "wave"), map(list, zip(*ranks, strict=True)), strict=True))
 
 
 def whole(num_stages: int) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -191,7 +191,7 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch,
         block.compile(backend=backend, fullgraph=True)
     x = torch.randn(3, WIDTH)
     zbpipe.check_gradients(stage, x, microbatches=3)
-    doubled = WeightProduct(slots.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
+    doubled = WeightProduct(zbpipe.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
     monkeypatch.setattr(slots, "LINEAR", doubled)
     # Of other shapes, for which the region learns its products anew.
     with pytest.raises(zbpipe.PipelineError) as error:
@@ -433,7 +433,7 @@ def checked_on_two_ranks(broken: bool) -> tuple[zbpipe.GradientReport | None, li
     """The report, and what the log says."""
     rank, told = dist.get_rank(), []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign, assignment]
     logger = logging.getLogger("zbpipe.runtime.gradient_check")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -441,7 +441,7 @@ def checked_on_two_ranks(broken: bool) -> tuple[zbpipe.GradientReport | None, li
     schedule: Any = zbpipe.ScheduleZBH1(PipelineStage(module, rank, 2, CPU), 4, loss_fn)
     check = zbpipe.GradientCheck(schedule, 2)
     if broken and rank == 1:
-        PendingGradient.accumulate = in_place(lambda pending: pending.weight is module[2].weight)  # type: ignore[method-assign]
+        PendingGradient.accumulate = in_place(lambda pending: pending.weight is module[2].weight)  # type: ignore[method-assign, assignment]
     tokens, targets = batch(4)
     for _ in range(2):
         schedule.step(*([tokens] if rank == 0 else []), target=targets)

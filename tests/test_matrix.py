@@ -12,6 +12,7 @@ from typing import Any
 
 import compatibility
 import pytest
+import torch
 import torch.distributed as dist
 from cells import COMPILING, SCHEDULES, Cell, Flavor, matrix, row, train_as_without_a_pipeline
 from compatibility import Row, Section
@@ -133,7 +134,7 @@ def refusal(build: Callable[[int, int], Any], num_ranks: int, schedule: str = "Z
     """What zbpipe says to a V on rank 0, whose stages are the first and the last."""
     total = 2 * num_ranks
     try:
-        stages = [PipelineStage(build(index, total), index, total, "cpu") for index in (0, total - 1)]
+        stages = [PipelineStage(build(index, total), index, total, torch.device("cpu")) for index in (0, total - 1)]
         with pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
             zbpipe.build_pipeline_schedule(schedule, stages, 8, loss_fn, **options)
     finally:

@@ -48,7 +48,7 @@ from zbpipe.runtime.split.products import (
 )
 
 # One float32 sum in another order (see test_gradients.py).
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
@@ -549,7 +549,7 @@ class HeadInLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        *blocks, self.head = build_stage(1, 2)
+        *blocks, self.head = build_stage(1, 2)  # type: ignore[misc]
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -612,7 +612,9 @@ def test_fully_shard_accumulates_where_and_how_a_full_backward_would(
 ) -> None:
     """TorchTitan wraps every stage in FSDP2, also without data parallelism, with bf16 weights and fp32 gradients."""
     ours, products_in_w = fully_sharded_step([build_stage(0, 2), build_stage(1, 2)], "ZBV", precision)
-    theirs, _ = fully_sharded_step([nn.Sequential(*build_stage(0, 2), *build_stage(1, 2))], "1F1B", precision)
+    theirs, _ = fully_sharded_step(
+        [nn.Sequential(*build_stage(0, 2).children(), *build_stage(1, 2).children())], "1F1B", precision
+    )
     assert products_in_w == 3 * 21  # 5 a block, and the head; the first microbatch leaves none
     assert len(ours) == len(theirs)
     # In bf16 every product is rounded to 8 bits before both add it in float32.
@@ -641,5 +643,10 @@ def fully_sharded_step(modules: list[nn.Module], name: str, precision: torch.dty
     watch_actions(stages, watch)
     tokens, targets = batch(4)
     schedule.step(tokens, target=targets)
-    gradients = [p.grad.full_tensor() for module in modules for p in module.parameters() if p.grad is not None]
+    gradients = [
+        p.grad.full_tensor()  # type: ignore[attr-defined]
+        for module in modules
+        for p in module.parameters()
+        if p.grad is not None
+    ]
     return gradients, sum(owed)

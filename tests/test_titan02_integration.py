@@ -139,7 +139,6 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     import live_bytes
     from torch.utils._pytree import tree_leaves
-    from torchtitan.distributed import ParallelDims
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
@@ -148,21 +147,15 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     from zbpipe.runtime.split.products import WeightGradients
 
     # The tensors inside of DTensors and of pending collectives, which have storages of their own.
-    live_bytes.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]
+    live_bytes.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     # The CPU's attention keeps other things than a GPU's, so the result of a GPU's is added below.
     ScaledDotProductAttentionWrapper.forward = attend_to_all
-    config = parse("--parallelism.tensor_parallel_degree", str(tp), "--activation_checkpoint.mode", checkpointing)
-    config.activation_checkpoint.selective_ac_option = "op"
     dist.init_process_group("fake", rank=0, world_size=tp)
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=tp)
-    dims.build_mesh()
-    args = replace(llama3.llama3_args["debugmodel"], n_kv_heads=8)
-    tokens = config.training.seq_len = 256
-    args.update_from_config(config)
+    torch.set_default_dtype(torch.bfloat16)
+    tokens = 256
+    model, args = debug_model(tp, checkpointing, tokens)
     with torch.device("meta"):
         told = memory._Block.of_titan_02(llama3.Transformer(args).layers["0"])
-    torch.set_default_dtype(torch.bfloat16)
-    model = llama3.parallelize_llama(llama3.Transformer(args), dims, config)
     block, gradients = model.layers["0"], WeightGradients()
     defer_weights(block, gradients)
     x = torch.randn(1, tokens // tp, told.dim, requires_grad=True)
@@ -187,6 +180,21 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
         after_i / scale,
         told.kept_by_i(tp),
     )
+
+
+def debug_model(tp: int, checkpointing: str, tokens: int) -> tuple[Any, Any]:
+    """Llama 3's debug model on one of `tp` ranks, and its arguments."""
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models import llama3
+
+    config = parse("--parallelism.tensor_parallel_degree", str(tp), "--activation_checkpoint.mode", checkpointing)
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.training.seq_len = tokens
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=tp)
+    dims.build_mesh()
+    args = replace(llama3.llama3_args["debugmodel"], n_kv_heads=8)
+    args.update_from_config(config)
+    return llama3.parallelize_llama(llama3.Transformer(args), dims, config), args
 
 
 def attend_to_all(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:

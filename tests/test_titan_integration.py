@@ -1,4 +1,6 @@
 """The configs in titan_integration/, built at their full size without weights, and the script that launches them."""
+# mypy: disable-error-code="arg-type, dict-item, return-value"
+# Variables of the environment are keyword arguments.
 
 from __future__ import annotations
 
@@ -32,11 +34,14 @@ from zbpipe.actions import parse, validate_lowered
 from zbpipe.ir import OpKind
 from zbpipe.registry import generate, lookup
 from zbpipe.runtime import _torch
+from zbpipe.runtime.options import Options
 from zbpipe.validation import validate
 
 require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
+PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
+"""torch has it from 2.15 on."""
 TIMEOUT = 200
 """Seconds for one question to the process that has TorchTitan."""
 CONFIGS = (
@@ -59,9 +64,9 @@ def import_titan() -> None:
     from zbpipe.titan import cpu
 
     cpu.stand_in()
-    from zbpipe.titan import _titan03, command_line
+    from zbpipe.titan import _titan03
 
-    _titan03.plug_in(command_line.Options(), on_cpu=True)
+    _titan03.plug_in(Options(), on_cpu=True)
     torch.set_num_threads(1)
     import titan_integration.llama3
     import titan_integration.memory  # noqa: F401
@@ -137,12 +142,12 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3, memory
-    from zbpipe.titan import _titan03, check, command_line
+    from zbpipe.titan import _titan03, check
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    check.check(_config, command_line.Options())
+    check.check(_config, Options())
     needs = memory.needs(_config, hardware.gpus)
     _titan03.adapt_to_cpu(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
@@ -173,14 +178,14 @@ def build_rank(job: tuple[int, int]) -> Built:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import _titan03, command_line
+    from zbpipe.titan import _titan03
 
     num_gpus, rank = job
     dist.init_process_group("fake", rank=rank, world_size=num_gpus)
     dims = ParallelDims.from_config(_config.parallelism, num_gpus)
     dims.build_mesh()
     spec = _config.model_spec
-    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, command_line.Options())(
+    schedule, parts, has_first, has_last = _titan03.pipeline_with(spec.pipelining_fn, Options())(
         _model,
         parallel_dims=dims,
         training=_config.training,
@@ -195,7 +200,7 @@ def build_rank(job: tuple[int, int]) -> Built:
     )
     place = dims.get_mesh("pp").get_local_rank()
     assert rank // (num_gpus // dims.pp) == place
-    stages = tuple(stage.stage_index for stage in schedule._stages)
+    stages = tuple(stage.stage_index for stage in _torch.stages_of(schedule))
     assert (has_first, has_last) == (0 in stages, 2 * dims.pp - 1 in stages)
     table = _torch.lowered_table(schedule)
     blocks = [block for part in parts for block in part.layers.values()]
@@ -435,7 +440,7 @@ def test_several_nodes_of_cuda(tmp_path: Path) -> None:
     nodes = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}
     settings, command = dry_run(tmp_path, PLATFORM="cuda", NGPU="4", LOG_RANK="0,3", MODULE="llama3", **nodes)
     assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert settings["TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"] == "1"
+    assert settings.get(PER_EDGE) == ("1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None)
     assert not ON_ROCM.keys() & settings.keys()
     assert " --nproc-per-node 4 --nnodes 4 --node-rank 2 --master-addr node-0 --master-port 1234 " in command
     assert " --local-ranks-filter 0\\,3 " in command
@@ -535,17 +540,16 @@ def python_with(
 
 
 def test_a_queue_for_each_edge_where_torch_has_it(tmp_path: Path) -> None:
-    name = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
-    settings, _ = dry_run(tmp_path, PLATFORM="cuda", **{name: "0"})
-    assert settings[name] == "0"
     variables = python_with(tmp_path, "2.14.0", gpus=8)
     settings, _ = dry_run(tmp_path, **variables)
     assert settings["PLATFORM"] == "cuda"
-    assert name not in settings
+    assert PER_EDGE not in settings
     (tmp_path / "packages" / "torch" / "distributed").mkdir()
-    (tmp_path / "packages" / "torch" / "distributed" / "config.py").write_text(f"# {name}\n")
+    (tmp_path / "packages" / "torch" / "distributed" / "config.py").write_text(f"# {PER_EDGE}\n")
     settings, _ = dry_run(tmp_path, **variables)
-    assert settings[name] == "1"
+    assert settings[PER_EDGE] == "1"
+    settings, _ = dry_run(tmp_path, **variables, **{PER_EDGE: "0"})
+    assert settings[PER_EDGE] == "0"
 
 
 @pytest.mark.parametrize(("hip", "platform"), [("7.2", "rocm"), (None, "cuda")])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -232,7 +233,7 @@ def test_names_are_text_not_markup() -> None:
 # HTML
 
 
-def page_data(page: str) -> dict:
+def page_data(page: str) -> dict[str, Any]:
     match = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     assert match is not None
     return json.loads(match[1])

@@ -22,7 +22,7 @@ from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
-TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.fixture(autouse=True)
@@ -227,10 +227,10 @@ def test_a_layer_can_be_kept_in_i(one_rank: None, weights_last: str) -> None:
     """Before it is prepared and afterwards."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     assert num_waiting(assert_like_plain(module, weights_last), module) == [2] * MICROBATCHES
-    module[0].weight_products = {}
+    module[0].weight_products = {}  # type: ignore[assignment]
     assert num_waiting(assert_like_plain(module, weights_last), module) == [1] * MICROBATCHES
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    module[0].weight_products = {}
+    module[0].weight_products = {}  # type: ignore[assignment]
     assert num_waiting(assert_like_plain(module, weights_last), module) == [1] * MICROBATCHES
 
 
@@ -284,7 +284,7 @@ class Inner(torch.autograd.Function):
             y = torch.tanh(ctx.layer(inner))
         if ctx.weight is None:
             return *torch.autograd.grad(y, inner, dy), None, None
-        return *torch.autograd.grad(y, (inner, ctx.weight), dy), None
+        return *torch.autograd.grad(y, (inner, ctx.weight), dy), None  # type: ignore[return-value]
 
 
 class Asks(nn.Module):
@@ -306,7 +306,7 @@ def test_hooks_on_the_node_that_adds_to_grad(one_rank: None, weights_last: str) 
     """They run once a microbatch, after the gradient was added, and may come and go between two steps."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     schedule = assert_like_plain(module, weights_last)
-    weight = module[0].weight
+    weight: Any = module[0].weight
     node = torch.autograd.graph.get_gradient_edge(weight).node
     seen: list[float] = []
     handle = node.register_hook(lambda *gradients: seen.append(weight.grad.norm().item()))  # type: ignore[union-attr]
@@ -402,7 +402,7 @@ def test_transforms_of_torch_func_and_forward_mode() -> None:
     x = torch.randn(3, WIDTH, requires_grad=True)
     torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
     torch.testing.assert_close(torch.func.grad(lambda each: layer(each).sum())(x[0]), layer.weight.sum(0))
-    _, tangent = torch.func.jvp(layer, (x,), (x,))
+    _, tangent = torch.func.jvp(layer, (x,), (x,))  # type: ignore[misc]
     torch.testing.assert_close(tangent, x @ layer.weight.t())
     with torch.autograd.forward_ad.dual_level():
         dual = layer(torch.autograd.forward_ad.make_dual(x, x))

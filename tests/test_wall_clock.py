@@ -11,7 +11,7 @@ JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), 
 
 def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
     """In every measured step each rank calls `check` with what ran."""
-    results = wall_clock.run_ranks(JOB)
+    results = wall_clock.measure(JOB)
     assert [result.schedule for result in results] == [*wall_clock.NAMED, *wall_clock.PLANS]
     for result in results:
         # Sleeps are never too short, so no step is shorter than what a rank sleeps in it.

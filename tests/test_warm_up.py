@@ -62,7 +62,7 @@ def train(shapes_are_given: bool, is_sharded: bool) -> tuple[list[Any], dict[str
         if is_sharded:
             meshes = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pp", "dp"))
             fully_shard(module, mesh=meshes["dp"])
-        given = {}
+        given: dict[str, Any] = {}
         if shapes_are_given:
             given["input_args"] = torch.empty(2, WIDTH, requires_grad=index > 0)
             given["output_args"] = torch.empty(2, WIDTH, requires_grad=True)

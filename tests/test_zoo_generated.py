@@ -21,7 +21,7 @@ from zbpipe import registry
 LAYERS, PARAMETERS, MICROBATCHES, STEPS = 3, 2, 3, 2
 TOKENS, WIDTH = 2, 4
 # Sums in another order.
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 
 Value = int
 """Which of the values so far an operation takes, counted from the last one."""
@@ -205,5 +205,8 @@ def test_random_graphs(first: list[tuple[Any, ...]], second: list[tuple[Any, ...
         split = found(description, name)
         for parameter, gradient in plain.items():
             torch.testing.assert_close(
-                split[parameter], gradient, **TOLERANCE, msg=lambda m, n=f"{name}, {parameter}": f"{n}: {m}"
+                split[parameter],
+                gradient,
+                **TOLERANCE,
+                msg=lambda m, n=f"{name}, {parameter}": f"{n}: {m}",  # type: ignore[misc]
             )

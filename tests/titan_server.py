@@ -20,6 +20,9 @@ from typing import Any
 PATIENCE = 10.0
 """Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
 
+MODELS = {"0.2.2": "zbpipe.demo.models02", "0.3.0": "zbpipe.demo.models03"}
+"""By the name of a version of TorchTitan, the module with the models that the jobs train."""
+
 
 def import_titan() -> None:
     """All that the ranks would import."""
@@ -33,7 +36,7 @@ def import_titan() -> None:
 
     version = versions.installed()
     version.load()
-    importlib.import_module(version.demo)
+    importlib.import_module(MODELS[version.name])
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     trainer = sys.modules.get("torchtitan.trainer") or sys.modules["torchtitan.train"]
     trainer.time = _WithoutSleep()  # type: ignore[attr-defined]

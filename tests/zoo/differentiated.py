@@ -166,12 +166,12 @@ def gradient_by_func(s: Any, x: Tensor) -> Tensor:
 
 
 def pulled_back(s: Any, x: Tensor) -> Tensor:
-    y, back = vjp(lambda x: s.b(torch.tanh(s.a(x))), x)
+    y, back = vjp(lambda x: s.b(torch.tanh(s.a(x))), x)  # type: ignore[misc]
     return y + back(torch.ones_like(y))[0]
 
 
 def pushed_forward(s: Any, x: Tensor) -> Tensor:
-    y, dy = jvp(lambda x: s.b(torch.tanh(s.a(x))), (x,), (torch.ones_like(x),))
+    y, dy = jvp(lambda x: s.b(torch.tanh(s.a(x))), (x,), (torch.ones_like(x),))  # type: ignore[misc]
     return y + dy
 
 

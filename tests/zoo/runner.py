@@ -269,7 +269,7 @@ def begin(module: nn.Module, index: int, microbatch: int) -> None:
 def set_microbatch(module: nn.Module, microbatch: int) -> None:
     for part in module.modules():
         if hasattr(part, "microbatch"):
-            part.microbatch = microbatch
+            part.microbatch = microbatch  # type: ignore[assignment]
 
 
 def _built(case: Case, indices: Iterable[int]) -> dict[int, nn.Module]:

@@ -35,7 +35,7 @@ registered: list[SimpleNamespace] = []
 log: list[str] = []
 
 
-def register_patch(
+def register_patch(  # with the parameters of Primus' own
     patch_id: str,
     *,
     description: str = "",

@@ -1,4 +1,8 @@
-"""Run a function on several real ranks: one process each, a gloo group between them, a time limit on all."""
+"""Run a function on several real ranks: one process each, a gloo group between them, a time limit on all.
+
+Importing torch takes a process three seconds, more than most of these jobs. So all ranks are forked from one process
+that has imported it and done nothing else.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest"])
 
 
 class RankError(AssertionError):
@@ -33,6 +40,15 @@ class Ending(NamedTuple):
     """What the function returned; None if it did not."""
     error: str | None
     """The traceback, if it raised."""
+
+
+class _Group(NamedTuple):
+    """The process group that the ranks join."""
+
+    meeting_point: str
+    num_ranks: int
+    timeout: float
+    backend: str
 
 
 def run_ranks(
@@ -73,21 +89,17 @@ def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
 @contextmanager
 def _started(
     num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float, backend: str = "gloo"
-) -> Iterator[tuple[list[Connection], list[SpawnProcess]]]:
+) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
     """The ranks, and for each the end of a pipe that brings its answer. Leaving ends them all."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         # A file as the meeting point needs no port.
-        meeting_point = Path(directory) / "rendezvous"
+        group = _Group(f"{directory}/rendezvous", num_ranks, group_timeout, backend)
         ends: list[Connection] = []
         processes = []
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main,
-                args=(theirs, rank, num_ranks, str(meeting_point), group_timeout, backend, function, args),
-                daemon=True,
-            )
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            call = (theirs, rank, group, dict(os.environ), function, args)
+            process = _CONTEXT.Process(target=_main, args=call, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -139,17 +151,16 @@ def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: fl
 def _main(
     end: Connection,
     rank: int,
-    num_ranks: int,
-    meeting_point: str,
-    timeout: float,
-    backend: str,
+    group: _Group,
+    environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()  # it was that of the test that came first
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        join_group(meeting_point, rank, num_ranks, timeout, backend)
+        join_group(group.meeting_point, rank, group.num_ranks, group.timeout, group.backend)
         value = function(*args)
         dist.barrier()
         answer = (False, value)

@@ -1,0 +1,107 @@
+"""The scripts in examples/, started as their first lines say: losses are those of the same model without a pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import own_layer
+import plain_loop
+import pytest
+import torch
+from titan_jobs import SHORT, Titan, assert_trains_alike, require_titan, start_from
+from torch import nn
+
+import zbpipe
+from zbpipe.demo.launch import Outcome
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TIMEOUT = 150
+"""Seconds for a script. It takes 10 on two cores of its own."""
+RANKS = 2
+STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2, "own_layer": 4}
+"""On two ranks, by script."""
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    """What the command prints, started in `folder`. It ends well, and none of its processes is left."""
+    settings = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, cwd=folder, env=os.environ | settings, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+def run_script(name: str, folder: Path) -> str:
+    return run(folder, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), EXAMPLES / f"{name}.py")
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (.*)$", output, re.MULTILINE)]
+
+
+def losses_without_a_pipeline(part: plain_loop.Part, num_stages: int) -> list[float]:
+    """Of the same steps. SGD follows the scale of the gradients, so equal losses mean equal gradients."""
+    model = nn.Sequential(*(part(index, num_stages) for index in range(num_stages)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=plain_loop.LEARNING_RATE)
+    losses = []
+    for step in range(plain_loop.STEPS):
+        tokens, targets = plain_loop.batch(step, torch.device("cpu"))
+        loss = plain_loop.loss_fn(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_all_scripts_are_tried_and_short() -> None:
+    scripts = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert scripts.keys() == STAGES.keys()
+    assert max(scripts.values()) < 80
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
+    output = run_script(name, tmp_path)
+    part = own_layer.build_part if name == "own_layer" else plain_loop.build_part
+    assert losses_in(output) == pytest.approx(losses_without_a_pipeline(part, STAGES[name]), abs=2e-5)
+    if name == "measure_and_plan":
+        assert_left_a_plan(tmp_path, output)
+    if name == "own_schedule":
+        steps = dict(re.findall(r"^(\w+) +step (\d+),", output, re.MULTILINE))
+        assert steps == {"1F1B": "27", "ZBH1": "25", "LateW": "25"}
+
+
+def assert_left_a_plan(folder: Path, output: str) -> None:
+    """A schedule no longer than ZBV for the costs in the other file, and files that the next job can start from."""
+    planned, usual = re.findall(r"planned ([\d.]+) ms a step, with ZBV ([\d.]+) ms", output)[0]
+    assert 0 < float(planned) <= float(usual)
+    plan = zbpipe.generate(str(folder / "plan.csv"), RANKS, plain_loop.MICROBATCHES)
+    assert zbpipe.validate(plan) == []
+    again = [sys.executable, "-m", "zbpipe", "plan", "-m", "8", "--costs-file", "costs.toml"]
+    assert "makespan" in run(folder, *again)
+
+
+def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
+    """The debug model, with the losses of TorchTitan's own job without a pipeline."""
+    require_titan("0.3.0")
+    metrics = tmp_path / "metrics.jsonl"
+    arguments = (*SHORT, *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
+    output = run(tmp_path, EXAMPLES / "torchtitan" / "train.sh", *arguments)
+    assert "pipeline: ZBV" in output
+    steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())
+    assert_trains_alike(Outcome(steps, None), titan.without_pipeline())
