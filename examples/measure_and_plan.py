@@ -20,8 +20,7 @@ PROFILED = 5
 def plan(costs: zbpipe.JobCosts) -> None:
     """Write plan.csv. The stages stay where they are: the costs hold their placement."""
     found = zbpipe.plan(dist.get_world_size(), MICROBATCHES, costs)
-    zbv = zbpipe.generate("ZBV", dist.get_world_size(), MICROBATCHES)
-    usual = zbpipe.simulate(zbv, costs.stages(zbv.placement))
+    usual = zbpipe.simulate(zbpipe.generate("ZBV", dist.get_world_size(), MICROBATCHES), costs)
     print(f"planned {found.makespan * 1e3:.1f} ms a step, with ZBV {usual.makespan * 1e3:.1f} ms (simulated)")
     zbpipe.dump_costs(costs, "costs.toml")
     Path("plan.csv").write_text(found.schedule.to_csv())

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from documents import blocks
 from ranks import run_ranks
-from test_docs import ROOT, blocks
 from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
@@ -56,8 +56,8 @@ def json_of(line: str) -> Any:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write into, with the cost files of the docs."""
     monkeypatch.chdir(tmp_path)
-    for name, text in zip(("stages", "layers"), blocks(ROOT / "docs" / "costs-file.md", "toml"), strict=True):
-        (tmp_path / f"{name}.toml").write_text(text)
+    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml"), strict=True):
+        (tmp_path / f"{name}.toml").write_text(block.code)
     return tmp_path
 
 
@@ -173,9 +173,8 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
 
 
 def test_the_commands_of_the_page_work(here: Path) -> None:
-    commands = [
-        line.partition("#")[0].strip() for line in blocks(ROOT / "docs" / "costs-file.md", "sh")[0].splitlines()
-    ]
+    lines = blocks("docs/costs-file.md", "sh")[0].code.splitlines()
+    commands = [line.partition("#")[0].strip() for line in lines]
     assert len(commands) == 3
     for command in commands:
         answer(command.removeprefix("zbpipe plan"))

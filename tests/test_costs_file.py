@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_docs import ROOT, blocks
 
 from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, Placement, dump_costs, load_costs
 from zbpipe.costs import as_cost_model
@@ -130,8 +130,8 @@ def test_equal_jobs_have_equal_hashes() -> None:
 
 
 def test_the_page_shows_files_that_can_be_read(tmp_path: Path) -> None:
-    for name, text in zip(("stages", "layers"), blocks(ROOT / "docs" / "costs-file.md", "toml"), strict=True):
-        (tmp_path / f"{name}.toml").write_text(text)
+    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml"), strict=True):
+        (tmp_path / f"{name}.toml").write_text(block.code)
     stages, layered = load_costs(tmp_path / "stages.toml"), load_costs(tmp_path / "layers.toml")
     assert stages.placement == Placement.v(2)
     assert isinstance(stages.costs, CostModel)

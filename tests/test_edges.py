@@ -21,6 +21,8 @@ from zbpipe.testing import check_schedule
 from zbpipe.transport import Receives, Transport
 
 ZBV = generate("ZBV", 2, 2)
+ANYTHING: Any = ("ZBV", 5, "F", 2.0)
+"""What a type checker would refuse."""
 NUMBERS: dict[str, Callable[[Any], object]] = {
     "generate(ranks)": lambda junk: generate("ZBV", junk, 2),
     "generate(microbatches)": lambda junk: generate("ZBV", 2, junk),
@@ -94,18 +96,21 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
     ("call", "message"),
     [
         (
-            lambda: simulate("ZBV", (1, 1, 1)),
+            lambda: simulate(ANYTHING[0], (1, 1, 1)),
             r"^'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8",
         ),
         (lambda: simulate(ZBV, (1, 1)), r"^costs have to be .* \(f, i, w\), for example \(1, 1, 1\), got \(1, 1\)$"),
-        (lambda: Schedule.from_csv(5), "^a table is the text of a CSV file, got 5: zbpipe.generate takes the path"),
-        (lambda: replace(ZBV, ops=5), "^schedule ZBV: ops has to be one list of ops a rank, got 5$"),
         (
-            lambda: replace(ZBV, ops=((Op(0, "F", 0),),)),
+            lambda: Schedule.from_csv(ANYTHING[1]),
+            "^a table is the text of a CSV file, got 5: zbpipe.generate takes the path",
+        ),
+        (lambda: replace(ZBV, ops=ANYTHING[1]), "^schedule ZBV: ops has to be one list of ops a rank, got 5$"),
+        (
+            lambda: replace(ZBV, ops=((Op(0, ANYTHING[2], 0),),)),
             r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), which is no zbpipe.Op",
         ),
         (
-            lambda: replace(ZBV, num_microbatches=2.0),
+            lambda: replace(ZBV, num_microbatches=ANYTHING[3]),
             "^schedule ZBV: num_microbatches has to be a whole number, got 2.0",
         ),
         (lambda: Placement.v(0), "^a placement needs at least 1 rank and 1 stage a rank, got num_ranks=0 and"),

@@ -19,7 +19,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, require_titan, start_f
 from torch import nn
 
 import zbpipe
-from zbpipe.demo.launch import Outcome
+from zbpipe.demo.launch import JobOutcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150
@@ -104,4 +104,4 @@ def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "torchtitan" / "train.sh", *arguments)
     assert "pipeline: ZBV" in output
     steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())
-    assert_trains_alike(Outcome(steps, None), titan.without_pipeline())
+    assert_trains_alike(JobOutcome(steps, None), titan.without_pipeline())

@@ -294,10 +294,11 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
     layer: Any = nn.Linear(2, 2)
     layer.weight_products = {torch.bmm: 3}
     api: Any = zbpipe
+    junk: dict[str, Any] = {"split_backward": 2}
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
         (lambda: build_any(None), "ZBV got no stages"),
-        (lambda: build(**{"split_backward": 2}), "split_backward=2 is unknown"),
+        (lambda: build(on=None, **junk), "split_backward=2 is unknown"),
         (
             lambda: build(on=[PipelineStage(layer, n, 2, torch.device("cpu")) for n in range(2)]),
             "weight_products of Linear .* got",

@@ -236,8 +236,8 @@ def test_each_option_has_a_sentence_in_the_help(
     from zbpipe.titan import train
 
     trainer = SimpleNamespace(train=lambda: print("TorchTitan's own help"))
-    monkeypatch.setattr(train.versions, "installed", lambda: SimpleNamespace(load=lambda: trainer))
-    monkeypatch.setattr(train.zbpipe.titan, "plug_in", lambda options: None)
+    monkeypatch.setattr("zbpipe.titan.versions.installed", lambda: SimpleNamespace(load=lambda: trainer))
+    monkeypatch.setattr("zbpipe.titan.plug_in", lambda options: None)
     monkeypatch.setattr(sys, "argv", ["train", "--help"])
     train._train()
     text = " ".join(capsys.readouterr().out.split())
@@ -458,7 +458,7 @@ def test_a_job_that_builds_twice_reports_its_last_pipeline_once(monkeypatch: pyt
             self.asked += 1
             return {"number": self.number}
 
-    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("zbpipe.titan.monitor.dist.get_rank", lambda: 0)
     built: list[Any] = [Pipeline(number) for number in range(2)]
     wrapped = []
     for each in built:

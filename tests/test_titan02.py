@@ -257,7 +257,7 @@ def looked_at() -> list[list[int]]:
     processor: Any = Processor()
     processor.parallel_dims = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor.dist, "get_rank", lambda: 0)
+        patch.setattr("zbpipe.titan.monitor.dist.get_rank", lambda: 0)
         for step in range(3, 10):
             if pipeline.armed:
                 recorded.append(step)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from zbpipe.actions import Rows, action_of
-from zbpipe.costs import CostModel, as_cost_model
+from zbpipe.costs import CostModel, Placeable, as_cost_model
 from zbpipe.ir import Op, OpKind, Schedule, inputs, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
@@ -30,7 +30,7 @@ _WORTH_IT = 1 - 1e-3
 
 def simulate(
     schedule: Schedule,
-    costs: CostModel | Sequence[float],
+    costs: CostModel | Placeable | Sequence[float],
     *,
     num_steps: int = 1,
     synchronous: bool = True,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.ir import Op, OpKind, Schedule
