@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,17 +217,17 @@ def test_the_mistakes_of_one_schedule_leave_the_others(command: str) -> None:
     def raises(ranks: int, microbatches: int) -> Schedule:
         raise KeyError("a bug")
 
-    wrong: dict[str, Any] = {
-        "Other": generate("1F1B", 2, 4),
-        "Lists": [[]],
-        "Empty": replace(whole, ops=((), ())),
-        "Texts": replace(whole, ops=(("0F0",), ())),  # type: ignore[arg-type]
-        "Swapped": replace(whole, ops=whole.ops[::-1]),
-        "Doubled": replace(whole, ops=tuple((*ops, ops[0]) for ops in whole)),
-        "Stuck": replace(whole, ops=tuple(ops[::-1] for ops in whole)),
+    wrong: dict[str, Callable[[], Any]] = {
+        "Other": lambda: generate("1F1B", 2, 4),
+        "Lists": lambda: [[]],
+        "Empty": lambda: replace(whole, ops=((), ())),
+        "Texts": lambda: replace(whole, ops=(("0F0",), ())),  # type: ignore[arg-type]
+        "Swapped": lambda: replace(whole, ops=whole.ops[::-1]),
+        "Doubled": lambda: replace(whole, ops=tuple((*ops, ops[0]) for ops in whole)),
+        "Stuck": lambda: replace(whole, ops=tuple(ops[::-1] for ops in whole)),
     }
-    for name, made in wrong.items():
-        zbpipe.register(name)(lambda ranks, microbatches, made=made: made)
+    for name, make in wrong.items():
+        zbpipe.register(name)(lambda ranks, microbatches, make=make: make())
     result = run(command)
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()

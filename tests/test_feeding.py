@@ -107,6 +107,15 @@ def test_who_waits_for_what_never_comes() -> None:
 
 
 def test_a_rank_that_several_items_could_wake_wakes_once() -> None:
-    rows = [["a", "z"], ["b", "c"], ["d"]]
-    needs = {"a": [["b", "c"], ["d"]], "d": [["c"]]}
-    assert [item for _, item, _ in Turns(rows, lambda item: needs.get(item, []))] == ["b", "c", "d", "a", "z"]
+    """Otherwise it would have two turns when `a` is done, and `z` would come before `e`."""
+    rows = [["a", "z"], ["b", "c"], ["d"], ["e"]]
+    needs = {"a": [["b", "c"], ["d"]], "d": [["c"]], "e": [["a"]]}
+    turns = Turns(rows, lambda item: needs.get(item, []), lambda rank, position: 5 if rank else 10 * position)
+    assert [item for _, item, _ in turns] == ["b", "c", "d", "a", "e", "z"]
+
+
+@given(st.lists(st.lists(st.integers()).map(sorted), max_size=6))
+def test_priorities_merge_rows(rows: list[list[int]]) -> None:
+    items = [[(number, rank, position) for position, number in enumerate(row)] for rank, row in enumerate(rows)]
+    turns = Turns(items, lambda item: [], lambda rank, position: items[rank][position])
+    assert [item for _, item, _ in turns] == sorted(chain.from_iterable(items))

@@ -207,13 +207,13 @@ def test_a_limit_is_in_the_unit_of_the_costs_and_may_differ_by_rank(data: st.Dat
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        (math.nan, "memory_limit=nan is no amount: give"),
-        (-1.0, "memory_limit=-1.0 is no amount: give"),
-        ([1.0, -1.0], "memory_limit=-1.0 is no amount: give"),
-        ([1.0], "memory_limit has 1 numbers for 2 ranks: give one number, or one a rank"),
-        ("2", "memory_limit='2' is no number: give one number, one a rank, or None"),
-        (object(), "memory_limit=<object .*> is no number: give one number, one a rank, or None"),
-        ([2, None], r"memory_limit=\[2, None\] is no number: give one number, one a rank, or None"),
+        (math.nan, "memory_limit = nan is no amount: give"),
+        (-1.0, "memory_limit = -1 is no amount: give"),
+        ([1.0, -1.0], "memory_limit = -1 is no amount: give"),
+        ([1.0], "memory_limit has to be one number or one for each rank, got 1 for 2 ranks"),
+        ("2", "memory_limit = '2' is no number: give what a rank can hold"),
+        (object(), "memory_limit = <object .*> is no number: give what a rank can hold"),
+        ([2, None], "memory_limit = None is no number: give what a rank can hold"),
     ],
 )
 def test_limits_that_are_no_amounts_are_refused(limit: Any, message: str) -> None:

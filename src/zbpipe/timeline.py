@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from types import MappingProxyType
 from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
+from zbpipe.frozen import FrozenDict
 from zbpipe.ir import Op, OpKind, Schedule, inputs
 from zbpipe.transport import Receives, Transport
 
@@ -65,11 +65,11 @@ class Timeline:
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """Where its receives stand; None where that makes no difference."""
-    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=dict, hash=False)
+    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
     """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "waited_for", MappingProxyType(dict(self.waited_for)))
+        object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
 
     def __repr__(self) -> str:
         schedule = self.schedule

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
-from zbpipe.costs import CostModel, as_cost_model
+from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
 from zbpipe.ir import Op, OpKind, Schedule, inputs
 from zbpipe.turns import Turns
 
@@ -73,7 +73,7 @@ def validate(
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
-    limits = None if memory_limit is None else _limits(memory_limit, schedule.placement.num_ranks)
+    limits = None if memory_limit is None else limits_by_rank(memory_limit, schedule.placement.num_ranks)
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
@@ -85,21 +85,6 @@ def validate(
         *_deadlocked(schedule, places),
         *(() if limits is None else _out_of_memory(schedule, limits, costs)),
     ]
-
-
-def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
-    """By rank."""
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
-    for limit in limits:
-        if not isinstance(limit, (int, float)):
-            raise TypeError(f"memory_limit={memory_limit!r} is no number: give one number, one a rank, or None")
-        if not limit >= 0:
-            raise ValueError(f"memory_limit={limit} is no amount: give a number from zero on, or None for no limit")
-    if len(limits) != num_ranks:
-        raise ValueError(
-            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one number, or one a rank"
-        )
-    return limits
 
 
 def require_schedule(schedule: Schedule) -> None:
