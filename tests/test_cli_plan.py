@@ -265,7 +265,9 @@ def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tm
     uneven = tuple(1 + stage % 3 / 2 for stage in range(placement.num_stages))
     dump_costs(JobCosts(CostModel(uneven, uneven[::-1], uneven, uneven), placement), tmp_path / "costs.json")
     table = tmp_path / "plan.csv"
-    answer(f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit {num_ranks - 0.5} -o {table} {QUICK}")
+    answer(
+        f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit { ({2: 5, 4: 8}[num_ranks]) } -o {table} {QUICK}"
+    )
     per_rank = run_ranks(num_ranks, train_from_file, str(table), 6)
     assert_like_reference(per_rank, 2 * num_ranks, (6,))
 
