@@ -25,7 +25,8 @@ from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, Shape
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
-from zbpipe.planner.request import PLACEMENTS
+from zbpipe.planner.request import PLACEMENTS, Request
+from zbpipe.planner.stages import problem_of
 from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
 from zbpipe.transport import Transport
 
@@ -338,8 +339,11 @@ def test_the_inner_loops_measure_the_span_of_the_ranks(data: st.DataObject) -> N
     for _, order in scheduler.by_kind():
         length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 2_000, 1)
         span = tested.length(better)
+        begin = [spans[0].start for spans in simulate(tested.schedule("", better), costs).spans]
         if placement in [place(placement.num_ranks) for place in PLACEMENTS.values()]:
             assert length == pytest.approx(span, rel=1e-6)
+            assert tested.job.origin == pytest.approx(begin, rel=1e-6)
+        assert all(origin <= start * (1 + 1e-6) for origin, start in zip(tested.job.origin, begin, strict=True))
         assert length >= span * (1 - 1e-6)
         assert tested.lower_bound <= span * (1 + 1e-9)
 
@@ -515,6 +519,11 @@ def test_what_a_job_costs_has_the_defaults_of_a_plan() -> None:
 @pytest.mark.parametrize("limit", [None, float("inf"), 1e9])
 def test_a_limit_above_all_microbatches_is_none(limit: float | None) -> None:
     assert plan(2, 3, (1, 1, 1), limit, placements=["single"], budget=LITTLE).makespan == 10
+    limits = None if limit is None else (limit, limit)
+    placement = Placement.loop(2)
+    request = Request(2, 3, {"single": placement}, limits)
+    # The solver counts in whole numbers.
+    assert max(problem_of(request, "single", placement, CostModel.uniform(placement)).limits) <= 1e9
 
 
 def test_plans_are_equal_and_have_a_hash() -> None:
