@@ -75,7 +75,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         (pipeline("deadlock.csv"), "deadlock: "),
         (
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
-            "only those that torch has, too, fit torch's 1F1B: leave the others out",
+            "torch's 1F1B takes only those options that torch has, too: leave out the others",
         ),
         (
             [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
