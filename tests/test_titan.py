@@ -240,7 +240,7 @@ def test_each_option_has_a_sentence_in_the_help(
     text = " ".join(capsys.readouterr().out.split())
     assert text.endswith("TorchTitan's own help")
     names = [each.name for kind in (Options, ForTorch) for each in fields(kind) if each.name != "for_torch"]
-    starts = sorted(text.rindex(f" --zbpipe.{name.replace('_', '-')} ") for name in names)
+    starts = sorted(text.index(f" --zbpipe.{name.replace('_', '-')} ") for name in names)
     for start, end in pairwise([*starts, text.index("TorchTitan's own help")]):
         assert text[start:end].rstrip()[-1] == ".", text[start:end]
     monkeypatch.setattr(sys, "argv", ["train"])
