@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -48,6 +48,15 @@ compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of do
 	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
 environments: $(VENV)/dev $(VENV)-oldest/dev $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-docs/dev $(VENV)-wheel/dev  ## all that CI needs; with -j side by side
+
+coverage: $(VENV)/dev  ## which lines the quick tests and a few pipelines reach, by folder; not in CI
+	$(BIN)/pip install --quiet 'coverage>=7.10'
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q $(COVERED:%=tests/test_%.py)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-empty
+
+COVERED := $(QUICK) simulation planner views cli profiler steps faults frameworks gradient_check refusals
 
 wheel: $(VENV)/dev $(VENV)-wheel/dev  ## build wheel and sdist, and try the wheel from an empty folder
 	.ci/wheel

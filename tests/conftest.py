@@ -1,12 +1,17 @@
 """What tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Products of small matrices take twenty times the work on two threads that wait for each other on busy cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+torch.set_num_threads(1)
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 from titan_jobs import Titan  # noqa: E402
 

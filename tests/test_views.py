@@ -194,7 +194,7 @@ def test_the_same_timeline_gives_the_same_svg_in_every_process() -> None:
     pictures = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.path.dirname(__file__)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             check=True,
         ).stdout
