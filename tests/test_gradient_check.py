@@ -400,7 +400,7 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     owed: list[int] = []
     watched = schedule._stages[1]
     w = watched.backward_weight_one_chunk
-    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(watched._pending[n])), w(n, **kwargs))
+    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(watched._deferred[n])), w(n, **kwargs))
     schedule.step(tokens, target=targets)
     assert owed == [13, 13]
 

@@ -463,7 +463,7 @@ def refusals_of_a_model() -> list[str]:
 def test_a_model_that_is_not_cut(in_a_process: InAProcess) -> None:
     cuts_itself, exclusive = in_a_process.refusals_of_a_model
     assert "cuts into stages, and not TorchTitan's own pipeline_llm: use one of torch's schedules" in cuts_itself
-    assert "but test_titan02.refusals_of_a_model.<locals>.cut: use one of torch's schedules" in cuts_itself
+    assert "this model, which test_titan02.refusals_of_a_model.<locals>.cut cuts into stages" in cuts_itself
     assert "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other" in exclusive
 
 

@@ -172,7 +172,7 @@ def test_a_backward_that_overwrites_dy_during_i(
     assert not deferral_of(module.late).stays_in_i
     told = "stage 0: something changes the gradient of the output (dY) of layer early (Linear) in place during I"
     assert told in caplog.text
-    assert schedule._stages[0]._pending == {}
+    assert schedule._stages[0]._deferred == {}
 
 
 def test_what_changes_only_later_is_an_error_that_names_the_layer(one_rank: None, weights_last: str) -> None:
@@ -240,7 +240,7 @@ def num_waiting(schedule: Any, module: nn.Module) -> list[int]:
     weight, counts = stage.backward_weight_one_chunk, []
 
     def count(chunk: int, *args: Any, **kwargs: Any) -> None:
-        counts.append(len(stage._pending[chunk]))
+        counts.append(len(stage._deferred[chunk]))
         weight(chunk, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

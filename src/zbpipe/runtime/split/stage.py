@@ -213,7 +213,7 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
     if not is_split(stage):
         # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
         stage.__class__ = split_class(type(stage))
-        stage.__dict__.update(_pending={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
+        stage.__dict__.update(_deferred={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -231,7 +231,7 @@ class _SplitBackward(_torch.OwnStage):
     """
 
     _gradients: WeightGradients
-    _pending: dict[int, list[PendingGradient]]
+    _deferred: dict[int, list[PendingGradient]]
     """By microbatch, from its I to its W."""
     _num_split: int
     """How many I have run."""
@@ -272,7 +272,7 @@ class _SplitBackward(_torch.OwnStage):
             _torch.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, pending)
         take_over(pending, _torch.received(self, bwd_chunk_id))
-        self._pending[bwd_chunk_id] = pending
+        self._deferred[bwd_chunk_id] = pending
         # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input.
         if loss is not None and not _torch.is_view(loss):
             loss.detach_()
@@ -283,7 +283,7 @@ class _SplitBackward(_torch.OwnStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
-        pending = self._pending.pop(bwd_chunk_id)
+        pending = self._deferred.pop(bwd_chunk_id)
         if sums := _torch.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))
@@ -317,7 +317,7 @@ class _SplitBackward(_torch.OwnStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def clear_runtime_states(self) -> None:
-        self._pending.clear()
+        self._deferred.clear()
         self._is_scaled = False
         for deferral in deferrals(self.submod).values():
             deferral.look_for_hooks()
