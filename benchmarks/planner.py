@@ -133,10 +133,10 @@ def frontier(path: Path, budget: float | None) -> None:
         best = float("inf")
         curves[name] = [(limit, best := min(best, length)) for limit, length in curves[name]]
     points = {}
-    for traits in registry.schedules().values():
-        placed = costs(traits.place(ranks))
-        timeline = simulate(generate(traits.name, ranks, microbatches, costs=placed), placed)
-        points[traits.name] = (max(timeline.peak_activations), timeline.makespan)
+    for algorithm in registry.schedules().values():
+        placed = costs(algorithm.place(ranks))
+        timeline = simulate(generate(algorithm.name, ranks, microbatches, costs=placed), placed)
+        points[algorithm.name] = (max(timeline.peak_activations), timeline.makespan)
     path.write_text(draw(curves, points))
 
 

@@ -268,7 +268,7 @@ def test_late_receives_change_the_place_of_no_message_among_the_others(schedule:
     assert [list(filter(is_message, row)) for row in before] == [list(filter(is_message, row)) for row in late]
 
 
-@pytest.mark.parametrize("name", sorted(traits.name for traits in registry.schedules().values()))
+@pytest.mark.parametrize("name", sorted(algorithm.name for algorithm in registry.schedules().values()))
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (3, 7), (4, 8), (8, 32)])
 def test_all_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
     receive_in_all_ways(generate(name, ranks, microbatches))

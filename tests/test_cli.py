@@ -70,13 +70,13 @@ def extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_list_has_all_schedules() -> None:
     lines = answer("list").splitlines()
     assert len(lines) == 1 + len(registry.schedules())
-    for traits in registry.schedules().values():
-        assert any(line.startswith(f"{traits.name} ") and line.endswith(traits.summary) for line in lines)
+    for algorithm in registry.schedules().values():
+        assert any(line.startswith(f"{algorithm.name} ") and line.endswith(algorithm.summary) for line in lines)
 
 
 def test_list_as_json() -> None:
     listed = json_of("list")
-    assert {entry["name"] for entry in listed} == {traits.name for traits in registry.schedules().values()}
+    assert {entry["name"] for entry in listed} == {algorithm.name for algorithm in registry.schedules().values()}
     assert all(set(entry) == {"name", "stages_per_rank", "placement", "source", "summary"} for entry in listed)
     zbv = next(entry for entry in listed if entry["name"] == "ZBV")
     assert (zbv["stages_per_rank"], zbv["placement"], zbv["source"]) == (2, "v", "zbpipe")
@@ -170,7 +170,7 @@ def test_costs_reach_schedules_that_look_at_them() -> None:
 
 def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
     compared = json_of("compare -p 4 -m 8")
-    assert {entry["schedule"] for entry in compared} == {traits.name for traits in registry.schedules().values()}
+    assert {entry["schedule"] for entry in compared} == {algorithm.name for algorithm in registry.schedules().values()}
     assert all(entry.keys() >= SIMULATE_KEYS | {"gap", "fits"} for entry in compared)
     makespans = [round(entry["makespan"], 6) for entry in compared]
     assert makespans == sorted(makespans)
@@ -235,7 +235,7 @@ def test_the_mistakes_of_one_schedule_leave_the_others(command: str) -> None:
     assert lines[0] == "left out Raises: KeyError: 'a bug'"
     found = json.loads(result.stdout)
     rows = found if isinstance(found, list) else found["named"]
-    assert {row["schedule"] for row in rows} == {traits.name for traits in registry.schedules().values()} - {
+    assert {row["schedule"] for row in rows} == {algorithm.name for algorithm in registry.schedules().values()} - {
         "Raises",
         *wrong,
     }

@@ -275,7 +275,7 @@ def test_deferring_a_layer() -> None:
 
 
 def test_every_schedule_has_a_summary() -> None:
-    assert all(traits.summary for traits in registry.schedules().values())
+    assert all(algorithm.summary for algorithm in registry.schedules().values())
 
 
 def test_a_patch_release_does_not_change_what_works_together() -> None:

@@ -37,8 +37,8 @@ ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
 GROUP_PER_EDGE = "gloo"
 """Without queues, but with a group for each direction between two ranks, which torch makes if it is told to."""
 RANKS, MICROBATCHES = 4, 8
-NAMES = tuple(traits.name for traits in registry.schedules().values())
-OURS = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
+NAMES = tuple(algorithm.name for algorithm in registry.schedules().values())
+OURS = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
 
 
 @pytest.fixture(scope="module", autouse=True)

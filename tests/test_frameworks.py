@@ -44,12 +44,12 @@ def torch_as_it_was() -> Iterator[None]:
 def test_every_name_in_any_case() -> None:
     zbpipe.install()
     ask = schedules.get_schedule_class
-    for name, traits in registry.schedules().items():
+    for name, algorithm in registry.schedules().items():
         for written in (name, name.upper()):
-            if traits.source == "torch":
+            if algorithm.source == "torch":
                 assert ask(written) is TORCHS(written)
             else:
-                assert ask(written).__name__ == f"Schedule{traits.name}"
+                assert ask(written).__name__ == f"Schedule{algorithm.name}"
     assert ask("PipelineScheduleSingle") is PipelineScheduleSingle
     assert ask("auto") is ask("Auto")
     with pytest.raises(ValueError, match=r"unknown schedule 'ZBX'; did you mean 'ZBV'\?"):

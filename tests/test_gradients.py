@@ -97,7 +97,9 @@ def test_late_receives() -> None:
 
 
 OTHERS = tuple(
-    traits.name for traits in registry.schedules().values() if traits.source == "zbpipe" and traits.name != "ZBV"
+    algorithm.name
+    for algorithm in registry.schedules().values()
+    if algorithm.source == "zbpipe" and algorithm.name != "ZBV"
 )
 """Of zbpipe's own schedules."""
 TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

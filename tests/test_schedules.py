@@ -19,7 +19,7 @@ from zbpipe.simulation import simulate
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.timeline import Timeline
 
-NAMES = sorted(traits.name for traits in registry.schedules().values())
+NAMES = sorted(algorithm.name for algorithm in registry.schedules().values())
 ANY_STAGES = [name for name in NAMES if registry.lookup(name).any_stages_per_rank]
 # The searched schedules take a while to draw; a busy machine is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

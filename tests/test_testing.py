@@ -51,8 +51,8 @@ def test_placements_of_all_shapes_come_up(wanted: Placement) -> None:
 def test_schedules_stay_within_the_bounds(schedule: Schedule) -> None:
     assert schedule.num_ranks <= 5
     assert schedule.num_microbatches <= 9
-    traits = registry.lookup(schedule.name)
-    assert schedule.placement == traits.place(schedule.num_ranks, len(schedule.placement.stages_on(0)))
+    algorithm = registry.lookup(schedule.name)
+    assert schedule.placement == algorithm.place(schedule.num_ranks, len(schedule.placement.stages_on(0)))
 
 
 @few
@@ -63,8 +63,8 @@ def test_schedules_keep_to_what_is_fixed(looped: Schedule, two_stages: Schedule)
 
 
 def test_every_registered_schedule_comes_up() -> None:
-    for traits in registry.schedules().values():
-        drawn = find(schedules(max_ranks=2, max_microbatches=2), lambda s, name=traits.name: s.name == name)  # type: ignore[misc]
+    for algorithm in registry.schedules().values():
+        drawn = find(schedules(max_ranks=2, max_microbatches=2), lambda s, name=algorithm.name: s.name == name)  # type: ignore[misc]
         assert (drawn.num_ranks, drawn.num_microbatches) == (1, 1)
 
 

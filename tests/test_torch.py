@@ -29,7 +29,7 @@ from zbpipe import registry
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 
 RANKS, MICROBATCHES = 4, 4
-NAMES = tuple(traits.name for traits in registry.schedules().values() if traits.source == "zbpipe")
+NAMES = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
 
 
 class Cell(NamedTuple):

@@ -73,14 +73,14 @@ def needs(config: Any, num_gpus: int, memory_limit: float | None = None) -> list
             f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
             f" {(fsdp + 1) * each}"
         )
-    traits = lookup(parallelism.pipeline_parallel_schedule)
+    algorithm = lookup(parallelism.pipeline_parallel_schedule)
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    schedule = generate(traits.name, ranks, microbatches)
+    schedule = generate(algorithm.name, ranks, microbatches)
     model = _Model.of(config)
     bytes_each = model.bytes_per_parameter(fsdp)
     stages = _stages(model, parallelism, config.training.seq_len, schedule.placement.num_stages)
     peaks = _peaks(schedule, stages)
-    if traits.name == "Auto":
+    if algorithm.name == "Auto":
         room = (ranks if memory_limit is None else memory_limit) * _share(stages, ranks)
         peaks = tuple(max(peak, room) for peak in peaks)
     found = []

@@ -34,22 +34,22 @@ def generated(
     from zbpipe.registry import generate, lookup
     from zbpipe.validation import validate
 
-    traits = lookup(name)
-    if traits.table is not None:
-        ranks = traits.table.placement.num_ranks if ranks is None else ranks
-        microbatches = traits.table.num_microbatches if microbatches is None else microbatches
+    algorithm = lookup(name)
+    if algorithm.table is not None:
+        ranks = algorithm.table.placement.num_ranks if ranks is None else ranks
+        microbatches = algorithm.table.num_microbatches if microbatches is None else microbatches
     if ranks is None or microbatches is None:
         missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
-        raise ValueError(f"{traits.name} needs {missing}; for example: {traits.name} -p 4 -m 8")
-    costs = costs_of(traits.place(ranks, stages_per_rank))
+        raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
+    costs = costs_of(algorithm.place(ranks, stages_per_rank))
     schedule = generate(name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=costs)
     if findings := validate(schedule):
         more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
         raise ValueError(
-            f"{traits.name} cannot run: {findings[0]}{more}; `zbpipe validate FILE.csv` lists all findings"
+            f"{algorithm.name} cannot run: {findings[0]}{more}; `zbpipe validate FILE.csv` lists all findings"
         )
     # A registered function may give its schedule any name; people look for the one that they typed.
-    return replace(schedule, name=traits.name), costs
+    return replace(schedule, name=algorithm.name), costs
 
 
 def simulated(
@@ -85,11 +85,11 @@ def all_simulated(
     from zbpipe.registry import schedules
 
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    for traits in schedules().values():
+    for algorithm in schedules().values():
         try:
-            if has_costs(traits.place(ranks)):
-                yield simulated(traits.name, ranks, microbatches, costs_of, **how)
+            if has_costs(algorithm.place(ranks)):
+                yield simulated(algorithm.name, ranks, microbatches, costs_of, **how)
         except ValueError as error:
-            click.echo(f"left out {traits.name}: {one_line(str(error))}", err=True)
+            click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
         except Exception as error:  # a broken function of an installed package is no reason to hide the others
-            click.echo(f"left out {traits.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+            click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)

@@ -41,20 +41,20 @@ def list_(as_json: bool) -> None:
     from zbpipe.registry import schedules
     from zbpipe.views.report import table
 
-    known = sorted(schedules().values(), key=lambda traits: traits.name.lower())
+    known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
     if as_json:
         keys = ("name", "stages_per_rank", "placement", "source", "summary")
-        print_json([{key: getattr(traits, key) for key in keys} for traits in known])
+        print_json([{key: getattr(algorithm, key) for key in keys} for algorithm in known])
         return
     rows = [
         (
-            traits.name,
-            f"{traits.stages_per_rank}{' or any' if traits.any_stages_per_rank else ''}",
-            traits.placement,
-            traits.source,
-            traits.summary,
+            algorithm.name,
+            f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}",
+            algorithm.placement,
+            algorithm.source,
+            algorithm.summary,
         )
-        for traits in known
+        for algorithm in known
     ]
     for line in table(("schedule", "stages per rank", "placement", "runs as", "summary"), rows, left=5):
         click.echo(line)

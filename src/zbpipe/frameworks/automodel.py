@@ -36,8 +36,8 @@ _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of what was replaced."""
 
 
-def adapt(traits: Algorithm) -> None:
-    """Make AutoModel, if this process has imported it, place stages as `traits` says, and find the loss there.
+def adapt(algorithm: Algorithm) -> None:
+    """Make AutoModel, if this process has imported it, place stages as `algorithm` says, and find the loss there.
 
     Raises:
         ValueError: this version has no such functions, or it reuses receive buffers as early as 1F1B allows.
@@ -46,13 +46,13 @@ def adapt(traits: Algorithm) -> None:
     functional = sys.modules.get(_FUNCTIONAL)
     if functional is None:
         return
-    _require_known(functional, traits)
-    _require_all_buffers(traits)
-    _replace(functional, "calculate_virtual_stages", _Stages(traits).how_many)
-    _replace(functional, "stage_ids_this_rank", _Stages(traits).on_rank)
+    _require_known(functional, algorithm)
+    _require_all_buffers(algorithm)
+    _replace(functional, "calculate_virtual_stages", _Stages(algorithm).how_many)
+    _replace(functional, "stage_ids_this_rank", _Stages(algorithm).on_rank)
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
     if recipe is not None and hasattr(recipe, "_dp_allreduce"):
-        _replace(recipe, "_dp_allreduce", _sent_to_all_ranks(traits, recipe._dp_allreduce))
+        _replace(recipe, "_dp_allreduce", _sent_to_all_ranks(algorithm, recipe._dp_allreduce))
 
 
 def restore() -> None:
@@ -66,31 +66,31 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _require_known(functional: Any, traits: Algorithm) -> None:
+def _require_known(functional: Any, algorithm: Algorithm) -> None:
     for name, arguments in _TAKES.items():
         function = getattr(functional, name, None)
         if function is None or tuple(inspect.signature(function).parameters)[: len(arguments)] != arguments:
             found = getattr(sys.modules["nemo_automodel"], "__version__", "of an unknown version")
             raise ValueError(
-                f"zbpipe cannot place the stages of {traits.name} in NeMo AutoModel {found}, which has no"
+                f"zbpipe cannot place the stages of {algorithm.name} in NeMo AutoModel {found}, which has no"
                 f" {name}({', '.join(arguments)}, ...) in {_FUNCTIONAL}; it knows NeMo AutoModel {KNOWN}. Install"
                 f" nemo-automodel=={KNOWN}, or use one of torch's schedules"
             )
 
 
-def _require_all_buffers(traits: Algorithm) -> None:
+def _require_all_buffers(algorithm: Algorithm) -> None:
     if getattr(sys.modules.get(_BUFFER_POOL), "_INSTALLED", False):
         raise ValueError(
             "pp_recv_buffer_pool makes NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few"
-            f" for {traits.name}: leave it out of distributed.pipeline"
+            f" for {algorithm.name}: leave it out of distributed.pipeline"
         )
 
 
 class _Stages:
     """What replaces AutoModel's functions, with their arguments."""
 
-    def __init__(self, traits: Algorithm) -> None:
-        self._traits = traits
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
 
     def how_many(
         self, num_layers: int, layers_per_stage: int | None, pp_size: int, *unused: Any, **also_unused: Any
@@ -100,11 +100,11 @@ class _Stages:
         Raises:
             ValueError: `layers_per_stage` cuts the model into another number of stages than the schedule has.
         """
-        traits = self._traits
+        algorithm = self._algorithm
         cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
-        chosen = cut // pp_size if cut and cut % pp_size == 0 and traits.any_stages_per_rank else None
-        placement = traits.place(pp_size, chosen)
-        checks.require_cut(traits.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
+        chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
+        placement = algorithm.place(pp_size, chosen)
+        checks.require_cut(algorithm.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
         return placement.num_stages, placement.num_stages // pp_size
 
     def on_rank(self, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
@@ -113,13 +113,13 @@ class _Stages:
         Raises:
             ValueError: the model was cut into another number of stages than the schedule has.
         """
-        chosen = num_stages // pp_size if self._traits.any_stages_per_rank else None
-        placement = self._traits.place(pp_size, chosen)
-        checks.require_parts(self._traits.name, placement, num_stages)
+        chosen = num_stages // pp_size if self._algorithm.any_stages_per_rank else None
+        placement = self._algorithm.place(pp_size, chosen)
+        checks.require_parts(self._algorithm.name, placement, num_stages)
         return placement.stages_on(pp_rank)
 
 
-def _sent_to_all_ranks(traits: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _sent_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Recipes report the reduced loss of the pipeline's last rank; a V has it on the first. So send it to all."""
 
     @wraps(reduce)
@@ -128,7 +128,7 @@ def _sent_to_all_ranks(traits: Algorithm, reduce: Callable[..., Tensor]) -> Call
         if not getattr(self, "pp_enabled", False):
             return reduced
         group = self.device_mesh["pp"].get_group()
-        owner = traits.place(dist.get_world_size(group)).rank_of[-1]
+        owner = algorithm.place(dist.get_world_size(group)).rank_of[-1]
         loss = reduced.to(self.dist_env.device)
         dist.broadcast(loss, src=dist.get_global_rank(group, owner), group=group)
         return loss.to(reduced.device)

@@ -26,7 +26,7 @@ from zbpipe.runtime.options import Options
 class Face(ABCMeta):
     """Classes that stand for a schedule. One for a V is equal to torch's V-shaped class."""
 
-    traits: Algorithm
+    algorithm: Algorithm
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
@@ -38,10 +38,10 @@ class Face(ABCMeta):
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
-        stages = checks.in_order(given.pop(names[0], ()), cls.traits.name)
+        stages = checks.in_order(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
-        job.require_size(cls.traits, cls.options, stages[0].group_size, n_microbatches, None, str)
-        built = job.build(cls.traits, stages, n_microbatches, loss_fn, cls.options, **given)
+        job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
+        built = job.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
         job.attach(built, cls.options)
         return built
 
@@ -52,24 +52,24 @@ class Face(ABCMeta):
         return hash(cls.__bases__[0])
 
 
-def face_of(traits: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
+def face_of(algorithm: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
     """The class that frameworks get for one of zbpipe's schedules.
 
     Args:
-        traits: of the schedule.
+        algorithm: of the schedule.
         options: for the schedule, besides what the framework gives.
     """
-    name = "ScheduleFromFile" if traits.table else f"Schedule{traits.name}"
-    face = Face(name, (_nearest(traits),), {"traits": traits, "options": options, "__module__": __name__})
+    name = "ScheduleFromFile" if algorithm.table else f"Schedule{algorithm.name}"
+    face = Face(name, (_nearest(algorithm),), {"algorithm": algorithm, "options": options, "__module__": __name__})
     return cast(type[_torch.PipelineSchedule], face)
 
 
-def _nearest(traits: Algorithm) -> type[_torch.PipelineSchedule]:
+def _nearest(algorithm: Algorithm) -> type[_torch.PipelineSchedule]:
     """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
-    if traits.stages_per_rank == 1:
+    if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
-    is_v = traits.placement == "v" if traits.table is None else _is_v(traits.table.placement)
-    return ScheduleZBVZeroBubble if is_v and traits.stages_per_rank == 2 else PipelineScheduleMulti
+    is_v = algorithm.placement == "v" if algorithm.table is None else _is_v(algorithm.table.placement)
+    return ScheduleZBVZeroBubble if is_v and algorithm.stages_per_rank == 2 else PipelineScheduleMulti
 
 
 def _is_v(placement: Placement) -> bool:

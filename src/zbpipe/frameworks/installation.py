@@ -46,23 +46,23 @@ class _Installation:
             ValueError: there is no such schedule, or the options do not fit it.
         """
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
-        traits = None if str(name).lower() in _ABSTRACT else registry.lookup(name)
-        self._log(schedule_name, name, traits)
-        if traits is None or traits.source == "torch":
+        algorithm = None if str(name).lower() in _ABSTRACT else registry.lookup(name)
+        self._log(schedule_name, name, algorithm)
+        if algorithm is None or algorithm.source == "torch":
             automodel.restore()
             return self.torchs(name)
-        automodel.adapt(traits)
-        if traits.name not in self._faces:
-            job.require_sense(traits, self._options, str)
-            self._faces[traits.name] = face_of(traits, self._options)
-        return self._faces[traits.name]
+        automodel.adapt(algorithm)
+        if algorithm.name not in self._faces:
+            job.require_sense(algorithm, self._options, str)
+            self._faces[algorithm.name] = face_of(algorithm, self._options)
+        return self._faces[algorithm.name]
 
-    def _log(self, asked: str, name: str, traits: Algorithm | None) -> None:
+    def _log(self, asked: str, name: str, algorithm: Algorithm | None) -> None:
         """Log each name once; frameworks ask several times."""
         if asked in self.asked:
             return
         self.asked.append(asked)
-        is_torchs = traits is None or traits.source == "torch"
+        is_torchs = algorithm is None or algorithm.source == "torch"
         logger.info(
             "the job asks for the schedule %s and gets %s's %s", asked, "torch" if is_torchs else "zbpipe", name
         )

@@ -113,21 +113,23 @@ def _shortest(candidates: Sequence[Found], transport: Transport, objective: Obje
 def _named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
     """Every named schedule that has one of the placements and keeps to the limits: its order, and its name."""
     for problem in problems:
-        for traits in registry.schedules().values():
-            if "costs" in traits.keywords:  # searched with less effort than this search makes
+        for algorithm in registry.schedules().values():
+            if "costs" in algorithm.keywords:  # searched with less effort than this search makes
                 continue
-            if order := _order(problem, traits):
-                yield problem, order, traits.name
+            if order := _order(problem, algorithm):
+                yield problem, order, algorithm.name
 
 
-def _order(problem: Problem, traits: registry.Algorithm) -> list[int] | None:
+def _order(problem: Problem, algorithm: registry.Algorithm) -> list[int] | None:
     """The named schedule for this problem, None if there is none."""
     placement = problem.placement
-    stages = len(placement.stages_on(0)) if traits.any_stages_per_rank else None
+    stages = len(placement.stages_on(0)) if algorithm.any_stages_per_rank else None
     try:
-        if traits.place(placement.num_ranks, stages) != placement:
+        if algorithm.place(placement.num_ranks, stages) != placement:
             return None
-        schedule = registry.generate(traits.name, placement.num_ranks, problem.num_microbatches, stages_per_rank=stages)
+        schedule = registry.generate(
+            algorithm.name, placement.num_ranks, problem.num_microbatches, stages_per_rank=stages
+        )
         return problem.order(schedule) if problem.fits(schedule) else None
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None

@@ -23,10 +23,10 @@ def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
     Raises:
         ValueError: there is no such schedule. The message lists the names and the nearest one.
     """
-    traits = registry.lookup(name)
-    if traits.source == "torch":
-        return _torch.torch_class(traits.name)
-    return _registered_class(traits.name)
+    algorithm = registry.lookup(name)
+    if algorithm.source == "torch":
+        return _torch.torch_class(algorithm.name)
+    return _registered_class(algorithm.name)
 
 
 @cache
@@ -75,19 +75,19 @@ def build_pipeline_schedule(
     Raises:
         ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
     """
-    traits = registry.lookup(schedule)
-    runtime = schedule_class(traits.name)
+    algorithm = registry.lookup(schedule)
+    runtime = schedule_class(algorithm.name)
     if issubclass(runtime, RegisteredSchedule):
         return runtime(stages, n_microbatches, loss_fn, **options)
-    checks.require_options(traits.name, options, runtime.__init__)
-    checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-    ordered, _ = checks.placed(stages, traits)
+    checks.require_options(algorithm.name, options, runtime.__init__)
+    checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+    ordered, _ = checks.placed(stages, algorithm)
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
-    checks.require_matching_messages(built, traits.name, options)
-    require_splittable(built, traits.name)
-    checks.require_scaled_once(built, traits.name)
+    checks.require_matching_messages(built, algorithm.name, options)
+    require_splittable(built, algorithm.name)
+    checks.require_scaled_once(built, algorithm.name)
     return built
 
 

@@ -123,16 +123,16 @@ def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list
 
 
 def placed(
-    stages: PipelineStage | Sequence[PipelineStage], traits: registry.Algorithm
+    stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
 ) -> tuple[list[PipelineStage], Placement]:
     """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here.
 
     Raises:
         ValueError: they are not those that the schedule has on this rank.
     """
-    ordered = in_order(stages, traits.name)
-    placement = traits.place(ordered[0].group_size, len(ordered) if traits.any_stages_per_rank else None)
-    require_placement(ordered, traits.name, placement)
+    ordered = in_order(stages, algorithm.name)
+    placement = algorithm.place(ordered[0].group_size, len(ordered) if algorithm.any_stages_per_rank else None)
+    require_placement(ordered, algorithm.name, placement)
     return ordered, placement
 
 

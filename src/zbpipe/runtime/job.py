@@ -31,11 +31,11 @@ Spell = Callable[[str], str]
 logger = logging.getLogger(__name__)
 
 
-def require_sense(traits: Algorithm, options: Options, spell: Spell, *, will_run: bool = True) -> None:
+def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_run: bool = True) -> None:
     """Refuse options that do not fit the schedule, or name a file that cannot be written.
 
     Args:
-        traits: of the schedule.
+        algorithm: of the schedule.
         options: those of the job.
         spell: for the messages.
         will_run: False for a job without a pipeline, which writes no files.
@@ -43,9 +43,9 @@ def require_sense(traits: Algorithm, options: Options, spell: Spell, *, will_run
     Raises:
         ValueError: for the first of them.
     """
-    name, is_auto = traits.name, traits.name == AutoSchedule.schedule_name
+    name, is_auto = algorithm.name, algorithm.name == AutoSchedule.schedule_name
     require_options(name, options.for_torch.given())
-    if traits.source == "torch" and options.need_zbpipes_schedule():
+    if algorithm.source == "torch" and options.need_zbpipes_schedule():
         raise ValueError(
             f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
@@ -67,12 +67,12 @@ def require_sense(traits: Algorithm, options: Options, spell: Spell, *, will_run
 
 
 def require_size(
-    traits: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
+    algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
 ) -> None:
     """Refuse options that do not fit a job of this size.
 
     Args:
-        traits: of the schedule.
+        algorithm: of the schedule.
         options: those of the job, which fit the schedule.
         num_ranks: of the pipeline.
         n_microbatches: of a step.
@@ -83,21 +83,21 @@ def require_size(
         ValueError: the memory limit is too low, the schedule has no I and W to time, or the job has too few steps.
     """
     if options.memory_limit is not None:
-        start_within(options.memory_limit, traits.place(num_ranks), n_microbatches)
-    if options.profile_steps and not _runs_i_and_w(traits, num_ranks, n_microbatches):
+        start_within(options.memory_limit, algorithm.place(num_ranks), n_microbatches)
+    if options.profile_steps and not _runs_i_and_w(algorithm, num_ranks, n_microbatches):
         raise ValueError(
-            f"{spell('profile_steps')} times I and W, but {traits.name} runs whole backwards: measure with one of"
+            f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with one of"
             " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    for option, needed in _steps_needed(traits, options).items():
+    for option, needed in _steps_needed(algorithm, options).items():
         if steps is not None and needed > steps:
             raise ValueError(
                 f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
             )
 
 
-def _steps_needed(traits: Algorithm, options: Options) -> dict[str, int]:
-    measures = traits.name == AutoSchedule.schedule_name and options.costs_out
+def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
+    measures = algorithm.name == AutoSchedule.schedule_name and options.costs_out
     timed = options.profile_steps or (USUAL_STEPS if measures else 0)
     return {
         "profile_steps": timed + WARM_UP + 1 if timed else 0,
@@ -106,8 +106,8 @@ def _steps_needed(traits: Algorithm, options: Options) -> dict[str, int]:
     }
 
 
-def _runs_i_and_w(traits: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
-    return any(op.kind is OpKind.I for ops in traits.generate(num_ranks, n_microbatches) for op in ops)
+def _runs_i_and_w(algorithm: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
+    return any(op.kind is OpKind.I for ops in algorithm.generate(num_ranks, n_microbatches) for op in ops)
 
 
 def _require_files(options: Options, spell: Spell) -> None:
@@ -125,7 +125,7 @@ def _require_files(options: Options, spell: Spell) -> None:
 
 
 def build(
-    traits: Algorithm,
+    algorithm: Algorithm,
     stages: PipelineStage | Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None,
@@ -137,12 +137,12 @@ def build(
     Raises:
         ValueError: see `zbpipe.build_pipeline_schedule`.
     """
-    own = {} if traits.source == "torch" else options.for_zbpipe()
-    if traits.name == AutoSchedule.schedule_name:
+    own = {} if algorithm.source == "torch" else options.for_zbpipe()
+    if algorithm.name == AutoSchedule.schedule_name:
         own |= options.for_auto()
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)
     return build_pipeline_schedule(
-        traits.name, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more
+        algorithm.name, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more
     )
 
 

@@ -80,14 +80,14 @@ class RegisteredSchedule(_torch.OwnRuntime):
         defer_pp_recv: bool | None = None,
         **options: Any,
     ) -> None:
-        traits = registry.lookup(self.schedule_name)
-        checks.require_options(traits.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
+        algorithm = registry.lookup(self.schedule_name)
+        checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
-        checks.require_microbatches(traits.name, n_microbatches, loss_fn)
-        stages, placement = checks.placed(stages, traits)
+        checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+        stages, placement = checks.placed(stages, algorithm)
         schedule = registry.generate(
-            traits.name, placement.num_ranks, n_microbatches, stages_per_rank=len(stages), costs=costs
+            algorithm.name, placement.num_ranks, n_microbatches, stages_per_rank=len(stages), costs=costs
         )
         gradients = WeightGradients()
         defers_loss = defer_loss and split_backward != "autograd"
@@ -114,7 +114,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self.adopt(schedule)
         if any(op.kind is OpKind.I for ops in schedule for op in ops):
             split.split_backward(_torch.stages_of(self), split_backward, gradients)
-        checks.require_scaled_once(self, traits.name)
+        checks.require_scaled_once(self, algorithm.name)
 
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.

@@ -88,13 +88,13 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
         # In a trainer that another program has started nobody has called this yet.
         check(job_config, options)
         name = job_config.parallelism.pipeline_parallel_schedule
-        traits = plug.known(name)
+        algorithm = plug.known(name)
         config = job_config
-        if traits is not None and traits.source == "zbpipe":
-            modules = _modules_of_stages(traits, job_config.parallelism, model_args)
+        if algorithm is not None and algorithm.source == "zbpipe":
+            modules = _modules_of_stages(algorithm, job_config.parallelism, model_args)
             _require_modules(model, modules)
             config = _cut_by_hand(job_config, modules)
-        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
+        with replaced(pipeline_parallel, **({} if algorithm is None else _helpers(algorithm, options))):
             built = pipelining_fn(model, parallel_dims, config, device, model_args, *more)
         if config is not job_config and not isinstance(built[0], RegisteredSchedule):
             raise ValueError(
@@ -107,9 +107,9 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _modules_of_stages(traits: Algorithm, parallelism: Any, model_args: Any) -> list[list[str]]:
+def _modules_of_stages(algorithm: Algorithm, parallelism: Any, model_args: Any) -> list[list[str]]:
     """The names of the modules in each stage: the user's own, or cut evenly as TorchTitan does."""
-    number = plug.num_stages(traits, parallelism, model_args.n_layers)
+    number = plug.num_stages(algorithm, parallelism, model_args.n_layers)
     by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
     if by_hand is not None:
         return by_hand
@@ -153,7 +153,7 @@ def _cut_by_hand(job_config: JobConfig, modules: Sequence[Sequence[str]]) -> Job
 _ANY_ONE_STAGE_SCHEDULE = "1F1B"
 
 
-def _helpers(traits: Algorithm, options: Options) -> Mapping[str, Callable[..., Any]]:
+def _helpers(algorithm: Algorithm, options: Options) -> Mapping[str, Callable[..., Any]]:
     """Functions that replace TorchTitan's, to place the stages and build the schedule as the registry says.
 
     For torch's schedules TorchTitan does so itself, except that it does not pass on options.
@@ -169,7 +169,7 @@ def _helpers(traits: Algorithm, options: Options) -> Mapping[str, Callable[..., 
     ) -> tuple[list[PipelineStage], list[nn.Module]]:
         rank, num_stages = pp_mesh.get_local_rank(), len(module_names_per_stage)
         stages, parts = [], []
-        for index in plug.stages_on(traits, rank, pp_mesh.size(), num_stages):
+        for index in plug.stages_on(algorithm, rank, pp_mesh.size(), num_stages):
             logger.info(
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
@@ -185,13 +185,13 @@ def _helpers(traits: Algorithm, options: Options) -> Mapping[str, Callable[..., 
     ) -> _torch.PipelineSchedule:
         parallelism = job_config.parallelism
         n_microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        built = plug.build(traits, stages, n_microbatches, loss_fn, options)
+        built = plug.build(algorithm, stages, n_microbatches, loss_fn, options)
         overlaps = parallelism.pipeline_parallel_expert_parallel_overlap
         if overlaps and isinstance(built, pipeline_parallel.ScheduleDualPipeV):
             built.register_custom_function(pipeline_parallel.OVERLAP_F_B, pipeline_parallel.overlap_callback)
         return built
 
-    if traits.source == "torch":
+    if algorithm.source == "torch":
         return {"build_pipeline_schedule": build} if options.for_torch.given() else {}
     return {"pipeline_module_split": split, "build_pipeline_schedule": build}
 
@@ -226,10 +226,10 @@ def _report_loss_where_it_is() -> None:
     get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
 
     def get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-        traits = plug.known(job_config.parallelism.pipeline_parallel_schedule)
-        if traits is None or not parallel_dims.pp_enabled:
+        algorithm = plug.known(job_config.parallelism.pipeline_parallel_schedule)
+        if algorithm is None or not parallel_dims.pp_enabled:
             return int(get_rank(parallel_dims, job_config))
-        return plug.first_rank_of_last_stage(traits, parallel_dims)
+        return plug.first_rank_of_last_stage(algorithm, parallel_dims)
 
     def ensure_pp_loss_visible(parallel_dims: ParallelDims, job_config: JobConfig, color: Any) -> None:
         if get_metrics_rank(parallel_dims, job_config) > 0:

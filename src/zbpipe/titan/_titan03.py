@@ -68,8 +68,8 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     """
 
     def pipeline(model: Any, *, parallelism: ParallelismConfig, **kwargs: Any) -> Any:
-        traits = plug.known(parallelism.pipeline_parallel_schedule)
-        with replaced(pipeline_parallel, **({} if traits is None else _helpers(traits, options))):
+        algorithm = plug.known(parallelism.pipeline_parallel_schedule)
+        with replaced(pipeline_parallel, **({} if algorithm is None else _helpers(algorithm, options))):
             built = pipelining_fn(model, parallelism=parallelism, **kwargs)
         name = parallelism.pipeline_parallel_schedule
         plug.complete(built[0], name, options, kwargs["device"], MetricsProcessor, rank_with_loss, asks_ahead=True)
@@ -78,7 +78,7 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any]]:
+def _helpers(algorithm: Algorithm, options: Options) -> dict[str, Callable[..., Any]]:
     """Functions that replace TorchTitan's, to cut the model, place the stages and build the schedule.
 
     For torch's schedules TorchTitan does so itself, except that it does not pass on options.
@@ -90,10 +90,10 @@ def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any
         num_layers = len(model_config.layers)
         first = parallelism.pipeline_parallel_first_stage_less_layers
         last = parallelism.pipeline_parallel_last_stage_less_layers
-        return plug.num_stages(traits, parallelism, num_layers), num_layers, first, last
+        return plug.num_stages(algorithm, parallelism, num_layers), num_layers, first, last
 
     def stages_on(pp_rank: int, pp_degree: int, pp_schedule: str, num_stages: int) -> tuple[int, ...]:
-        return plug.stages_on(traits, pp_rank, pp_degree, num_stages)
+        return plug.stages_on(algorithm, pp_rank, pp_degree, num_stages)
 
     def build(
         *,
@@ -105,7 +105,7 @@ def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any
     ) -> _torch.PipelineSchedule:
         n_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
         return plug.build(
-            traits,
+            algorithm,
             stages,
             n_microbatches,
             lambda *args, **kwargs: loss_fn(*args, **kwargs)[0],
@@ -113,7 +113,7 @@ def _helpers(traits: Algorithm, options: Options) -> dict[str, Callable[..., Any
             backward_requires_autograd=backward_requires_autograd,
         )
 
-    if traits.source == "torch":
+    if algorithm.source == "torch":
         return {"_build_pipeline_schedule": build} if options.for_torch.given() else {}
     return {
         "_get_pipeline_metadata": metadata,
@@ -127,10 +127,10 @@ def _report_loss_where_it_is() -> None:
     get_rank, ensure_visible = metrics._get_metrics_rank, metrics.ensure_pp_loss_visible
 
     def get_metrics_rank(*, parallel_dims: ParallelDims, pp_schedule: str) -> int:
-        traits = plug.known(pp_schedule)
-        if traits is None or not parallel_dims.pp_enabled:
+        algorithm = plug.known(pp_schedule)
+        if algorithm is None or not parallel_dims.pp_enabled:
             return int(get_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule))
-        return plug.first_rank_of_last_stage(traits, parallel_dims)
+        return plug.first_rank_of_last_stage(algorithm, parallel_dims)
 
     def ensure_pp_loss_visible(*, parallel_dims: ParallelDims, pp_schedule: str, color: Any) -> None:
         if get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule) > 0:

@@ -40,21 +40,21 @@ def check(config: Any, options: Options) -> None:
                 f"zbpipe's options have no effect on TorchTitan's own {name}: give the CSV file as the schedule instead"
             )
         return
-    traits = lookup(name)
+    algorithm = lookup(name)
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
-    require_sense(traits, options, _spell, will_run=has_pipeline)
+    require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if has_pipeline:
-        _check_schedule(traits, config)
+        _check_schedule(algorithm, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
-        require_size(traits, options, ranks, _microbatches(config), steps, _spell)
-        _warn_of_first_step(traits, config)
+        require_size(algorithm, options, ranks, _microbatches(config), steps, _spell)
+        _warn_of_first_step(algorithm, config)
 
 
 def _spell(option: str) -> str:
     return f"--zbpipe.{option.replace('_', '-')}"
 
 
-def _check_schedule(traits: Algorithm, config: Any) -> None:
+def _check_schedule(algorithm: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
     batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     if batch % microbatch:
@@ -62,24 +62,24 @@ def _check_schedule(traits: Algorithm, config: Any) -> None:
             f"training.local_batch_size={batch} is not a multiple of"
             f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
         )
-    traits.place(config.parallelism.pipeline_parallel_degree)
-    if traits.source == "zbpipe" and table:
+    algorithm.place(config.parallelism.pipeline_parallel_degree)
+    if algorithm.source == "zbpipe" and table:
         raise ValueError(
-            f"pipeline_parallel_schedule_csv={table!r} and the schedule {traits.name} exclude each other: leave one of"
-            " them out"
+            f"pipeline_parallel_schedule_csv={table!r} and the schedule {algorithm.name} exclude each other: leave one"
+            " of them out"
         )
-    if traits.placement == "table":
-        require_valid(traits.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+    if algorithm.placement == "table":
+        require_valid(algorithm.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
 
 
-def _warn_of_first_step(traits: Algorithm, config: Any) -> None:
+def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
     """While other ranks compile their stages, a rank waits, and TorchTitan's limit for the first step runs."""
-    seconds, placement = config.comm.init_timeout_seconds, traits.place(config.parallelism.pipeline_parallel_degree)
+    seconds, placement = config.comm.init_timeout_seconds, algorithm.place(config.parallelism.pipeline_parallel_degree)
     # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.warm_up`.
-    in_turn = placement.num_stages // (placement.num_ranks if traits.source == "zbpipe" else 1)
+    in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
     if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
         _warn_once(
-            f"{traits.name} compiles {in_turn} stages one after the other in the first step, which"
+            f"{algorithm.name} compiles {in_turn} stages one after the other in the first step, which"
             f" comm.init_timeout_seconds={seconds} ends if they take longer: set --comm.init_timeout_seconds 1800"
         )
 

@@ -34,35 +34,35 @@ def known(schedule: str) -> Algorithm | None:
     return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)
 
 
-def num_stages(traits: Algorithm, parallelism: Any, num_layers: int) -> int:
+def num_stages(algorithm: Algorithm, parallelism: Any, num_layers: int) -> int:
     """The number of stages into which a model with `num_layers` is cut.
 
     Raises:
         ValueError: TorchTitan's `pipeline_parallel_layers_per_stage` gives another number.
     """
-    placement = traits.place(parallelism.pipeline_parallel_degree)
+    placement = algorithm.place(parallelism.pipeline_parallel_degree)
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     # TorchTitan counts embedding and head as so many further layers.
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
-    checks.require_cut(traits.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
+    checks.require_cut(algorithm.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
     return placement.num_stages
 
 
-def stages_on(traits: Algorithm, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
+def stages_on(algorithm: Algorithm, pp_rank: int, pp_degree: int, num_parts: int) -> tuple[int, ...]:
     """The stages of a pipeline rank, when the model is cut into `num_parts`.
 
     Raises:
         ValueError: the schedule has another number of stages.
     """
-    placement = traits.place(pp_degree)
-    checks.require_parts(traits.name, placement, num_parts)
+    placement = algorithm.place(pp_degree)
+    checks.require_parts(algorithm.name, placement, num_parts)
     return placement.stages_on(pp_rank)
 
 
 def build(
-    traits: Algorithm,
+    algorithm: Algorithm,
     stages: list[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor],
@@ -70,7 +70,9 @@ def build(
     **more: Any,
 ) -> _torch.PipelineSchedule:
     """The schedule on this rank's stages. It does not scale gradients, because TorchTitan does."""
-    logger.info("Using %s's pipeline schedule %s with %d microbatches", traits.source, traits.name, n_microbatches)
+    logger.info(
+        "Using %s's pipeline schedule %s with %d microbatches", algorithm.source, algorithm.name, n_microbatches
+    )
     if n_microbatches < stages[0].num_stages:
         logger.warning(
             "%d microbatches are fewer than the %d stages, so the pipeline never fills: raise"
@@ -78,7 +80,7 @@ def build(
             n_microbatches,
             stages[0].num_stages,
         )
-    built = job.build(traits, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
+    built = job.build(algorithm, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
     if isinstance(built, RegisteredSchedule):
         logger.info("Messages: %s receives, for the transport %r", built.receives, str(built.transport))
     return built
@@ -108,8 +110,8 @@ def complete(
     Raises:
         PipelineError: on all ranks of the job, if their schedules differ.
     """
-    traits = known(name)
-    if traits is None or traits.source == "torch":
+    algorithm = known(name)
+    if algorithm is None or algorithm.source == "torch":
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, device)
@@ -118,8 +120,8 @@ def complete(
     monitor.report(pipeline, processor, lambda dims: rank_with_loss(dims, name), 0 if asks_ahead else 1)
 
 
-def first_rank_of_last_stage(traits: Algorithm, parallel_dims: Any) -> int:
+def first_rank_of_last_stage(algorithm: Algorithm, parallel_dims: Any) -> int:
     """The first of all ranks with the last stage, by TorchTitan's `ParallelDims`."""
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     ranks_per_stage = parallel_dims.world_size // parallel_dims.pp
-    return int(ranks_per_stage * traits.place(parallel_dims.pp).rank_of[-1])
+    return int(ranks_per_stage * algorithm.place(parallel_dims.pp).rank_of[-1])
