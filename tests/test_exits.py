@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,10 @@ SCRIPT = Path(__file__).with_name("short_job.py")
 def run(meeting_point: Path) -> list[tuple[int, str]]:
     """Exit code and last words of each rank."""
     command = [sys.executable, str(SCRIPT), str(meeting_point)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
-        subprocess.Popen([*command, str(rank), str(RANKS)], stderr=subprocess.PIPE, text=True) for rank in range(RANKS)
+        subprocess.Popen([*command, str(rank), str(RANKS)], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(RANKS)
     ]
     try:
         words = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]

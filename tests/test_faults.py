@@ -304,7 +304,8 @@ def test_a_rank_killed_under_torchrun(tmp_path: Path) -> None:
         # torchrun ends the other ranks when it sees that one is gone. Here it looks late, to let them speak first.
         *("--monitor-interval", "5", "--log-dir", str(tmp_path), str(script), str(tmp_path)),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
     assert ended.returncode != 0
