@@ -421,7 +421,7 @@ def test_auto_begins_within_its_limit() -> None:
     placement = Placement.v(4)
     assert start_within(4, placement, 8).name == "Auto-VHalf"
     assert start_within(2.5, placement, 8).name == "Auto-VMin"
-    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too small for Auto, .* Auto-VMin, holds 2 micro"):
+    with pytest.raises(ValueError, match=r"memory_limit=1.5 is too small for Auto: .* Auto-VMin, holds 2 micro"):
         start_within(1.5, placement, 8)
 
 
