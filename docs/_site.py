@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,13 @@ def on_files(files: Files, config: Any) -> Files:
         for path in sorted({*pages, *linked})
     ]
     return Files([*theme, *own])
+
+
+def on_page_content(html: str, page: Any, **others: Any) -> None:
+    """Refuse an example that is no code: a line that begins with `>>>` becomes a quotation."""
+    if "<blockquote>" in html and page.file.src_uri == "docs/api.md":
+        shown = html.split("<blockquote>", 1)[1][:200]
+        raise PluginError(f"{page.file.src_uri} has a quotation, surely an example that is not indented: {shown}")
 
 
 def _linked(page: Path) -> set[Path]:

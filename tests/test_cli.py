@@ -283,6 +283,14 @@ def test_what_export_writes_can_be_read_validated_and_shown(here: Path) -> None:
     assert from_file == from_name
 
 
+def test_validate_takes_a_name() -> None:
+    assert answer("validate zbv -p 3 -m 5") == "ZBV: valid; 3 ranks, 6 stages, 5 microbatches, 90 ops\n"
+    assert "4 stages" in answer("validate LoopedBFS -p 2 -m 2 --stages-per-rank 2")
+    result = run("validate GPipe -p 2 -m 4 --memory-limit 1")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("memory: rank 0")
+
+
 def test_validate_prints_every_finding(here: Path) -> None:
     table = (here / "mine.csv").read_text()
     (here / "bad.csv").write_text(table.replace("0W3", "").replace("5F0,", "", 1))
@@ -339,7 +347,9 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBW -p 2 -m 2", "did you mean 'ZBV'?"),
         ("simulate ZBV -p 2", "ZBV needs -m"),
         ("simulate ZBV -m 2", "ZBV needs -p"),
-        ("show ZBV -p two -m 2", "'two'"),
+        ("show ZBV -p two -m 2", "'two' is not a valid whole number."),
+        ("compar -p 2 -m 2", "No such command 'compar'. Did you mean 'compare'? See `zbpipe --help`."),
+        ("show ZBV -p 2 -m 2 --costs a.toml", "'a.toml' names a file; write `zbpipe plan --costs-file a.toml`"),
         ("show ZBV -p 0 -m 2", "0 is not in the range"),
         ("show ZBV -p 2 -m 2 --stages-per-rank 3", "stages_per_rank=3"),
         ("show ZBV -p 2 -m 2 --costs 1,2", "'1,2' is not three numbers; write for example 1,1,0.8"),
@@ -357,6 +367,10 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show bad.csv", "bad.csv cannot run: deadlock"),
         ("show twice.csv", "twice.csv cannot run: placement"),
         ("validate none.csv", "'none.csv' does not exist"),
+        ("validate ZBW -p 2 -m 2", "did you mean 'ZBV'?"),
+        ("validate ZBV -p 2", "ZBV needs -m"),
+        ("validate mine.csv -p 2", "mine.csv is a table for 3 ranks, not 2: leave that option out"),
+        ("validate mine.csv -m 5", "mine.csv is a table for 4 microbatches, not 5"),
         ("show ZBV -p 2 -m 2 --svg no/such.svg", "'no/such.svg' is in no folder that exists and that you can write to"),
         ("show ZBV -p 2 -m 2 --html no/such.html", "'no/such.html' is in no folder"),
         ("show ZBV -p 2 -m 2 --perfetto mine.csv/a.json", "'mine.csv/a.json' is in no folder"),

@@ -213,7 +213,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         ("-p 2 -m 4 --costs-file stages.toml --costs 1,1,1", "--costs and --costs-file stages.toml exclude each other"),
         ("-p 2 -m 4 --costs-file stages.toml --comm 1", "--comm and --costs-file stages.toml exclude each other"),
         ("-m 4 --costs-file stages.toml --placement v", "--placement and the rank_of in stages.toml exclude"),
-        ("-p 3 -m 4 --costs-file stages.toml", "rank_of = [0, 1, 1, 0] is for 2 ranks, but the job has 3"),
+        ("-p 3 -m 4 --costs-file stages.toml", "rank_of = [0, 1, 1, 0], which is for 2 ranks, got 3: use 2"),
         ("-m 4 --costs-file layers.toml", "Missing option '-p'"),
         ("-p 40 -m 4 --costs-file layers.toml", "18 layers cannot be cut into 40 stages"),
         ("-p 2 -m 4 --costs-file three.json", "the costs are for 3 stages, and none of the placements puts so many"),

@@ -244,7 +244,7 @@ def test_errors_name_the_file(tmp_path: Path, name: str, text: str, words: str) 
 
 def test_a_job_for_other_ranks_is_refused() -> None:
     costs = CostModel((1, 1), (1, 1), (1, 1), (1, 1))
-    with pytest.raises(ValueError, match=r"rank_of = \[0, 1\] is for 2 ranks, but the job has 3"):
+    with pytest.raises(ValueError, match=r"rank_of = \[0, 1\], which is for 2 ranks, got 3: use 2, or leave"):
         JobCosts(costs, Placement.loop(2)).require_ranks(3)
     with pytest.raises(ValueError, match="places stages, but the costs are of layers"):
         JobCosts(LayerCosts((Layer(("a",), 1, 1, 1, 1),)), Placement.loop(1))

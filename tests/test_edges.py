@@ -21,7 +21,7 @@ from zbpipe.testing import check_schedule
 from zbpipe.transport import Receives, Transport
 
 ZBV = generate("ZBV", 2, 2)
-ANYTHING: Any = ("ZBV", 5, "F", 2.0)
+ANYTHING: Any = ("ZBV", 5, "F", 2.0, "0")
 """What a type checker would refuse."""
 NUMBERS: dict[str, Callable[[Any], object]] = {
     "generate(ranks)": lambda junk: generate("ZBV", junk, 2),
@@ -107,8 +107,17 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
         (lambda: replace(ZBV, ops=ANYTHING[1]), "^schedule ZBV: ops has to be one list of ops a rank, got 5$"),
         (
             lambda: replace(ZBV, ops=((Op(0, ANYTHING[2], 0),),)),
-            r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), which is no zbpipe.Op",
+            r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), whose kind is no zbpipe.Op",
         ),
+        (
+            lambda: replace(ZBV, ops=((ANYTHING[1],),)),
+            "^schedule ZBV: rank 0, position 0 has 5, which is no zbpipe.Op:",
+        ),
+        (
+            lambda: Schedule.from_rows([[Op(ANYTHING[4], OpKind.F, 0)]], "mine"),
+            r"^schedule mine: rank 0, position 0 has Op\(stage='0', .*\), whose stage is no whole number: make one",
+        ),
+        (lambda: replace(ZBV, ops=((Op(0, OpKind.F, ANYTHING[3]),),)), "whose microbatch is no whole number"),
         (
             lambda: replace(ZBV, num_microbatches=ANYTHING[3]),
             "^schedule ZBV: num_microbatches has to be a whole number, got 2.0",

@@ -487,6 +487,10 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"costs": (1, 1, True)}, "got (1, 1, True)"),
         ({"costs": None}, "got None"),
         ({"costs": lambda placement: 3}, "got 3"),
+        ({"costs": lambda placement: 3}, "the function given as costs, called with a placement: costs have to be"),
+        ({"costs": "costs.toml"}, "costs = 'costs.toml' names a file: read it with zbpipe.load_costs('costs.toml')"),
+        ({"costs": 3}, "a zbpipe.JobCosts, for zbpipe.plan also zbpipe.LayerCosts, or three numbers"),
+        ({"progress": 3}, "progress = 3 is no function (share, best)"),
         ({"memory_limit": "3"}, "memory_limit = '3' is no number: give what a rank can hold"),
         ({"memory_limit": True}, "memory_limit = True is no number"),
         ({"memory_limit": [3, None]}, "memory_limit = None is no number"),
@@ -512,7 +516,7 @@ def test_what_a_job_costs_has_the_defaults_of_a_plan() -> None:
     assert found == plan(2, 6, costs, [6e9, 8e9], placements=placement, transport="one queue", budget=LITTLE)
     other = plan(2, 6, job, 5e9, placements="loop", transport="ideal", budget=LITTLE)
     assert (other.placement, other.limits, other.timeline.transport) == ("loop", (5e9, 5e9), Transport.IDEAL)
-    with pytest.raises(ValueError, match="is for 2 ranks, but the job has 3"):
+    with pytest.raises(ValueError, match="is for 2 ranks, got 3: use 2, or leave the placement out of the costs"):
         plan(3, 6, job)
 
 

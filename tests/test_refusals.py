@@ -105,6 +105,12 @@ def test_unknown_names_and_options(one_rank: None) -> None:
         build("ZBVV")
     with pytest.raises(ValueError, match=r"ZBV on this torch has no option 'frobnicate'; it takes: .*scale_grads"):
         build(frobnicate=1)
+    with pytest.raises(
+        ValueError, match=r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
+    ):
+        build(split_backwards="deferred")
+    with pytest.raises(ValueError, match=r"^memory_limit is for the schedule Auto, not for ZBV: leave it out"):
+        build(memory_limit=3)
     with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
         build("ZBVZeroBubble", split_backward="deferred")
     with pytest.raises(ValueError, match="split_backward='half' is unknown: use 'deferred'"):

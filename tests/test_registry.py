@@ -51,6 +51,20 @@ def test_impossible_stages_are_refused(arguments: dict[str, int], message: str) 
         zbpipe.stage_indices("ZBV", **arguments)
 
 
+def test_one_that_takes_any_number_of_stages_says_so() -> None:
+    with pytest.raises(
+        ValueError, match="Interleaved1F1B runs any number of stages per rank from 1 on, got stages_per_"
+    ):
+        zbpipe.stage_indices("Interleaved1F1B", rank=0, num_ranks=2, stages_per_rank=0)
+
+
+def test_a_function_of_other_arguments_cannot_be_registered() -> None:
+    with pytest.raises(TypeError, match=r"as 'Mine', too many positional .*: a schedule is a function \(ranks, micro"):
+        zbpipe.register("Mine")(lambda ranks: None)
+    with pytest.raises(TypeError, match="as 'Mine', missing a required argument: 'more'"):
+        zbpipe.register("Mine")(lambda ranks, microbatches, more: None)
+
+
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="ZBV needs at least 1 microbatch, got 0"):
         zbpipe.generate("ZBV", 2, 0)

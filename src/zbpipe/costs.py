@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
+from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from zbpipe.frozen import FrozenDict
@@ -349,7 +350,10 @@ def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Pla
     # A TypeError with the way out for whatever callers hand in that has no types.
     numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
     if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
+        if isinstance(costs, (str, PathLike)):
+            raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
         raise TypeError(
-            f"costs have to be a zbpipe.CostModel or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+            "costs have to be a zbpipe.CostModel, a zbpipe.JobCosts, for zbpipe.plan also zbpipe.LayerCosts, or three"
+            f" numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
         )
     return CostModel.uniform(placement, *numbers)

@@ -397,12 +397,22 @@ def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
         raise TypeError(f"schedule {name}: ops has to be one list of ops a rank, got {reprlib.repr(rows)}") from None
     for rank, row in enumerate(frozen):
         for position, op in enumerate(row):
-            if type(op) is not Op or type(op.kind) is not OpKind:
+            if fault := _fault(op):
                 raise TypeError(
-                    f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, which is no zbpipe.Op:"
-                    " make one with zbpipe.Op.parse('3F0')"
+                    f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, {fault}: make one with"
+                    " zbpipe.Op.parse('3F0')"
                 )
     return frozen
+
+
+def _fault(op: object) -> str | None:
+    if type(op) is not Op:
+        return "which is no zbpipe.Op"
+    if type(op.kind) is not OpKind:
+        return "whose kind is no zbpipe.OpKind"
+    if type(op.stage) is not int or type(op.microbatch) is not int:
+        return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is no whole number"
+    return None
 
 
 def cells(table: str) -> list[list[str]]:

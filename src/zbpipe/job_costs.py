@@ -60,8 +60,9 @@ class JobCosts:
         """
         if self.placement is not None and self.placement.num_ranks != ranks:
             raise ValueError(
-                f"rank_of = {list(self.placement.rank_of)} is for {self.placement.num_ranks} ranks, but the job has"
-                f" {ranks}"
+                f"the costs have the placement rank_of = {list(self.placement.rank_of)}, which is for"
+                f" {self.placement.num_ranks} ranks, got {ranks}: use {self.placement.num_ranks}, or leave the"
+                " placement out of the costs"
             )
         if isinstance(self.memory_limit, tuple) and len(self.memory_limit) != ranks:
             raise ValueError(

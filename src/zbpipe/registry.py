@@ -72,7 +72,9 @@ class Algorithm:
         if num_ranks < 1:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
-            raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
+            its = "any number of stages per rank from 1 on"
+            its = its if self.any_stages_per_rank else f"{self.stages_per_rank} stage(s) per rank"
+            raise ValueError(f"{self.name} runs {its}, got stages_per_rank={stages}")
         if self.table is not None:
             if num_ranks != self.table.placement.num_ranks:
                 raise ValueError(
@@ -113,6 +115,7 @@ def register(
     Raises:
         ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
             or the placement is impossible.
+        TypeError: what is decorated is no function (ranks, microbatches).
     """
     _require_name(name)
     require_whole(stages_per_rank=stages_per_rank)
@@ -133,7 +136,15 @@ def register(
         known = _registered.get(name.lower())
         if known is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
-        keywords = frozenset({"stages_per_rank", "costs"} & inspect.signature(generate).parameters.keys())
+        signature = inspect.signature(generate)
+        keywords = frozenset({"stages_per_rank", "costs"} & signature.parameters.keys())
+        try:
+            signature.bind(4, 8, **dict.fromkeys(keywords))
+        except TypeError as error:
+            raise TypeError(
+                f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
+                " (ranks, microbatches), and may take the keywords stages_per_rank and costs"
+            ) from None
         _registered[name.lower()] = Algorithm(
             name, placement, stages_per_rank, generate, source, summary, keywords=keywords, listed=listed
         )

@@ -38,7 +38,8 @@ def in_one_line(*kinds: type[Exception]) -> Iterator[None]:
 def _message(error: Exception) -> str:
     if isinstance(error, click.UsageError):
         where = f" See `{error.ctx.command_path} --help`." if error.ctx else ""
-        return one_line(error.format_message()).removesuffix(".") + "." + where
+        message = one_line(error.format_message())
+        return message + ("" if message.endswith((".", "?")) else ".") + where
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}; name a file in a folder that exists and that you can write to"
     return one_line(str(error))
@@ -83,6 +84,8 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
     try:
         times = Times(*map(float, text.split(",")))
     except (TypeError, ValueError):
+        if text.endswith((".toml", ".json")):
+            raise click.BadParameter(f"{text!r} names a file; write `zbpipe plan --costs-file {text}`") from None
         raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8") from None
     # Pictures divide by the longest.
     if not all(map(is_amount, times)) or max(times) < 1 / MOST:
@@ -161,7 +164,11 @@ class OutputFile(click.Path):
         return file
 
 
-COUNT = click.IntRange(min=1)
+class _Count(click.IntRange):
+    name = "whole number"
+
+
+COUNT = _Count(min=1)
 name_argument = click.argument("name")
 size_options = options(
     click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),

@@ -27,12 +27,11 @@ def uniform(times: Times, comm: float) -> CostsOf:
     return partial(CostModel.uniform, f=times.f, i=times.i, w=times.w, comm=comm)
 
 
-def generated(
+def made(
     name: str, ranks: int | None, microbatches: int | None, costs_of: CostsOf, stages_per_rank: int | None = None
 ) -> tuple[Schedule, CostModel]:
-    """The schedule of that name or file, validated, and its costs."""
+    """The schedule of that name or file, which may be unable to run, and its costs."""
     from zbpipe.registry import generate, lookup
-    from zbpipe.validation import validate
 
     algorithm = lookup(name)
     if algorithm.table is not None:
@@ -43,13 +42,21 @@ def generated(
         raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
     costs = costs_of(algorithm.place(ranks, stages_per_rank))
     schedule = generate(name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=costs)
-    if findings := validate(schedule):
-        more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
-        raise ValueError(
-            f"{algorithm.name} cannot run: {findings[0]}{more}; `zbpipe validate FILE.csv` lists all findings"
-        )
     # A registered function may give its schedule any name; people look for the one that they typed.
     return replace(schedule, name=algorithm.name), costs
+
+
+def generated(
+    name: str, ranks: int | None, microbatches: int | None, costs_of: CostsOf, stages_per_rank: int | None = None
+) -> tuple[Schedule, CostModel]:
+    """The schedule of that name or file, validated, and its costs."""
+    from zbpipe.validation import validate
+
+    schedule, costs = made(name, ranks, microbatches, costs_of, stages_per_rank)
+    if findings := validate(schedule):
+        more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
+        raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
+    return schedule, costs
 
 
 def simulated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,7 +17,10 @@ from zbpipe.cli.base import (
     size_options,
     stages_option,
 )
-from zbpipe.cli.named import generated, uniform
+from zbpipe.cli.named import generated, made, uniform
+
+if TYPE_CHECKING:
+    from zbpipe.ir import Schedule
 
 
 @click.command(cls=Command)
@@ -42,34 +46,69 @@ def export(name: str, ranks: int | None, microbatches: int | None, stages_per_ra
     click.echo(f"wrote {output}: {schedule.name}, {counted(schedule.num_ranks, 'rank')}, {counted(ops, 'op')}")
 
 
-@click.command(cls=Command)
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@memory_limit_option
-def validate(file: Path, memory_limit: float | None) -> None:
-    """Check a schedule in a CSV file.
+def _name_or_file(context: click.Context, argument: click.Parameter, text: str) -> str | Path:
+    """Parse what `validate` takes: a file need not end in .csv."""
+    if text.lower().endswith(".csv") or Path(text).is_file():
+        file: Path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(text, argument, context)
+        return file
+    return text
 
-    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. The file is torch's
+
+@click.command(cls=Command)
+@click.argument("name", callback=_name_or_file)
+@size_options
+@stages_option
+@memory_limit_option
+def validate(
+    name: str | Path,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    memory_limit: float | None,
+) -> None:
+    """Check a schedule, by its name or in a CSV file.
+
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. Prints each
     finding on a line; the exit code is 1 if there is any.
 
     \b
-    Example:
+    Examples:
       zbpipe validate mine.csv --memory-limit 4
+      zbpipe validate ZBV -p 4 -m 8
     """
     from zbpipe.actions import check_table
     from zbpipe.files import read_text
+    from zbpipe.validation import validate as findings_of
     from zbpipe.views.style import counted
 
-    try:
-        schedule, findings = check_table(read_text(file), str(file), memory_limit)
-    except ValueError as error:
-        click.echo(f"table: {one_line(str(error))}")
-        raise SystemExit(1) from None
+    if isinstance(name, str):
+        schedule, _ = made(name, ranks, microbatches, uniform(Times(1, 1, 1), 0), stages_per_rank)
+        findings = findings_of(schedule, memory_limit)
+    else:
+        try:
+            schedule, findings = check_table(read_text(name), str(name), memory_limit)
+        except ValueError as error:
+            click.echo(f"table: {one_line(str(error))}")
+            raise SystemExit(1) from None
+        _require_size(schedule, ranks, microbatches, stages_per_rank)
     for finding in findings:
         click.echo(str(finding))
     if findings:
         raise SystemExit(1)
     click.echo(
-        f"{file}: valid; {counted(schedule.num_ranks, 'rank')}, {counted(schedule.placement.num_stages, 'stage')},"
-        f" {counted(schedule.num_microbatches, 'microbatch')}, {counted(sum(map(len, schedule)), 'op')}"
+        f"{schedule.name}: valid; {counted(schedule.num_ranks, 'rank')},"
+        f" {counted(schedule.placement.num_stages, 'stage')}, {counted(schedule.num_microbatches, 'microbatch')},"
+        f" {counted(sum(map(len, schedule)), 'op')}"
     )
+
+
+def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> None:
+    """Refuse other numbers than those of the table."""
+    for given, own, what in (
+        (ranks, table.num_ranks, "ranks"),
+        (microbatches, table.num_microbatches, "microbatches"),
+        (stages_per_rank, len(table.placement.stages_on(0)), "stages per rank"),
+    ):
+        if given not in (None, own):
+            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: leave that option out")

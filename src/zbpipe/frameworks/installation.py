@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
@@ -93,9 +92,9 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
         schedule: the one that the job will ask for, so that it and the options are checked now.
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
         options: what the framework does not pass on: `split_backward`, `defer_loss`, `defer_pp_recv`,
-            `max_active_stages`, `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` (see
-            `zbpipe.build_pipeline_schedule`), `memory_limit` (Auto), `profile_steps`, `costs_out`, `trace`,
-            `trace_step`, `check_gradients`. What the framework gives wins over them.
+            `max_active_stages`, `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit`
+            (Auto), `profile_steps`, `costs_out`, `trace`, `trace_step`, `check_gradients`. "Options of a job",
+            docs/options.md, explains them. What the framework gives wins over them.
 
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
@@ -168,11 +167,6 @@ def _places(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
 def _options(given: dict[str, Any]) -> Options:
     for_torch = {each.name for each in fields(ForTorch)}
     own = {each.name for each in fields(Options)} - {"for_torch"}
-    for name in given.keys() - for_torch - own:
-        near = get_close_matches(name, for_torch | own, n=1, cutoff=0)
-        raise ValueError(
-            f"zbpipe.install has no option {name!r}; did you mean {near[0]!r}? It takes:"
-            f" {', '.join(sorted(for_torch | own))}"
-        )
+    arguments.require_known("zbpipe.install", given, for_torch | own)
     values = {name: value for name, value in given.items() if name in own}
     return Options(**values, for_torch=ForTorch(**{name: given[name] for name in for_torch & given.keys()}))

@@ -90,6 +90,8 @@ def plan(
         costs = costs.costs
     if not isinstance(transport, (str, type(None))):
         raise TypeError(f"transport = {transport!r} is no zbpipe.transport.Transport, nor the name of one")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress = {progress!r} is no function (share, best)")
     request = Request(
         ranks,
         microbatches,
@@ -122,7 +124,16 @@ def _with_stages(request: Request, num_stages: int) -> Request:
 
 def _costs_of(costs: Any) -> CostsOf:
     """The costs of any placement's stages, from all that can tell them."""
-    return lambda placement: as_cost_model(costs(placement) if callable(costs) else costs, placement)
+    if not callable(costs):
+        return lambda placement: as_cost_model(costs, placement)
+
+    def called(placement: Placement) -> CostModel:
+        try:
+            return as_cost_model(costs(placement), placement)
+        except TypeError as error:
+            raise TypeError(f"the function given as costs, called with a placement: {error}") from error
+
+    return called
 
 
 def _silent(share: float, best: float) -> None:

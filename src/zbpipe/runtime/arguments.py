@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,15 @@ def require_schedule(what: str, schedule: object) -> None:
         raise ValueError(
             f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"
         )
+
+
+def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
+    """Refuse the first of `options` that is not `known`; the message lists these, and names the nearest."""
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
 
 
 def require_counts(**numbers: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zbpipe import registry
 from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.split.stage import is_split
 from zbpipe.transport import Receives
 from zbpipe.validation import require_valid
@@ -56,12 +56,16 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     Raises:
         ValueError: the message lists those that it takes.
     """
-    arguments = set(inspect.signature(build).parameters) - {"self", "stage", "stages", "args", "options"}
-    known = arguments | set(more)
+    no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
+    known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
     for option in options:
-        if option not in known:
-            allowed = ", ".join(sorted(known - {"n_microbatches", "loss_fn"}))
-            raise ValueError(f"{name} on this torch has no option {option!r}; it takes: {allowed}")
+        if option == "memory_limit" and option not in known:
+            raise only_for_auto(option, name)
+    arguments.require_known(f"{name} on this torch", options, known)
+
+
+def only_for_auto(option: str, name: str) -> ValueError:
+    return ValueError(f"{option} is for the schedule Auto, not for {name}: leave it out")
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:

@@ -57,7 +57,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_
     if not will_run:
         return
     if options.memory_limit is not None and not is_auto:
-        raise ValueError(f"{spell('memory_limit')} is for the schedule Auto, not for {name}: leave it out")
+        raise checks.only_for_auto(spell("memory_limit"), name)
     if options.costs_out and not (options.profile_steps or is_auto):
         raise ValueError(
             f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"

@@ -61,7 +61,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.split_backward not in get_args(SplitBackward):
-            raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {get_args(SplitBackward)}")
+            known = ", ".join(map(repr, get_args(SplitBackward)))
+            raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {known}")
         arguments.require_yes_or_no("defer_loss", self.defer_loss)
         arguments.require_path("costs_out", self.costs_out)
         arguments.require_path("trace", self.trace)
