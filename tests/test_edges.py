@@ -115,9 +115,9 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
         ),
         (
             lambda: Schedule.from_rows([[Op(ANYTHING[4], OpKind.F, 0)]], "mine"),
-            r"^schedule mine: rank 0, position 0 has Op\(stage='0', .*\), whose stage is no whole number: make one",
+            r"^schedule mine: rank 0, position 0 has Op\(stage='0', .*\), whose stage is not a Python int: make one",
         ),
-        (lambda: replace(ZBV, ops=((Op(0, OpKind.F, ANYTHING[3]),),)), "whose microbatch is no whole number"),
+        (lambda: replace(ZBV, ops=((Op(0, OpKind.F, ANYTHING[3]),),)), "whose microbatch is not a Python int"),
         (
             lambda: replace(ZBV, num_microbatches=ANYTHING[3]),
             "^schedule ZBV: num_microbatches has to be a whole number, got 2.0",

@@ -411,7 +411,7 @@ def _fault(op: object) -> str | None:
     if type(op.kind) is not OpKind:
         return "whose kind is no zbpipe.OpKind"
     if type(op.stage) is not int or type(op.microbatch) is not int:
-        return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is no whole number"
+        return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is not a Python int"
     return None
 
 
