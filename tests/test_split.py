@@ -53,7 +53,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
     """The weight gradients that a stage still owes, by microbatch; none if it was not split."""
-    return getattr(stage, "_pending", {})
+    return getattr(stage, "_deferred", {})
 
 
 class Products(TorchDispatchMode):
