@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import (
     WIDTH,
     Block,
@@ -121,6 +122,51 @@ def test_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [report.errors[0, name] for name in layers] == pytest.approx([0.01] * 8, rel=1e-3)
 
 
+class Declared(nn.Module):
+    """Calls `torch.bmm`, whatever it declares."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        self.weight_products = {function: WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+def convolution() -> nn.Module:
+    layer: Any = nn.Conv1d(WIDTH, WIDTH, 1)
+    layer.weight_products = {F.conv1d: WeightProduct(lambda *args: args[0], lambda *args: args[0])}  # wrong both
+    return layer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (lambda: Declared(torch.matmul), "weight_products of 0 (Declared) declares matmul, but no call could be"),
+        (convolution, "weight_products of 0 (Conv1d) declares conv1d, but no call could be deferred"),
+        (lambda: Declared(torch.bmm), None),
+    ],
+)
+def test_the_report_counts_the_products_that_waited(
+    layer: Callable[[], nn.Module], words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check compares nothing of a declared product that never ran, so it has to say so."""
+    with caplog.at_level(logging.WARNING, "zbpipe"):
+        report = zbpipe.check_gradients(
+            nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH, WIDTH), microbatches=2
+        )
+    assert report.passed
+    left = {(0, "0.weight")}
+    assert report.deferred == ({(0, "1.weight")} if words else left | {(0, "1.weight")})
+    assert report.not_deferred == (left if words else set())
+    counts = "; 1 weight gradients waited for W, 1 did not" if words else "; 2 weight gradients waited for W, 0 did not"
+    assert counts in str(report)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("zbpipe")]
+    assert len(told) == (2 if words else 0), told
+    assert not words or f"stage 0: {words}" in told[1]
+
+
 def in_place(of: Callable[[PendingGradient], bool]) -> Callable[[PendingGradient], None]:
     """W, before which somebody wrote over the dY that waits for it, unseen by autograd's version counter."""
     accumulate = PendingGradient.accumulate
@@ -137,7 +183,7 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
     modules = model()
     wrong = modules[0][1].gate.weight  # type: ignore[index, union-attr]
     monkeypatch.setattr(PendingGradient, "accumulate", in_place(lambda pending: pending.weight is wrong))
-    with pytest.raises(zbpipe.PipelineError, match=r"0W0: .*: 1\.gate\.weight 2\. Please report this") as error:
+    with pytest.raises(zbpipe.PipelineError, match=r"0W0: .*: 1\.gate\.weight 2\. If this layer declares") as error:
         zbpipe.check_gradients(modules, *batch(2), loss_fn)
     assert mismatch(error).report.off() == [(0, "1.gate.weight")]
 
@@ -463,7 +509,7 @@ def test_all_ranks_hear_of_a_mismatch() -> None:
     first, second = endings(2, checked_on_two_ranks, True, group_timeout=60, timeout=60)
     wrong = (
         r"rank 1, schedule ZBH1, step \d+ of \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
-        r" above 1e-04: 2\.weight 2\. Please report this"
+        r" above 1e-04: 2\.weight 2\. If this layer declares weight_products itself"
     )
     assert re.search(f"PipelineError: {wrong}", second.error or ""), second
     told = rf"PipelineError: another rank failed first: {wrong}.* Then this one: rank 0, "

@@ -309,6 +309,7 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
             lambda: build(on=[PipelineStage(layer, n, 2, torch.device("cpu")) for n in range(2)]),
             "weight_products of Linear .* got",
         ),
+        (lambda: build(defer_loss="yes"), "defer_loss has to be True or False, got 'yes'"),
         (lambda: schedule.adopt("ZBV"), "adopt takes a zbpipe.Schedule, .* got 'ZBV'"),
         (
             lambda: schedule.adopt(zbpipe.generate("1F1B", 1, 2)),

@@ -53,7 +53,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
     """The weight gradients that a stage still owes, by microbatch; none if it was not split."""
-    return getattr(stage, "_pending", {})
+    return getattr(stage, "_deferred", {})
 
 
 class Products(TorchDispatchMode):
@@ -194,6 +194,52 @@ class Batched(nn.Module):
 
 def test_a_layer_of_the_users_own() -> None:
     check_layer(nn.Sequential(Batched(), nn.Linear(8, 8)), torch.randn(3, WIDTH, WIDTH, requires_grad=True), deferred=2)
+
+
+class Scaled(nn.Module):
+    """Its weight is a leaf, or a transpose of one; `products` may be wrong."""
+
+    def __init__(self, product: WeightProduct, is_leaf: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+        self.is_leaf = is_leaf
+        self.weight_products = {torch.bmm: product}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight if self.is_leaf else self.weight.mT)
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (None, "None"),
+        (torch.ones(WIDTH), r"one in the shape \(16,\)"),  # broadcasting would take it
+        (torch.ones(2, 3, WIDTH, WIDTH), r"one in the shape \(2, 3, 16, 16\)"),  # autograd would sum it up
+    ],
+)
+def test_a_product_that_gives_another_shape_is_named(result: Any, got: str, is_leaf: bool, records: bool) -> None:
+    right = WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)
+
+    def run(product: WeightProduct) -> None:
+        layer = Scaled(product, is_leaf)
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        x = torch.randn(3, 4, WIDTH, requires_grad=True)
+        if not records:
+            defer_weights(layer, WeightGradients())
+            layer(x).sum().backward()
+        else:
+            for gradient in backward(layer, x):
+                gradient.accumulate()
+
+    run(right)
+    of_weight = rf"of Scaled: weight_gradient of bmm has to .* shape of the weight, \(3, {WIDTH}, {WIDTH}\), got {got}"
+    with pytest.raises(ValueError, match=of_weight):
+        run(WeightProduct(right.input_gradient, lambda dy, x: result))
+    of_input = rf"of Scaled: input_gradient of bmm has to .* shape of the input, \(3, 4, {WIDTH}\), got {got}"
+    with pytest.raises(ValueError, match=of_input):
+        run(WeightProduct(lambda dy, weight: result, right.weight_gradient))
 
 
 class Experts(nn.Module):

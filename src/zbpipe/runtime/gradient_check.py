@@ -27,7 +27,7 @@ from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import product_dtypes
+from zbpipe.runtime.split.stage import in_products, product_dtypes, tries_out
 
 TOLERANCES = MappingProxyType(
     {
@@ -166,7 +166,8 @@ class _Checked:
             with self._in(key):
                 return compute()
         comparison = self._open[key]
-        with self._in(key), comparison.measured():
+        comparison.is_trial |= kind == "I" and tries_out(self._stages[stage])
+        with self._in(key), comparison.measured(kind):
             result = compute()
         if comparison.knows_backward and comparison.again is not None:
             comparison.subtract_reference()
@@ -200,6 +201,7 @@ class _Checked:
     def _judge(self, stage: int, microbatch: int, comparison: _Comparison) -> None:
         tolerance = self._tolerance or comparison.tolerance
         errors, not_compared = comparison.errors(tolerance)
+        deferred, not_deferred = comparison.when()
         report = GradientReport(
             schedule=self._schedule.schedule.name,
             steps=1,
@@ -207,6 +209,8 @@ class _Checked:
             errors={(stage, name): error for name, error in errors.items()},
             tolerances={stage: tolerance},
             not_compared=frozenset((stage, name) for name in not_compared),
+            deferred=frozenset((stage, name) for name in deferred),
+            not_deferred=frozenset((stage, name) for name in not_deferred),
         )
         if not report.passed:
             raise GradientMismatchError(report, stage, microbatch)
@@ -220,6 +224,8 @@ class _Comparison:
         self.again: Microbatch | None = again
         """None once it has run."""
         self.knows_backward = False
+        self.is_trial = False
+        """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
         self._stage = again.stage
         self._index = again.index
@@ -229,6 +235,8 @@ class _Comparison:
         """Of the ordinary backward's gradients."""
         self._roundings: dict[str, float] = defaultdict(float)
         """By parameter, what rounding in the accumulation into `.grad` may add to the difference."""
+        self._grew: dict[str, set[str]] = defaultdict(set)
+        """By kind of op, the gradients that it added to."""
         self._was_not_finite: set[str] = set()
         self._moved: set[str] = set()
         """Gradients that this microbatch did not change alone."""
@@ -236,7 +244,7 @@ class _Comparison:
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measured(self, kind: str) -> Iterator[None]:
         """Around computations that add to `.grad`."""
         module = self._stage.submod
         before = gradients_of(module)
@@ -252,6 +260,7 @@ class _Comparison:
                 self._was_not_finite.add(name)
             elif added.any():
                 self._add(name, added)
+                self._grew[kind].add(name)
                 self._roundings[name] += eps[name] * _norm(gradient)
 
     def _add(self, name: str, gradient: Tensor) -> None:
@@ -297,6 +306,14 @@ class _Comparison:
             error, without_rounding = _norm(self._rest[name]), _norm(self._rest[name]) - self._roundings[name]
             errors[_readable(name)] = max(min(_relative(error, size), tolerance), _relative(without_rounding, size))
         return errors, set(map(_readable, left))
+
+    def when(self) -> tuple[set[str], set[str]]:
+        """The parameters whose gradient waited for W, and those in products whose gradient was computed in I."""
+        if self.is_trial:
+            return set(), set()
+        deferred = self._grew["W"] - self._moved
+        in_i = self._grew["I"] & in_products(self._stage)
+        return set(map(_readable, deferred)), set(map(_readable, in_i - deferred))
 
 
 def _norm(gradient: Tensor) -> float:

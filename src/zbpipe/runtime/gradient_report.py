@@ -31,6 +31,10 @@ class GradientReport:
     """By stage, the largest error that passes."""
     not_compared: frozenset[tuple[int, str]] = frozenset()
     """By stage, the parameters whose `.grad` is changed by hooks after the accumulation, or was not finite."""
+    deferred: frozenset[tuple[int, str]] = frozenset()
+    """By stage, the parameters whose gradient waited for W, in any microbatch."""
+    not_deferred: frozenset[tuple[int, str]] = frozenset()
+    """By stage, the parameters whose gradient is a product, too, but was computed in I."""
 
     @property
     def passed(self) -> bool:
@@ -39,11 +43,14 @@ class GradientReport:
 
     def with_(self, other: GradientReport) -> GradientReport:
         """Both reports in one, with the larger error of each gradient."""
+        deferred = self.deferred | other.deferred
         return replace(
             self,
             errors=_larger(self.errors, other.errors),
             tolerances=_larger(self.tolerances, other.tolerances),
             not_compared=self.not_compared | other.not_compared,
+            deferred=deferred,
+            not_deferred=(self.not_deferred | other.not_deferred) - deferred,
         )
 
     def off(self) -> list[tuple[int, str]]:
@@ -55,12 +62,13 @@ class GradientReport:
         """One line for the log."""
         words = (
             f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
-            f" {len(self.errors)} gradients"
+            f" {len(self.errors)} gradients; {len(self.deferred)} weight gradients waited for W,"
+            f" {len(self.not_deferred)} did not"
         )
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)
             words += (
-                f", largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
+                f"; largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
                 f" {self.tolerances[stage]:.0e} is tolerated)"
             )
         left = ", ".join(f"{name} of stage {stage}" for stage, name in sorted(self.not_compared))
@@ -78,9 +86,10 @@ class GradientMismatchError(RuntimeError):
         more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
         super().__init__(
             f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
-            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. Please report this. Until it is"
-            " fixed, set weight_products = {} on each of these layers, so that it computes its weight gradient in I,"
-            " or use a schedule without I and W, for example 1F1B"
+            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
+            " weight_products itself, look at its weight_gradient, or for the gradient of an input at its"
+            " input_gradient; else report this. Until it is fixed, set weight_products = {} on each of these layers, so"
+            " that it computes its weight gradient in I, or use a schedule without I and W, for example 1F1B"
         )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
-from zbpipe.runtime import _torch, agreement, checks, failures, ties
+from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
@@ -81,6 +81,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         **options: Any,
     ) -> None:
         algorithm = registry.lookup(self.schedule_name)
+        arguments.require_yes_or_no("defer_loss", defer_loss)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)

@@ -231,6 +231,12 @@ def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
+def shape_at(edge: GradientEdge) -> torch.Size:
+    """The shape of the gradients that `edge` takes."""
+    metadata = cast(Any, edge.node)._input_metadata[edge.output_nr]
+    return torch.Size(metadata.shape)
+
+
 grouped_mm = torch._grouped_mm
 """Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
 

@@ -199,7 +199,7 @@ class _Slots(torch.autograd.Function):
             args, options = use.arguments(cast(Sequence[Tensor], more))
             pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), args, options)
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
-                gradients[n] = use.product.weight_gradient(dy, x, *args, **options).to(weight.dtype)
+                gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients
 
 

@@ -29,7 +29,15 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.split.products import LINEAR, PendingGradient, WeightGradients, WeightProduct, WeightProducts, rows
+from zbpipe.runtime.split.products import (
+    LINEAR,
+    PendingGradient,
+    WeightGradients,
+    WeightProduct,
+    WeightProducts,
+    require_shape,
+    rows,
+)
 from zbpipe.runtime.split.slots import Exit, Use, autocast, linear_in_slots, use_of_linear, use_of_product
 
 
@@ -93,6 +101,8 @@ class Deferral:
         self.original = layer.forward
         self.is_accounted_for = False
         """Whether a gradient was ever deferred, or computed outside of I, as by a loss with a backward of its own."""
+        self.deferrable: set[Callable[..., Any]] = set()
+        """The functions of `products` that were called in a way that can be deferred."""
         self.is_caught = False
         """Whether it has a forward of its own, in which a torch function mode catches the products."""
         self.is_declared = hasattr(layer, "weight_products")
@@ -115,6 +125,7 @@ class Deferral:
         target = self._target(input, weight)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
+        self.deferrable.add(F.linear)
         if _torch.any_autocast():
             input = autocast(input)
         y: Tensor = _DeferredLinear.apply(input, weight, bias, self, target)
@@ -128,6 +139,7 @@ class Deferral:
         target = self._target(x, weight)
         if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
             return function(*args, **kwargs)
+        self.deferrable.add(function)
         product = self.products[function]
         y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
         # Not under autocast, where the dtypes differ.
@@ -329,8 +341,10 @@ class _DeferredProduct(torch.autograd.Function):
             dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
         x, dy = _alone(x, dy)
         pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.arguments, call.options)
+        if ctx.needs_input_grad[0]:
+            require_shape(dx, x.shape, "input_gradient", pending)
         if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
-            dw = call.product.weight_gradient(dy, x, *call.arguments, **call.options)
+            dw = pending.gradient()
         return dx, dw, None, None, None
 
 

@@ -134,24 +134,59 @@ class PendingGradient:
             return ()
         return tuple(name for name, one, other in zip(("x", "dY"), now, self.versions, strict=True) if one != other)
 
+    def gradient(self) -> Tensor:
+        """The product: the gradient of the weight.
+
+        Raises:
+            ValueError: it is no tensor in the weight's shape.
+        """
+        gradient = self.product.weight_gradient(self.dy, self.x, *self.arguments, **(self.options or {}))
+        if self.product is not LINEAR:
+            shape = self.weight.shape if isinstance(self.weight, Tensor) else _torch.shape_at(self.weight)
+            require_shape(gradient, shape, "weight_gradient", self)
+        return gradient
+
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
-        product, weight, x, dy = self.product, self.weight, self.x, self.dy
-        arguments, options = self.arguments, self.options or {}
+        weight = self.weight
         if not isinstance(weight, Tensor):
-            torch.autograd.backward([weight], [product.weight_gradient(dy, x, *arguments, **options)])
+            torch.autograd.backward([weight], [self.gradient()])
             return
         grad = self.beside if weight.grad is None else weight.grad
-        is_linear = product is LINEAR and (grad is None or not grad.is_sparse)
-        if is_linear and _add_in_one(weight, grad, x, dy):
+        is_linear = self.product is LINEAR and (grad is None or not grad.is_sparse)
+        if is_linear and _add_in_one(weight, grad, self.x, self.dy):
             return
-        gradient = product.weight_gradient(dy, x, *arguments, **options)
+        gradient = self.gradient()
         if grad is None:
             weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
         elif grad.is_sparse:  # from an embedding that shares this weight
             weight.grad = gradient + grad
         else:
             grad.add_(gradient)
+
+
+def require_shape(gradient: object, shape: torch.Size, of: str, pending: PendingGradient) -> None:
+    """Refuse what the function `of` of a product gave, unless it is a tensor in this shape.
+
+    Autograd would add up a gradient that is too large, and `.grad` would broadcast one that is too small.
+
+    Raises:
+        ValueError: with the layer's class, and the function whose product it is.
+    """
+    if isinstance(gradient, Tensor) and gradient.shape == shape:
+        return
+    declared = getattr(pending.layer, "weight_products", {}).items()
+    named = next((f" of {name_of(function)}" for function, product in declared if product is pending.product), "")
+    found = f"one in the shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
+    raise ValueError(
+        f"weight_products of {type(pending.layer).__name__}: {of}{named} has to return a tensor in the shape of the"
+        f" {of.removesuffix('_gradient')}, {tuple(shape)}, got {found}"
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """In messages."""
+    return getattr(function, "__name__", repr(function))
 
 
 def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
-from zbpipe.runtime.split.layers import defer_weights, deferral_of, deferrals
+from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import take_over
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
 """How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
@@ -65,6 +65,23 @@ def is_split(stage: _torch.Stage) -> bool:
 def product_dtypes(stage: _torch.Stage) -> frozenset[torch.dtype]:
     """Of the products whose weight gradients are deferred, known once an I ran."""
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
+
+
+def tries_out(stage: _torch.Stage) -> bool:
+    """Whether the next I is its first, which leaves nothing to W."""
+    return isinstance(stage, _SplitBackward) and stage._num_split == 0
+
+
+def in_products(stage: _torch.Stage) -> frozenset[str]:
+    """The names of the parameters whose gradient is a product, known once an F ran."""
+    if not isinstance(stage, _SplitBackward):
+        return frozenset()
+    own = {id(each) for deferral in deferrals(stage.submod).values() for each in deferral.layer.parameters(False)}
+    return frozenset(
+        name
+        for name, parameter in stage.submod.named_parameters()
+        if parameter.dim() > 1 and (id(parameter) in own or id(parameter) in stage._factors)
+    )
 
 
 def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
@@ -168,10 +185,26 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
             return bool(own) and not prepared[name].is_accounted_for
         return any(id(parameter) in stage._factors for parameter in own)
 
-    left = [_name_of(stage, layer) for name, layer in stage.submod.named_modules() if is_left(name, layer)]
+    left = [(name, layer) for name, layer in stage.submod.named_modules() if is_left(name, layer)]
     if left:
+        names = ", ".join(_name_of(stage, layer) for _, layer in left)
+        logger.warning("stage %d computes these weight gradients in I, not in W: %s", stage.stage_index, names)
+    for name, _ in left:
+        if name in prepared and prepared[name].is_declared:
+            _explain_what_stays_in_i(stage, prepared[name])
+
+
+def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
+    """Log which functions a layer declares in vain."""
+    never = [name_of(function) for function in deferral.products if function not in deferral.deferrable]
+    if never:
         logger.warning(
-            "stage %d computes these weight gradients in I, not in W: %s", stage.stage_index, ", ".join(left)
+            "stage %d: weight_products of %s declares %s, but no call could be deferred: declare the function that the"
+            " layer's forward calls, as function(x, weight, ...) with a parameter of the layer's own, and add a bias,"
+            " or anything else that needs a gradient, separately",
+            stage.stage_index,
+            _name_of(stage, deferral.layer),
+            ", ".join(never),
         )
 
 
