@@ -19,10 +19,11 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	$(BIN)/pytest
 
 quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
-	$(BIN)/pytest $(QUICK:%=tests/test_%.py)
+	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
 
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs_file ir layer_costs actions registry split split_page validation waiting zbv
+OF_SCHEDULES := bubble_and_memory v_half v_min dualpipe_v
 RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks actions refusals split steps torch waiting warm_up
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own

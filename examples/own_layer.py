@@ -40,7 +40,7 @@ class PerHead(nn.Module):
 
 
 def build_part(index: int, num_stages: int) -> nn.Module:
-    """One stage: only the embedding and the head are layers that zbpipe knows."""
+    """One stage: only the head is a layer that zbpipe knows how to defer."""
     torch.manual_seed(index)
     embedding = [nn.Embedding(VOCABULARY, WIDTH)] if index == 0 else []
     head = [nn.Linear(WIDTH, VOCABULARY)] if index == num_stages - 1 else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from zbpipe import Schedule, validate
+from zbpipe import Schedule, registry, validate
 
 FOLDER = Path(__file__).parent.parent / "schedules"
 TABLES = sorted(FOLDER.glob("*.csv"))
@@ -26,11 +28,31 @@ def regenerate() -> ModuleType:
 
 
 def test_the_gallery_is_up_to_date() -> None:
-    """If this fails, a schedule or a picture changed: run `make gallery` and look at the difference."""
     wanted = regenerate().files()
     found = {file.name: file.read_text() for file in FOLDER.iterdir() if file.suffix in (".csv", ".svg", ".md")}
-    assert found.keys() == wanted.keys()
-    assert [name for name in sorted(wanted) if found[name] != wanted[name]] == []
+    stale = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    assert stale == [], "a schedule or a picture is new, or changed: run `make gallery` and look at the difference"
+
+
+@pytest.mark.parametrize("docstring", ["Mine (arXiv 1234.56789).\n\nTo learn from.", ""], ids=["docstring", "summary"])
+def test_a_new_schedule_is_one_file(docstring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its docstring tells the gallery what to say of it, or else its summary does."""
+    (tmp_path / "my_schedule.py").write_text(
+        f"""{docstring!r}
+import zbpipe
+
+@zbpipe.register("Mine", summary="one to learn from")
+def mine(ranks, microbatches):
+    return zbpipe.generate("GPipe", ranks, microbatches)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_schedule", raising=False)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    importlib.import_module("my_schedule")
+    files = regenerate().files()
+    assert f"\n## Mine\n\n{docstring or 'one to learn from'}\n\nBubble 27.3%" in files["README.md"]
+    assert {"Mine.svg", "Mine-p2-m4.csv", "Mine-p4-m8.csv", "Mine-p8-m16.csv"} <= files.keys()
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.stem)

@@ -1,7 +1,7 @@
-"""DualPipeV (deepseek-ai/DualPipe, the "cut-in-half" of DualPipe, DeepSeek-V3, 2412.19437, section 3.2.1).
+"""DualPipeV (deepseek-ai/DualPipe, its "cut-in-half"; DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-The eight steps of its drawing, one loop each. Where the drawing overlaps a forward with a backward they stand one after
-the other here; B is a full backward, I and W its halves where the drawing splits it.
+DeepSeek's schedule, cut in half to a V. It is meant for forwards and backwards that run at once, as with expert
+parallelism; without that overlap it is close to ZBV.
 """
 
 from collections import deque
@@ -32,6 +32,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
+    """The eight steps of the drawing, one loop each.
+
+    Where it overlaps a forward with a backward they stand one after the other; I and W are where it splits a backward.
+    """
     down, up = rank, 2 * ranks - 1 - rank
     forwards = {stage: count() for stage in (down, up)}
     backwards = {stage: count() for stage in (down, up)}

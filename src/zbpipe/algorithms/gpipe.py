@@ -1,4 +1,8 @@
-"""GPipe (1811.06965, section 2): all forwards, then all backwards."""
+"""GPipe (arXiv 1811.06965, section 2): all forwards, then all backwards.
+
+The simplest one, to compare with. It holds the activations of every microbatch, so it suits few microbatches or full
+recomputation.
+"""
 
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register

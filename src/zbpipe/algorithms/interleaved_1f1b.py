@@ -1,4 +1,8 @@
-"""Interleaved 1F1B (Megatron-LM, 2104.04473, section 2.2): v stages per rank make the bubble v times smaller."""
+"""1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
+
+The bubble is v times smaller, for v times as many messages and some more memory. Use it where the backward cannot be
+split.
+"""
 
 from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest

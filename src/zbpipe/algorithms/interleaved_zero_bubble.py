@@ -1,6 +1,7 @@
-"""Interleaved 1F1B with dW split off: torch's ScheduleInterleavedZeroBubble, for any number of microbatches.
+"""Interleaved1F1B with dW split off, after torch's ScheduleInterleavedZeroBubble, for any number of microbatches.
 
-The handcrafted ZB-H1 (2401.10241, section 2.3) carried over to several stages per rank.
+The idea is that of ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3), carried over to several
+stages per rank. torch's own class runs it, with torch's own split of the backward.
 """
 
 from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups

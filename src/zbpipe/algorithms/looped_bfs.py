@@ -1,4 +1,7 @@
-"""Breadth-first pipeline parallelism (2211.05953, section 4): every stage of a rank takes all microbatches in turn."""
+"""Breadth-First Pipeline Parallelism (arXiv 2211.05953, section 4): a stage takes all microbatches, then the next one.
+
+So with FSDP a stage's parameters are gathered once per pass. It holds all activations.
+"""
 
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register

@@ -1,4 +1,8 @@
-"""1F1B, one forward one backward (PipeDream-Flush, 2006.09503, section 3; Megatron-LM, 2104.04473, section 2.2)."""
+"""One forward, one backward (PipeDream-Flush, arXiv 2006.09503, section 3; Megatron-LM, arXiv 2104.04473, section 2.2).
+
+The default in most trainers, and the baseline for all others: memory bounded by the number of ranks, and a bubble whose
+share of the step only more microbatches make smaller.
+"""
 
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register

@@ -1,4 +1,7 @@
-"""V-Half (Pipeline Parallelism with Controllable Memory, 2405.15362, section 4.2): half of 1F1B's memory and bubble."""
+"""V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
+
+Half of 1F1B's memory and about half of its bubble: for models that do not fit otherwise, or for longer sequences.
+"""
 
 from zbpipe.algorithms._v_block import Block, repeat
 from zbpipe.ir import Schedule

@@ -1,4 +1,8 @@
-"""V-Min (Pipeline Parallelism with Controllable Memory, 2405.15362, section 4.2): a third of 1F1B's memory."""
+"""V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
+
+A third of 1F1B's memory, with about two thirds of its bubble, or more where F, I and W take different
+times.
+"""
 
 from zbpipe.algorithms._v_block import Block, repeat
 from zbpipe.ir import Schedule

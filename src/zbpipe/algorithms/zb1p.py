@@ -1,4 +1,7 @@
-"""ZB-1p (2401.10241, section 3.1): searched for the given times, in the memory of 1F1B."""
+"""ZB-1p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
+
+It takes the memory of 1F1B; with equal times it is ZBH1. Use it with measured times that are far from equal.
+"""
 
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs import CostModel

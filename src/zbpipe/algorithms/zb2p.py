@@ -1,4 +1,7 @@
-"""ZB-2p (2401.10241, section 3.1): searched for the given times, in twice the memory of 1F1B."""
+"""ZB-2p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
+
+It takes twice the memory of 1F1B. Use it like ZB1P, where there is memory to spare.
+"""
 
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.algorithms.zbh2 import zbh2

@@ -1,4 +1,7 @@
-"""ZB-H1 (2401.10241, section 2.3): 1F1B's order and memory, with a third of its bubble if T_F = T_I = T_W."""
+"""ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): 1F1B's order, with dW split off.
+
+The drop-in for 1F1B: one stage per rank, the same memory, a third of the bubble if F, I and W take equal time.
+"""
 
 from zbpipe.algorithms._one_stage import f_i_w
 from zbpipe.ir import Placement, Schedule

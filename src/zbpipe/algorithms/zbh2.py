@@ -1,4 +1,8 @@
-"""ZB-H2 (2401.10241, section 2.3): no bubble if T_F = T_I = T_W, for the memory of 2p - 1 microbatches."""
+"""ZB-H2 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): ZB-H1 with a longer warm-up.
+
+For one stage per rank and memory to spare, that of 2p - 1 microbatches: no rank idles between its first op and its last
+if F, I and W take equal time. The skew at the start costs time unless each rank starts its next step at once.
+"""
 
 from zbpipe.algorithms._one_stage import f_i_w
 from zbpipe.ir import Placement, Schedule

@@ -1,8 +1,11 @@
-"""ZB-V (Zero Bubble Pipeline Parallelism, 2401.10241, section 6): two stages a rank, no bubble if T_F = T_I = T_W.
+"""ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6): two stages per rank, in a V.
+
+The first to try: the memory of 1F1B, and nothing but the skew at the start left of the bubble if F, I and W take equal
+time.
 
 Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first stage and the last one: the
 backward of a microbatch starts where its forward began, and each rank can fill its idle time with the W of either
-stage. At no time does a rank hold more activations than 1F1B's first rank: p microbatches.
+stage.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,8 @@
-"""ZB-V as torch lists it under the name ZBVZeroBubble: the same drawing as ZBV, cut down where microbatches are few."""
+"""ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) under torch's name.
+
+Here for comparison: torch's own class runs it, with torch's own split of the backward. It is ZBV's drawing, cut down
+where microbatches are few.
+"""
 
 from zbpipe.algorithms.zbv import cut_down
 from zbpipe.ir import Schedule
