@@ -87,8 +87,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
         transport = None if transport is None else Transport.parse(transport)
         checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, placement = checks.placed(stages, algorithm)
+        per_rank = len(stages) if algorithm.any_stages_per_rank else None
         schedule = registry.generate(
-            algorithm.name, placement.num_ranks, n_microbatches, stages_per_rank=len(stages), costs=costs
+            algorithm.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
         )
         gradients = WeightGradients()
         defers_loss = defer_loss and split_backward != "autograd"
