@@ -106,6 +106,19 @@ def x() -> Tensor:
     return torch.randn(3, SEQUENCE, WIDTH, requires_grad=True)
 
 
+class InPlace(nn.Linear):
+    """Its output is changed in place, as by `nn.ReLU(inplace=True)` or a residual that is added to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mul_(0.5).add_(x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_may_be_changed_in_place(x: Tensor, bias: bool) -> None:
+    """Before torch 2.15 the output of `F.linear` with a bias is a view, which autograd lets nobody change there."""
+    check_layer(nn.Sequential(InPlace(WIDTH, WIDTH, bias=bias)), x, deferred=1)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (2, 2, 2, WIDTH)])
 def test_linear(bias: bool, shape: tuple[int, ...]) -> None:

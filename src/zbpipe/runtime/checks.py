@@ -39,7 +39,7 @@ def require_writable(file: str | Path) -> None:
         existed = path.exists()
         path.open("a").close()
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may try the same file
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be written: {error.strerror}; name another file") from None
 

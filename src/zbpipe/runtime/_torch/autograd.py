@@ -28,6 +28,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def without_base(output: Tensor) -> Tensor:
+    """An autograd Function's output that can be changed in place.
+
+    Before torch 2.15 `F.linear` gives a view of its product for inputs of three dimensions with a bias, and autograd
+    refuses to change a view that a Function made.
+    """
+    return output.data if not torch.compiler.is_compiling() and output._is_view() else output
+
+
 def own_parameter(module: nn.Module, name: str) -> Tensor:
     """The parameter itself, even if an attribute of the same name hides it."""
     return cast(Tensor, module._parameters[name])

@@ -298,7 +298,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.deferral, ctx.target = deferral, target
         if bias is not None:
             ctx.bias_dtype = bias.dtype
-        return F.linear(x, weight, bias)
+        return _torch.without_base(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -330,7 +330,7 @@ class _DeferredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return call.function(x, weight, *call.arguments, **call.options)
+        return _torch.without_base(call.function(x, weight, *call.arguments, **call.options))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
