@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes others quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -15,8 +15,19 @@ demo: $(VENV)/titan  ## set up and train TorchTitan's Llama with 1F1B, ZBVZeroBu
 test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(MAKE) -j2 --output-sync=target types processes others
+
+# Side by side, because most tests use one core. These start processes, jobs or the compiler.
+PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits faults fifo first_run)
+
+types:
 	$(BIN)/mypy
-	$(BIN)/pytest
+
+processes:
+	$(BIN)/pytest -q $(PROCESSES)
+
+others:
+	$(BIN)/pytest -q $(PROCESSES:%=--ignore=%)
 
 quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
