@@ -125,7 +125,7 @@ def refuse_float32(file: Path) -> str:
 
     config = parse("--job.config_file", str(file), "--training.dtype", "float32")
     assert memory.needs(config, 16)
-    with pytest.raises(ValueError, match=r"TorchTitan 0\.2 has mixed precision in FSDP only") as refused:
+    with pytest.raises(ValueError, match=r"TorchTitan 0\.2 has mixed precision only with FSDP") as refused:
         memory.needs(config, 8)
     return str(refused.value)
 
