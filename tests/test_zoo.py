@@ -71,8 +71,26 @@ def _read(folders: Sequence[Path]) -> dict[tuple[str, str], list[str | None]]:
     return errors
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+WRONG_BEFORE_TORCH_2_15 = {
+    "a forward hook in place",
+    "a backward that keeps",
+    "ReLU in place",
+    "y plus pos.unsqueeze(0) in place",
+    "the last y in place",
+    "a part of y in place",
+    "a transposed y in place",
+    "an input that is overwritten",
+    "an input marked dirty, of a fork",
+    "checkpoint with changes in place",
+}
+"""Seen with torch 2.14.1 on one rank; docs/the-split.md says what it means for users."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_like_plain_autograd(results: Results, case: Case) -> None:
+def test_like_plain_autograd(request: pytest.FixtureRequest, results: Results, case: Case) -> None:
+    if case.name in WRONG_BEFORE_TORCH_2_15 and results.num_ranks == 1 and TORCH < (2, 15):
+        request.applymarker(pytest.mark.xfail(reason="known before torch 2.15", strict=True))
     wrong = []
     for setting in settings(case, results.num_ranks):
         found = results.errors[case.name, str(setting)]
