@@ -60,7 +60,7 @@ def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float
 
 def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> bool:
     """Whether every rank can hold one microbatch."""
-    return limits is None or not _too_small(placement, costs, limits)
+    return limits is None or not _too_small(least_room(placement, costs), limits)
 
 
 def problem_of(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
@@ -73,7 +73,7 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
     least = least_room(placement, costs)
     all_at_once = tuple(request.microbatches * needed for needed in least)
     limits = request.limits or all_at_once
-    if short := _too_small(placement, costs, limits):
+    if short := _too_small(least, limits):
         rank = max(short, key=least.__getitem__)
         raise ValueError(
             f"memory_limit = {limits[rank]:.12g} is too small: one microbatch peaks at {least[rank]:.12g} on rank"
@@ -83,10 +83,9 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
     return Problem(name, placement, costs, request.microbatches, limits, request.objective == "longest_rank_span")
 
 
-def _too_small(placement: Placement, costs: CostModel, limits: Sequence[float]) -> list[int]:
-    """The ranks that cannot hold one microbatch."""
-    needed = least_room(placement, costs)
-    return [rank for rank, least in enumerate(needed) if not limits[rank] >= least * _NEAR]
+def _too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """The ranks that cannot hold one microbatch, which needs `least` there."""
+    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * _NEAR]
 
 
 def _shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
