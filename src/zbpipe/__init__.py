@@ -8,10 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from zbpipe import algorithms  # noqa: F401 -- registers them
+from zbpipe import pictures as _pictures
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Layer, LayerCosts
+from zbpipe.offloading import offload
 from zbpipe.registry import generate, register, stage_indices
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
@@ -20,15 +22,18 @@ from zbpipe.validation import Finding, validate
 if TYPE_CHECKING:
     from zbpipe.costs_file import dump_costs, load_costs
     from zbpipe.frameworks.installation import install, uninstall
+    from zbpipe.memory import peak_bytes
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
-    from zbpipe.runtime.build import build_pipeline_schedule
+    from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
     from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.gradient_check import GradientCheck
     from zbpipe.runtime.gradient_report import GradientReport
+    from zbpipe.runtime.lean import ScheduleVHalfLean, ScheduleVMinLean, ScheduleZBH1Lean, ScheduleZBVLean
     from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
+    from zbpipe.runtime.optimizer.step import OptimizerStep
     from zbpipe.runtime.schedules import (
         ScheduleVHalf,
         ScheduleVMin,
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
         ScheduleZBV,
     )
     from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
+
+_pictures.drawn_by(lambda: import_module("zbpipe.views.pictures"))
 
 try:
     __version__ = version("zbpipe")
@@ -59,26 +66,34 @@ __all__ = [
     "Link",
     "Op",
     "OpKind",
+    "OptimizerStep",
     "PipelineError",
     "Placement",
     "Plan",
     "Profiler",
     "Schedule",
     "ScheduleVHalf",
+    "ScheduleVHalfLean",
     "ScheduleVMin",
+    "ScheduleVMinLean",
     "ScheduleZB1P",
     "ScheduleZB2P",
     "ScheduleZBH1",
+    "ScheduleZBH1Lean",
     "ScheduleZBH2",
     "ScheduleZBV",
+    "ScheduleZBVLean",
     "Timeline",
     "WeightProduct",
     "build_pipeline_schedule",
     "check_gradients",
     "dump_costs",
+    "from_first_rank",
     "generate",
     "install",
     "load_costs",
+    "offload",
+    "peak_bytes",
     "plan",
     "register",
     "simulate",
@@ -91,14 +106,17 @@ __all__ = [
 _LATER = {
     "costs_file": ("dump_costs", "load_costs"),
     "frameworks.installation": ("install", "uninstall"),
+    "memory": ("peak_bytes",),
     "planner.plan": ("plan",),
     "planner.result": ("Plan",),
     "runtime.auto": ("AutoSchedule",),
-    "runtime.build": ("build_pipeline_schedule",),
+    "runtime.build": ("build_pipeline_schedule", "from_first_rank"),
     "runtime.failures": ("PipelineError",),
     "runtime.gradient_check": ("GradientCheck",),
     "runtime.gradient_report": ("GradientReport",),
+    "runtime.lean": ("ScheduleVHalfLean", "ScheduleVMinLean", "ScheduleZBH1Lean", "ScheduleZBVLean"),
     "runtime.lone_check": ("check_gradients",),
+    "runtime.optimizer.step": ("OptimizerStep",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),
 }

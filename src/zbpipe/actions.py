@@ -15,13 +15,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from zbpipe.ir import NUMBER, Op, OpKind, Schedule, cells, inputs
+from zbpipe.ir import COMPUTATIONS, NUMBER, Op, OpKind, Schedule, cells, inputs
 from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
 
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 _ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])({NUMBER}|)")
-COMPUTE = frozenset(OpKind)
+COMPUTE = frozenset(COMPUTATIONS)
 
 
 class Action(NamedTuple):

@@ -11,17 +11,21 @@ Every rank has to do its work, and it cannot be busy all the time:
 Before its first I and after its last I are different times, and so are before its first I and after its last F, unless
 the rank has room for all microbatches at once. Besides, what activations take times how long they live has to fit into
 memory times time (Little's law).
+
+What holds for an I holds for a full backward B, which takes longer to hand on its gradient, but needs no W behind it.
+Where I does not fit at all, every backward is a B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
 
 from zbpipe.costs import CostModel
-from zbpipe.ir import Placement
+from zbpipe.ir import OpKind, Placement
 
 
 def lower_bound(
@@ -37,40 +41,41 @@ def lower_bound(
         placement: where the stages are.
         costs: for its stages.
         num_microbatches: from 1 on.
-        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount. Where I takes more
-            than it frees, a full backward may need less memory; the bound ignores that.
+        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount.
     """
+    costs = _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
     finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]
     # The last W there can be behind an I: of its own stage, or of one to which the gradient still has to go.
     behind = list(accumulate(finish, max))
+    window = _Window(0.0, behind, _behind_b(range(costs.num_stages), behind, path), has_all=True)
     ranks = (
-        _rank_bound(stages, _Window(0.0, behind), path, costs, num_microbatches, limit)
-        for stages, limit in _ranks(placement, limits)
+        _rank_bound(stages, window, path, costs, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
     )
     return max(behind[-1], *ranks)
 
 
-def span_bound(
+def period_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """The same for the longest time from a rank's first op to its last, whatever the other ranks do meanwhile.
+    """The same for the time from step to step where each rank begins the next step when it is done.
+
+    Between its first op and its last a rank does all its work. In that time the ranks behind it do theirs, too, but for
+    the W that may wait there for the time after it.
 
     >>> placement = Placement.loop(4)
-    >>> span_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
     24.0
     """
+    costs = _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
-    longest = 0.0
-    for stages, limit in _ranks(placement, limits):
-        behind = [0.0] * costs.num_stages
-        latest = 0.0
-        for stage in stages:
-            latest = max(latest, path.input_end[stage] + costs.w[stage])
-            behind[stage] = latest
-        window = _Window(path.forward_start[stages[0]], behind)
-        longest = max(longest, _rank_bound(stages, window, path, costs, num_microbatches, limit))
-    return longest
+    ranks = _ranks(placement, limits)
+    return max(
+        _rank_bound(stages, _window_of(watched, stages, path, costs), path, costs, num_microbatches, limit)
+        for watched, _ in ranks
+        for stages, limit in ranks
+        if watched[0] <= stages[0]
+    )
 
 
 class _Path(NamedTuple):
@@ -89,6 +94,61 @@ class _Window(NamedTuple):
     """Seconds after which it begins if a microbatch begins alone."""
     behind: list[float]
     """By stage: the end of the last W that has to wait for its I, in the time of `_Path`."""
+    behind_b: list[float]
+    """By stage: the same without its own W."""
+    has_all: bool
+    """Whether the rank in question does all its work in it, also the last W."""
+
+
+def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
+    """From the first op of the rank with the stages `watched` to its last, for a rank whose stages are not before."""
+    behind = list(
+        accumulate(
+            (path.input_end[each] + costs.w[each] if each in watched else 0.0 for each in range(costs.num_stages)), max
+        )
+    )
+    own = watched == stages
+    return _Window(path.forward_start[watched[0]], behind, _behind_b(stages, behind, path) if own else behind, own)
+
+
+def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[float]:
+    without = list(path.input_end)
+    for before, stage in pairwise(stages):
+        without[stage] = max(without[stage], behind[before])
+    return without
+
+
+def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> CostModel:
+    """The costs with B as I, and no W, for stages on which an I cannot fit; all others are as they were."""
+    forced = []
+    for own, limit in _ranks(placement, limits):
+        below = 0.0
+        for stage in own:
+            below += costs.activations[stage]
+            split = max(costs.needs(stage, OpKind.I), costs.adds(stage, OpKind.I) + costs.needs(stage, OpKind.W))
+            if below + split > limit * (1 + 1e-6) and len(costs.least_backward(stage)) == 1:
+                forced.append(stage)
+    if not forced:
+        return costs
+
+    def column(kind: OpKind, other: OpKind | None) -> tuple[float, ...]:
+        """What ops of the kind need while they run, on the stages in question what the others do."""
+        kinds = [other if stage in forced else kind for stage in range(costs.num_stages)]
+        return tuple(0.0 if each is None else costs.working_of(stage, each) for stage, each in enumerate(kinds))
+
+    stages = range(costs.num_stages)
+    return replace(
+        costs,
+        i=tuple(costs.seconds(stage, OpKind.B if stage in forced else OpKind.I) for stage in stages),
+        w=tuple(0.0 if stage in forced else costs.w[stage] for stage in stages),
+        freed_by_i=tuple(
+            1.0
+            if stage in forced
+            else (costs.freed_by_i[stage] if isinstance(costs.freed_by_i, tuple) else costs.freed_by_i)
+            for stage in stages
+        ),
+        working={**costs.working, OpKind.I: column(OpKind.I, OpKind.B), OpKind.W: column(OpKind.W, None)},
+    )
 
 
 def _alone(placement: Placement, costs: CostModel) -> _Path:
@@ -119,40 +179,82 @@ def _rank_bound(
 ) -> float:
     sizes = [costs.activations[stage] for stage in stages]
     waiting = [costs.waits(stage) for stage in stages]
-    # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
-    whole = _whole(sizes, limit)
-    if waiting == sizes:
-        limit = whole
-
+    room = _room(stages, costs, limit)
     f = [costs.f[stage] for stage in stages]
-    i = [costs.i[stage] for stage in stages]
     w = [costs.w[stage] for stage in stages]
-    backward = [a + b for a, b in zip(i, w, strict=True)]
-    forwards = _knapsack(f, sizes, num_microbatches, whole)
-    weights = _knapsack(w, waiting, num_microbatches, limit)
+    backward = [costs.seconds(stage, OpKind.B) for stage in stages]
+    forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
+    weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
     # Of what is held after the last F either I and W are left or only W, whichever takes more time for its room.
-    backwards = _knapsack(backward, sizes, num_microbatches, limit)
+    backwards = _knapsack(backward, sizes, num_microbatches, room.after_forward)
     if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
         backwards = min(backwards + weights, num_microbatches * sum(backward))
 
     first_input = min(path.input_start[stage] for stage in stages) - window.begin
     lead = max(path.forward_start[stages[0]] - window.begin, first_input - forwards)
-    after_input = min(window.behind[stage] - path.input_end[stage] for stage in stages)
-    after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
-    tail, long_tail = max(0.0, after_input - weights), max(0.0, after_forward - backwards)
-    work = num_microbatches * sum(f + backward)
-    room_for_all = num_microbatches * sum(sizes) <= limit * (1 + 1e-9)
-    idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
-    if not 0 < limit < inf:
-        return work + idle
-    # I holds the more of what is there before it and after it.
-    lives = (
-        size * (path.input_start[stage] - path.forward_start[stage])
-        + max(size, waits) * costs.i[stage]
-        + waits * costs.w[stage]
-        for stage, size, waits in zip(stages, sizes, waiting, strict=True)
+    after_input = min(
+        (window.behind_b if room.limited and _saves(costs, stage) else window.behind)[stage] - path.input_end[stage]
+        for stage in stages
     )
-    return max(work + idle, path.forward_start[stages[0]] - window.begin + num_microbatches * sum(lives) / limit)
+    after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
+    tail, long_tail = after_input - weights, after_forward - backwards
+    if window.has_all:
+        tail, long_tail = max(0.0, tail), max(0.0, long_tail)
+    work = num_microbatches * sum(f + backward)
+    room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + 1e-9)
+    idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
+    if not (room.limited and window.has_all):
+        return work + idle
+    begin = path.forward_start[stages[0]] - window.begin
+    lives = num_microbatches * sum(_life(costs, path, stage) for stage in stages)
+    kept = num_microbatches * sum(_life(replace(costs, working={}), path, stage) for stage in stages)
+    return max(work + idle, begin + lives / limit, begin + kept / room.for_kept if room.for_kept > 0 else 0.0)
+
+
+class _Room(NamedTuple):
+    """What activations can fill of a rank's limit while nothing else runs."""
+
+    before_backward: float
+    """At the start of its first I or B, when only F have run."""
+    after_forward: float
+    """At the end of an F."""
+    before_weight: float
+    """At the start of a W."""
+    for_kept: float
+    """At any time."""
+    limited: bool
+
+
+def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
+    def beside(*kinds: OpKind) -> float:
+        return max(0.0, limit - min(costs.working_of(stage, kind) for stage in stages for kind in kinds))
+
+    sizes = [costs.activations[stage] for stage in stages]
+    first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
+    before_backward = max(0.0, min(limit - first, beside(OpKind.F)))
+    # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
+    rooms = [beside(OpKind.F), beside(OpKind.W), beside(OpKind.F, OpKind.I)]
+    if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
+        rooms = [_whole(sizes, room) for room in rooms]
+    after_forward, before_weight, for_kept = rooms
+    return _Room(_whole(sizes, before_backward), after_forward, before_weight, for_kept, 0 < limit < inf)
+
+
+def _saves(costs: CostModel, stage: int) -> bool:
+    """Whether B needs less memory than I and then W, so that it may come in their place."""
+    return len(costs.least_backward(stage)) == 1
+
+
+def _life(costs: CostModel, path: _Path, stage: int) -> float:
+    """The least that one microbatch takes of a stage's memory times how long, from its F to its W or B."""
+    size, waits = costs.activations[stage], costs.waits(stage)
+    forward = size * (path.input_start[stage] - path.forward_start[stage])
+    forward += costs.working_of(stage, OpKind.F) * costs.f[stage]
+    # I holds the more of what is there before it and after it.
+    split = (max(size, waits) + costs.working_of(stage, OpKind.I)) * costs.i[stage]
+    split += (waits + costs.working_of(stage, OpKind.W)) * costs.w[stage]
+    whole = (size + costs.working_of(stage, OpKind.B)) * costs.seconds(stage, OpKind.B)
+    return forward + (min(split, whole) if _saves(costs, stage) else split)
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:

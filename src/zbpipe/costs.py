@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import inf
 from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
@@ -18,6 +17,8 @@ from zbpipe.ir import OpKind, Placement
 
 MOST = 1e100
 """The largest cost: no sum or product of such numbers is infinite."""
+_NEAR = 1 - 1e-9
+"""What rounding may take from a limit that is just enough."""
 
 
 def is_amount(number: float) -> bool:
@@ -108,12 +109,14 @@ class Link:
 
 Links = Mapping[tuple[int, int], Link]
 """By (from rank, to rank)."""
+Working = Mapping[OpKind, float | tuple[float, ...]]
+"""By kind of op, of all stages or one number a stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """What each stage or layer has a number of."""
 
 
-def checked_messages(what: str, link: Any, links: Any, message_bytes: Any) -> dict[str, Any]:
-    """What stages send, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
+def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
+    """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
 
     Raises:
         TypeError: no Link, no mapping of pairs of ranks (from 0 on) to Links, or no number.
@@ -127,11 +130,39 @@ def checked_messages(what: str, link: Any, links: Any, message_bytes: Any) -> di
         is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
         if not is_pair or not isinstance(each, Link):
             raise TypeError(f"{what} cannot have links = {{{key!r}: {each!r}}}: give zbpipe.Links by two ranks")
+    if not isinstance(host, (Link, type(None))):
+        raise TypeError(f"{what} cannot have host = {host!r}: give a zbpipe.Link, for example Link(bandwidth=25e9)")
     return {
         "link": link,
+        "host": host,
         "links": FrozenDict(links),
         "message_bytes": amount(what, "message_bytes", message_bytes),
     }
+
+
+def checked_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
+    """By kind of op, a number for `each` of `count` stages or layers.
+
+    Raises:
+        TypeError: no mapping from kinds of ops to numbers.
+        ValueError: another number of numbers, or one that is negative or not finite.
+    """
+    if not isinstance(working, Mapping) or not all(isinstance(kind, OpKind) for kind in working):
+        raise TypeError(
+            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind, for example {{OpKind.I: 2e9}}"
+        )
+    found = {}
+    for kind, given in working.items():
+        name = f"working[{kind}]"
+        if isinstance(given, (tuple, list)):
+            found[kind] = amounts(what, name, given, each)
+            if len(found[kind]) != count:
+                raise ValueError(
+                    f"{name} has to be one number, or one for each {each}: got {len(found[kind])} for {count}"
+                )
+        else:
+            found[kind] = (amount(what, name, given),) * count
+    return FrozenDict(found)
 
 
 def set_fields(instance: object, **fields: Any) -> None:
@@ -173,6 +204,18 @@ class CostModel:
     """Links that differ, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    working: Working = field(default_factory=lambda: FrozenDict({}))
+    """What ops need only while they run, by kind: of all stages, or one number a stage. Kinds left out need nothing.
+
+    It comes on top of what was there before the op and of what the op adds. Under activation checkpointing, I and B
+    recompute one block at a time, so that `working` holds what a block keeps and the gradients in it.
+    """
+    host: Link | None = None
+    """The way between a rank and its host's memory, for copies in each direction; None where that is not known.
+
+    What is to be copied divided by its bandwidth, in the unit of the activations per second. Ranks that share a way to
+    one host have their parts of it.
+    """
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
@@ -192,7 +235,11 @@ class CostModel:
         else:
             freed = share(what, self.freed_by_i)
         set_fields(
-            self, **columns, freed_by_i=freed, **checked_messages(what, self.link, self.links, self.message_bytes)
+            self,
+            **columns,
+            freed_by_i=freed,
+            working=checked_working(what, self.working, lengths["f"], "stage"),
+            **checked_messages(what, self.link, self.links, self.message_bytes, self.host),
         )
 
     @classmethod
@@ -205,6 +252,8 @@ class CostModel:
         *,
         comm: float = 0.0,
         freed_by_i: float | tuple[float, ...] = 0.0,
+        working: Working | None = None,
+        host: Link | None = None,
     ) -> CostModel:
         """The same costs on every rank; activations in units of a rank's share of one microbatch.
 
@@ -216,6 +265,8 @@ class CostModel:
             f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
             comm: seconds from one rank to another.
             freed_by_i: share of the activations that I frees; less than zero where it takes more.
+            working: by kind of op, what it needs only while it runs, in units of a rank's share of one microbatch.
+            host: the way to the host's memory, with a bandwidth in a rank's shares of one microbatch per second.
 
         Raises:
             TypeError: no Placement, or something else than numbers.
@@ -230,14 +281,23 @@ class CostModel:
             return tuple(seconds * part for part in parts)
 
         link = Link(amount("uniform costs", "comm", comm))
-        return cls(shared("f", f), shared("i", i), shared("w", w), tuple(parts), freed_by_i, link)
+        return cls(
+            shared("f", f),
+            shared("i", i),
+            shared("w", w),
+            tuple(parts),
+            freed_by_i,
+            link,
+            working=working or {},
+            host=host,
+        )
 
     @property
     def num_stages(self) -> int:
         return len(self.f)
 
     def seconds(self, stage: int, kind: OpKind) -> float:
-        """How long one op runs."""
+        """How long one op runs; a copy takes no time where the way to the host is not known."""
         match kind:
             case OpKind.F:
                 return self.f[stage]
@@ -247,24 +307,52 @@ class CostModel:
                 return self.w[stage]
             case OpKind.B:
                 return self.i[stage] + self.w[stage]
+            case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
+                return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
+
+    def needs(self, stage: int, kind: OpKind) -> float:
+        """What has to be free on its rank for an op to run: what it adds, and what it needs only while it runs.
+
+        >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
+        >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
+        (4.0, 5.0, 0.0)
+        """
+        return max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind)
+
+    def working_of(self, stage: int, kind: OpKind) -> float:
+        """What an op needs only while it runs."""
+        working = self.working.get(kind)
+        return working[stage] if isinstance(working, tuple) else 0.0
 
     def adds(self, stage: int, kind: OpKind) -> float:
         """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
         size = self.activations[stage]
         freed = size * (self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i)
         match kind:
-            case OpKind.F:
+            case OpKind.F | OpKind.RF:
                 return size
+            case OpKind.B | OpKind.OF:
+                return -size
             case OpKind.I:
                 return -freed
-            case OpKind.W:
+            case OpKind.W | OpKind.OI:
                 return freed - size
-            case OpKind.B:
-                return -size
+            case OpKind.RI:
+                return size - freed
 
     def waits(self, stage: int) -> float:
         """What a stage keeps of one microbatch from I to W."""
         return -self.adds(stage, OpKind.W)
+
+    def least_backward(self, stage: int) -> tuple[OpKind, ...]:
+        """The ops that need the least memory for a backward at once: I and W, or B where that needs less.
+
+        >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
+        >>> [" ".join(costs.least_backward(stage)) for stage in range(2)]
+        ['I W', 'B']
+        """
+        i, w, b = (self.needs(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
+        return (OpKind.B,) if b < max(i, self.adds(stage, OpKind.I) + w) else (OpKind.I, OpKind.W)
 
     def transfer(self, sender: int, receiver: int) -> float:
         """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
@@ -278,11 +366,61 @@ def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
     return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
+def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """The ranks that cannot hold one microbatch, which needs `least` there."""
+    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * _NEAR]
+
+
+def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
+    """Refuse a limit that is too small for even one microbatch.
+
+    Args:
+        placement: of the stages.
+        costs: of them.
+        limits: what each rank may hold, in the unit of `costs.activations`.
+        more: for the message.
+
+    Raises:
+        ValueError: the message has the least that would do.
+    """
+    least = least_room(placement, costs)
+    if short := too_small(least, limits):
+        rank = max(short, key=least.__getitem__)
+        raise ValueError(
+            f"memory_limit = {limits[rank]:.12g} is too small{more}: one microbatch peaks at {least[rank]:.12g} on rank"
+            f" {rank}; give at least that, or cut the batch into more microbatches"
+        )
+
+
+def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
+    """By rank, what it holds at no time, in whatever order it runs its ops, in the unit of `costs.activations`."""
+    return tuple(_above_all(costs, placement.stages_on(rank), num_microbatches) for rank in range(placement.num_ranks))
+
+
+def _above_all(costs: CostModel, stages: tuple[int, ...], num_microbatches: int) -> float:
+    kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
+    kinds = (OpKind.F, OpKind.I, OpKind.W, OpKind.B)
+    return num_microbatches * kept + max(costs.needs(stage, kind) for stage in stages for kind in kinds)
+
+
 def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
-    """F of all stages, then I and W of one after the other: no other order takes less."""
-    forward = [costs.adds(stage, OpKind.F) for stage in stages]
-    backward = [costs.adds(stage, kind) for stage in reversed(stages) for kind in (OpKind.I, OpKind.W)]
-    return max(accumulate((*forward, *backward)))
+    """F of all stages, then the backward of one after the other: no other order takes less."""
+    forward = [(stage, OpKind.F) for stage in stages]
+    backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
+    return highest(costs, (*forward, *backward))
+
+
+def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
+    """The most that a rank holds while it runs ops of these stages and kinds in turn, beginning with nothing.
+
+    >>> highest(CostModel.uniform(Placement.loop(1)), [(0, OpKind.F), (0, OpKind.F), (0, OpKind.B)])
+    2.0
+    """
+    held = most = 0.0
+    for stage, kind in ops:
+        most = max(most, held + costs.needs(stage, kind))
+        held += costs.adds(stage, kind)
+    return most
 
 
 def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zbpipe.costs import COLUMNS, CostModel, Link
 from zbpipe.files import read_text
-from zbpipe.ir import Placement
+from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import MOST_LAYERS, Layer, LayerCosts
 
@@ -96,8 +96,8 @@ def from_data(data: Any) -> JobCosts:
     Raises:
         ValueError: as `load_costs`. What is a number, and which, is checked by the classes that the file fills.
     """
-    keys = ("freed_by_i", "memory_bytes", "message_bytes", "transport", "link", "links", "stages", "layers")
-    table = _table(data, "", optional=keys)
+    keys = ("freed_by_i", "memory_bytes", "message_bytes", "transport", "link", "links", "host", "working")
+    table = _table(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
@@ -105,6 +105,8 @@ def from_data(data: Any) -> JobCosts:
     job = {"memory_limit": table.get("memory_bytes"), "transport": table.get("transport")}
     try:
         shared["link"] = _link(table.get("link", {}), "[link]")
+        shared["host"] = _link(table["host"], "[host]") if "host" in table else None
+        shared["working"] = _working(table.get("working", {}))
         shared["links"] = _links(_rows(table.get("links", []), "links"))
         if "layers" in table:
             rows = _rows(table["layers"], "layers")
@@ -129,8 +131,13 @@ def to_data(job: JobCosts) -> _Table:
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),
     }
-    # A limit of 0 is one.
-    data = {key: value for key, value in values.items() if value or (key == "memory_bytes" and value is not None)}
+    if costs.host is not None:
+        values["host"] = _link_data(costs.host)
+    if costs.working:
+        values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
+    # A limit of 0 is one, and so is a way to the host that takes no time.
+    there = {key for key in ("memory_bytes", "host") if values.get(key) is not None}
+    data = {key: value for key, value in values.items() if value or key in there}
     if costs.links:
         data["links"] = [{"from": ends[0], "to": ends[1], **_link_data(link)} for ends, link in costs.links.items()]
     if isinstance(costs, LayerCosts):
@@ -171,6 +178,11 @@ def _placement(rank_of: Any) -> Placement:
 
 def _link(data: Any, name: str) -> Link:
     return Link(**_table(data, name, optional=("latency", "bandwidth")))
+
+
+def _working(data: Any) -> Mapping[OpKind, Any]:
+    table = _table(data, "[working]", optional=tuple(map(str, COMPUTATIONS)))
+    return {OpKind(kind): numbers for kind, numbers in table.items()}
 
 
 def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:

@@ -12,17 +12,19 @@ import io
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
+from zbpipe.pictures import painter
+
 NUMBER = "[0-9]{1,15}"
 """A stage or a microbatch in a table, as a regular expression; what is longer is a mistake, or worse."""
 _MOST_SHOWN = 64
 """Ops in the `repr` of a schedule."""
-_OP = re.compile(rf"(?P<stage>{NUMBER})(?P<kind>[FIWB])(?P<microbatch>{NUMBER})")
+_OP = re.compile(rf"(?P<stage>{NUMBER})(?P<kind>[FIWB]|[OR][FI])(?P<microbatch>{NUMBER})")
 
 MOST_STAGES = 1024
 """In a schedule that is made by name or planned."""
@@ -70,9 +72,14 @@ def require_whole(**numbers: object) -> None:
 
 
 class OpKind(StrEnum):
-    """What a rank computes in one op; the value is the letter of the text form.
+    """What a rank does in one op; the value is what the text form has for it.
 
     F is a forward, I the backward for the input, W the backward for the weights, and B a full backward (I and W).
+
+    The others are copies between a rank and its host, beside the computations. OF offloads what F has left for I (or
+    B), and RF reloads it; OI offloads what I has left for W, and RI reloads it. A copy stands in its rank's list where
+    it is issued: it starts when the computation before it is over, and one stream for each direction runs the copies in
+    the order of the list.
 
         >>> OpKind("I") is OpKind.I
         True
@@ -82,10 +89,14 @@ class OpKind(StrEnum):
     I = "I"  # noqa: E741 -- torch's letter for the input gradient
     W = "W"
     B = "B"
+    OF = "OF"
+    RF = "RF"
+    OI = "OI"
+    RI = "RI"
 
 
 class Op(NamedTuple):
-    """One piece of computation: what `kind` of work on which stage for which microbatch. Text form: `3F0`.
+    """One piece of work: what `kind` of work on which stage for which microbatch. Text form: `3F0`.
 
     >>> str(Op(stage=3, kind=OpKind.F, microbatch=0))
     '3F0'
@@ -111,19 +122,32 @@ class Op(NamedTuple):
         match = _OP.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B, and microbatch, for example 3F0"
+                f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI,"
+                " RI), and microbatch, for example 3F0"
             )
         return cls(int(match["stage"]), OpKind(match["kind"]), int(match["microbatch"]))
 
 
-F, I, W, B = OpKind  # noqa: E741 -- `inputs` runs for every op, and `OpKind.F` takes longer than all else in it
+# `inputs` runs for every op, and `OpKind.F` takes longer than all else in it.
+F, I, W, B, OF, RF, OI, RI = OpKind  # noqa: E741
+
+COMPUTATIONS = (F, I, W, B)
+"""The kinds of ops that compute."""
+OFFLOADS = (OF, OI)
+"""The kinds of copies to the host."""
+RELOADS = (RF, RI)
+"""The kinds of copies back: of what `OFFLOADS` copies, in this order."""
+_COPY_FED_BY = {OF: F, RF: OF, OI: I, RI: OI}
+_COPIES_FED = {feeder: copy for copy, feeder in _COPY_FED_BY.items()}
+_RELOAD_BEFORE = {I: RF, B: RF, W: RI}
 
 
 def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     """What has to be over before `op` can start: one op of each group.
 
     F takes the output of the stage before, W what I left behind; I and B take their own F and the gradient of the stage
-    after, which comes out of an I or out of a B. This is the rule for all of zbpipe. The planner's flat numbers and the
+    after, which comes out of an I or out of a B. A copy takes what it copies, and an op whose input was offloaded waits
+    for the reload, too: see `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the
     bound repeat it for speed, and tests hold them against it.
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
@@ -138,6 +162,8 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
         return ((Op(stage - 1, F, microbatch),),) if stage > 0 else ()
     if kind is W:
         return ((Op(stage, I, microbatch),),)
+    if kind in _COPY_FED_BY:
+        return ((Op(stage, _COPY_FED_BY[kind], microbatch),),)
     forward = (Op(stage, F, microbatch),)
     if stage == num_stages - 1:
         return (forward,)
@@ -148,7 +174,7 @@ def users(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The ops that `op` feeds, `inputs` the other way round. Of an I and a B a schedule has one.
 
         >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
-        ['1W0', '0I0', '0B0']
+        ['1W0', '0I0', '0B0', '1OI0']
 
     Args:
         op: of any stage and microbatch.
@@ -163,7 +189,19 @@ def users(op: Op, num_stages: int) -> tuple[Op, ...]:
         found = [Op(stage, W, microbatch)]
     if kind in (I, B) and stage > 0:
         found += [Op(stage - 1, each, microbatch) for each in (I, B)]
+    if kind in _COPIES_FED:
+        found.append(Op(stage, _COPIES_FED[kind], microbatch))
     return tuple(found)
+
+
+def reload_before(op: Op) -> Op | None:
+    """The copy back from the host for which `op` waits, if the schedule has that copy.
+
+    >>> str(reload_before(Op.parse("3W0"))), str(reload_before(Op.parse("3B0"))), reload_before(Op.parse("3F0"))
+    ('3RI0', '3RF0', None)
+    """
+    kind = _RELOAD_BEFORE.get(op.kind)
+    return None if kind is None else Op(op.stage, kind, op.microbatch)
 
 
 @dataclass(frozen=True)
@@ -296,6 +334,23 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.ops)
 
+    @cached_property
+    def computations(self) -> Schedule:
+        """The same without copies to the host and back: what torch runs, and whose table torch reads.
+
+        >>> print(*Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations)
+        (Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=0))
+        """
+        if all(op.kind in COMPUTATIONS for row in self.ops for op in row):
+            return self
+        rows = tuple(tuple(op for op in row if op.kind in COMPUTATIONS) for row in self.ops)
+        return replace(self, ops=rows)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether it offloads anything."""
+        return self.computations is not self
+
     def __iter__(self) -> Iterator[tuple[Op, ...]]:
         return iter(self.ops)
 
@@ -310,8 +365,14 @@ class Schedule:
         ops = f"ops='{' | '.join(' '.join(map(str, row)) for row in self.ops)}'"
         return f"Schedule({size}, {ops if num_ops <= _MOST_SHOWN else f'{num_ops} ops'})"
 
+    def _repr_html_(self) -> str:
+        """The picture with a second for each of F, I and W, in notebooks."""
+        return painter().in_a_notebook(self)
+
     def to_csv(self) -> str:
         """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op.
+
+        torch does not know copies: of a schedule that has some, it reads the table of `computations`.
 
         >>> print(zbpipe.generate("1F1B", 2, 2).to_csv(), end="")
         0F0,0F1,0B0,0B1

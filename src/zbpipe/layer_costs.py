@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from zbpipe.costs import COLUMNS, CostModel, Link, Links, amount, checked_messages, set_fields, share
+from zbpipe.costs import (
+    COLUMNS,
+    CostModel,
+    Link,
+    Links,
+    Working,
+    amount,
+    checked_messages,
+    checked_working,
+    highest,
+    set_fields,
+    share,
+)
 from zbpipe.frozen import FrozenDict
-from zbpipe.ir import Placement
+from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
 
@@ -77,6 +89,10 @@ class LayerCosts:
     """Links that differ, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    host: Link | None = None
+    """The way between a rank and its host's memory; None where that is not known."""
+    working: Working = field(default_factory=lambda: FrozenDict({}))
+    """What a layer's part of an op needs only while it runs, by kind: of all layers, or one number a layer."""
 
     def __post_init__(self) -> None:
         what = "the costs of layers"
@@ -86,17 +102,17 @@ class LayerCosts:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
             raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: count several as one layer")
-        messages = checked_messages(what, self.link, self.links, self.message_bytes)
-        set_fields(self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), **messages)
+        messages = checked_messages(what, self.link, self.links, self.message_bytes, self.host)
+        working = checked_working(what, self.working, len(self.layers), "layer")
+        set_fields(
+            self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), working=working, **messages
+        )
 
     def stages(self, split: Split) -> CostModel:
         """The costs of the stages of this split."""
-
-        def summed(name: str) -> tuple[float, ...]:
-            return tuple(sum(getattr(self.layers[layer], name) for layer in stage) for stage in split)
-
-        costs = (summed("f"), summed("i"), summed("w"), summed("activations"))
-        return CostModel(*costs, self.freed_by_i, self.link, self.links, self.message_bytes)
+        f, i, w, activations = (tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS)
+        ways = (self.link, self.links, self.message_bytes)
+        return joined(CostModel(f, i, w, activations, self.freed_by_i, *ways, self.working, self.host), split)
 
     def even(self, placement: Placement) -> CostModel:
         """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
@@ -109,6 +125,45 @@ class LayerCosts:
     def modules(self, split: Split) -> list[list[str]]:
         """The split as TorchTitan's `module_fqns_per_model_part`: names of modules by stage."""
         return [[name for layer in stage for name in self.layers[layer].modules] for stage in split]
+
+
+def joined(costs: CostModel, split: Split) -> CostModel:
+    """The costs of stages that are each made of several: F runs these one after the other, I, W and B from the last on.
+
+        >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
+        >>> stage = joined(layers, (range(2),))
+        >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
+        ((8.0,), 8.0, 13.0)
+
+    Args:
+        costs: of layers, in their order.
+        split: into stages. A stage of which F keeps nothing cannot keep anything from I to W, either.
+    """
+
+    def summed(each: Callable[[int], float]) -> tuple[float, ...]:
+        return tuple(sum(map(each, stage)) for stage in split)
+
+    def beyond(kind: OpKind, stage: range) -> float:
+        ops = [(layer, kind) for layer in (stage if kind is OpKind.F else reversed(stage))]
+        return highest(costs, ops) - max(sum(costs.adds(*op) for op in ops), 0.0)
+
+    working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
+    activations, freed = summed(lambda layer: costs.activations[layer]), costs.freed_by_i
+    if isinstance(freed, tuple):
+        waits = summed(costs.waits)
+        freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in zip(activations, waits, strict=True))
+    return CostModel(
+        summed(lambda layer: costs.f[layer]),
+        summed(lambda layer: costs.i[layer]),
+        summed(lambda layer: costs.w[layer]),
+        activations,
+        freed,
+        costs.link,
+        costs.links,
+        costs.message_bytes,
+        {kind: each for kind, each in working.items() if any(each)},
+        costs.host,
+    )
 
 
 def split_of(sizes: Sequence[int]) -> Split:

@@ -29,8 +29,9 @@ def with_messages(schedule: Schedule) -> Rows:
         1RECV_F0 1F0 1B0 1SEND_B0
 
     Args:
-        schedule: a valid one.
+        schedule: a valid one; copies to the host and back have no place in torch's lists, and are left out.
     """
+    schedule = schedule.computations
     rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
     rows: list[list[Action]] = [[] for _ in schedule]
     turn = (0, -1)
@@ -166,8 +167,8 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 
     torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
-    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. torch
-    before 2.14 has no waits for sends.
+    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
+    without waits see `with_waits`.
 
         >>> from zbpipe.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
@@ -191,7 +192,7 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
         yield each
         if each.kind in ("SEND_F", "SEND_B"):
             receive = other_end(each)
-            owed[placement.rank_of[receive.stage]].append((places[receive], each._replace(kind=f"WAIT_{each.kind}")))
+            owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
         needed = message_of(each) if each.kind in COMPUTE else None
         if needed and needed in places:
             others = owed[placement.rank_of[needed.stage]]
@@ -203,6 +204,69 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
                     yield wait
 
 
+def with_waits(rows: Rows) -> Rows:
+    """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
+
+    torch before 2.15 has none in its lists, and `with_messages` has none, either. `free_sends_early` moves them.
+
+        >>> from zbpipe.actions import parse
+        >>> print(*with_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
+
+    Args:
+        rows: with messages.
+    """
+    return tuple((*row, *_missing_waits(row)) for row in rows)
+
+
+def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
+    there = set(row)
+    waits = (wait_of(each) for each in row if each.kind in ("SEND_F", "SEND_B"))
+    return (wait for wait in waits if wait not in there)
+
+
+def wait_of(send: Action) -> Action:
+    """The wait for a send.
+
+    >>> print(wait_of(Action(0, "SEND_F", 3)))
+    0WAIT_SEND_F3
+    """
+    return send._replace(kind=f"WAIT_{send.kind}")
+
+
+def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
+    """How many messages each rank holds while each action of its list runs, beside what its stages keep themselves.
+
+    What an op takes counts from its receive to the op's start, and then is a part of what the op needs and keeps. What
+    an op has made counts from its end to the wait for its send, or until the next stage takes it on the same rank.
+    `zbpipe.peak_bytes` adds both up, each message with its bytes.
+
+        >>> from zbpipe.actions import parse
+        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+        >>> messages_held(rows)
+        ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
+
+    Args:
+        rows: with messages. A send without a wait is held to the end: see `with_waits` and `free_sends_early`.
+
+    Returns:
+        By rank, for each action of its list in order.
+    """
+    last = max((each.stage for row in rows for each in row), default=0)
+    return tuple(tuple(_held(row, last)) for row in rows)
+
+
+def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
+    held = 0
+    for each in row:
+        is_forward, is_backward = each.kind == "F", each.kind in ("I", "B")
+        comes = (is_forward and each.stage > 0) or (is_backward and each.stage < last_stage)
+        goes = (is_forward and each.stage < last_stage) or (is_backward and each.stage > 0)
+        held += each.kind.startswith("RECV") - comes
+        yield held
+        held += goes - each.kind.startswith("WAIT_SEND")
+
+
 def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
     """All ops of one step by when they end, and in a tie none before one whose result it takes.
 
@@ -210,7 +274,7 @@ def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
     >>> print(*in_order_of_ends(timeline))
     0F0 1F0 1B0 0B0
     """
-    schedule, spans = timeline.schedule, timeline.spans
+    schedule, spans = timeline.schedule.computations, timeline.spans
     num_stages = schedule.placement.num_stages
     turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
     return (op for _, op, _ in turns)

@@ -6,8 +6,8 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times. Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's own
-stand in `zbpipe.algorithms`, which `import zbpipe` imports.
+measured times, one that takes `memory_limit` to a limit. Installed packages offer their functions through the
+entry-point group "zbpipe.algorithms". zbpipe's own stand in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import Placement, Schedule, require_size, require_whole
+from zbpipe.users import SEPARATOR, function_of
 
 Generate = Callable[..., Schedule]
 
@@ -44,14 +45,14 @@ class Algorithm:
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`; it may take the keywords `stages_per_rank` and `costs`."""
+    """`(ranks, microbatches) -> Schedule`; it may take keywords: see `keywords`."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
     table: Schedule | None = None
     """What a CSV file holds."""
     keywords: frozenset[str] = field(default_factory=frozenset)
-    """Which of `stages_per_rank` and `costs` the function takes."""
+    """Which of `stages_per_rank`, `costs`, `memory_limit` and `runs_ahead` the function takes."""
     listed: bool = True
     """Whether it is a schedule of its own, to be listed and compared with others."""
 
@@ -59,6 +60,19 @@ class Algorithm:
     def any_stages_per_rank(self) -> bool:
         """Whether the caller may choose another number of stages per rank."""
         return "stages_per_rank" in self.keywords
+
+    def require_limits(self, option: str) -> None:
+        """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none.
+
+        Raises:
+            ValueError: the message has the schedules that do.
+        """
+        if "memory_limit" not in self.keywords:
+            names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
+            raise ValueError(
+                f"{option} is for the schedules that fit themselves to one, {', '.join(sorted(names))}, not for"
+                f" {self.name}: leave it out"
+            )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
         """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
@@ -137,13 +151,14 @@ def register(
         if known is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
         signature = inspect.signature(generate)
-        keywords = frozenset({"stages_per_rank", "costs"} & signature.parameters.keys())
+        known_keywords = {"stages_per_rank", "costs", "memory_limit", "runs_ahead"}
+        keywords = frozenset(known_keywords & signature.parameters.keys())
         try:
             signature.bind(4, 8, **dict.fromkeys(keywords))
         except TypeError as error:
             raise TypeError(
                 f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
-                " (ranks, microbatches), and may take the keywords stages_per_rank and costs"
+                " (ranks, microbatches), and may take the keywords stages_per_rank, costs, memory_limit and runs_ahead"
             ) from None
         _registered[name.lower()] = Algorithm(
             name, placement, stages_per_rank, generate, source, summary, keywords=keywords, listed=listed
@@ -173,19 +188,27 @@ def schedules() -> Mapping[str, Algorithm]:
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
 
-def lookup(name: str) -> Algorithm:
-    """The schedule called `name`, in any case, or the one in the CSV file of that name.
+def lookup(name: str | Schedule) -> Algorithm:
+    """The schedule called `name`, in any case, the one in the CSV file of that name, `file.py:function`, or one itself.
 
         >>> lookup("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
+        >>> lookup(zbpipe.generate("ZBV", 2, 4)).placement
+        'table'
 
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
+    if isinstance(name, Schedule):
+        return _as_it_is(name)
     if not isinstance(name, str):
-        raise ValueError(f"a schedule is named by a string, for example 'ZBV', got {name!r}")
+        raise ValueError(
+            f"a schedule is named by a string, for example 'ZBV', or is a zbpipe.Schedule or zbpipe.Plan, got {name!r}"
+        )
     if name.lower().endswith(".csv"):
         return _read_table(name)
+    if SEPARATOR in name:
+        return _of_function(name)
     _load_installed()
     known = _registered
     algorithm = known.get(name.lower())
@@ -195,18 +218,34 @@ def lookup(name: str) -> Algorithm:
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
     raise ValueError(
         f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}."
-        " The path of a .csv file works, too. A schedule of your own is known once its module is imported"
+        " The path of a .csv file works, too, and file.py:function. Other schedules of your own are known once their"
+        " module is imported"
     )
 
 
-def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+def _of_function(source: str) -> Algorithm:
+    """The one that `file.py:function` makes."""
+    function = function_of(source)
+    for algorithm in _registered.values():
+        if algorithm.generate is function:
+            return algorithm
+    name = source.rpartition(":")[2]
+    raise ValueError(
+        f"{source} is not registered: write @zbpipe.register({name!r}, placement=..., stages_per_rank=...) above it,"
+        " which says how its stages lie on the ranks"
+    )
+
+
+def stage_indices(
+    schedule: str | Schedule, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
+) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
 
         >>> zbpipe.stage_indices("ZBV", rank=1, num_ranks=4)
         (1, 6)
 
     Args:
-        schedule: a name, in any case, or the path of a CSV file.
+        schedule: a name, in any case, the path of a CSV file, or a Schedule.
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
         stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.
@@ -223,12 +262,14 @@ def stage_indices(schedule: str, *, rank: int, num_ranks: int, stages_per_rank: 
 
 
 def generate(
-    schedule: str,
+    schedule: str | Schedule,
     ranks: int,
     microbatches: int,
     *,
     stages_per_rank: int | None = None,
     costs: CostModel | Sequence[float] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    runs_ahead: bool = False,
 ) -> Schedule:
     """The schedule of that name for so many ranks and microbatches.
 
@@ -237,17 +278,23 @@ def generate(
         rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
     Args:
-        schedule: a name, in any case, or the path of a CSV file.
+        schedule: a name, in any case, or the path of a CSV file; a Schedule is given back.
         ranks: pipeline ranks, from 1 on.
         microbatches: from 1 on.
         stages_per_rank: for the looped schedules; default: the schedule's usual one.
         costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
             the others do not look at them.
+        memory_limit: what a rank may hold, one number or one a rank, in the unit of the costs' activations, for the
+            schedules that fit themselves to a limit (ZBVLean, ZBH1Lean); without costs 1 is what F keeps of a rank's
+            share of one microbatch.
+        runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
+            (ZB2P): with the shortest period, in place of the shortest makespan.
 
     Raises:
-        TypeError: `costs` is something else.
+        TypeError: `costs` or `memory_limit` is something else.
         ValueError: unknown name, numbers that the schedule cannot have, more than 1024 stages or 2**18 microbatches
-            times stages; or a registered function that returns something else than it is asked for.
+            times stages; a limit that is too small for one microbatch, or for a schedule that takes none; or a
+            registered function that returns something else than it is asked for.
     """
     algorithm = lookup(schedule)
     require_whole(ranks=ranks, microbatches=microbatches)
@@ -258,7 +305,14 @@ def generate(
         require_size(f"{algorithm.name} on {ranks} ranks", placement.num_stages, microbatches)
     if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
         costs = as_cost_model(costs, placement)
-    keywords: dict[str, Any] = {"stages_per_rank": len(placement.stages_on(0)), "costs": costs}
+    if memory_limit is not None:
+        algorithm.require_limits("memory_limit")
+    keywords: dict[str, object] = {
+        "stages_per_rank": len(placement.stages_on(0)),
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "runs_ahead": runs_ahead,
+    }
     made = algorithm.generate(ranks, microbatches, **{name: keywords[name] for name in algorithm.keywords})
     _require_as_asked(made, algorithm, placement, microbatches)
     return made
@@ -284,21 +338,26 @@ def _require_as_asked(made: object, algorithm: Algorithm, placement: Placement, 
 
 def _read_table(path: str) -> Algorithm:
     try:
-        schedule = Schedule.from_csv(read_text(path), name=path)
+        return _as_it_is(Schedule.from_csv(read_text(path), name=path))
     except OSError as error:
         raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
 
-    def as_it_is(ranks: int, microbatches: int) -> Schedule:
+
+def _as_it_is(schedule: Schedule) -> Algorithm:
+    """One that has its number of ranks and microbatches already."""
+
+    def unchanged(ranks: int, microbatches: int) -> Schedule:
         if microbatches != schedule.num_microbatches:
             raise ValueError(
-                f"{path} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}"
+                f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has"
+                f" {microbatches}"
             )
         return schedule
 
     stages_per_rank = len(schedule.placement.stages_on(0))
-    return Algorithm(path, "table", stages_per_rank, as_it_is, table=schedule)
+    return Algorithm(schedule.name, "table", stages_per_rank, unchanged, table=schedule)
 
 
 @cache

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from zbpipe.frameworks.installation import asked_for, install_with
 from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
-from zbpipe.runtime.options import add_arguments, from_arguments
+from zbpipe.runtime.options import IMPORTED, add_arguments, from_arguments
+from zbpipe.users import import_modules
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
     options = from_arguments(vars(found))
     try:
+        import_modules(found.imported)
         install_with(options, found.schedule, everywhere=found.schedule is not None)
     except ValueError as error:
         parser.error(str(error))
@@ -51,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training script with one of zbpipe's schedules.",
         allow_abbrev=False,
     )
-    parser.add_argument("--schedule", metavar="NAME", help="zbpipe's or torch's name, or the path of a .csv file")
+    parser.add_argument("--schedule", metavar="NAME", help="zbpipe's or torch's name, a .csv file, or file.py:function")
+    parser.add_argument("--import", **IMPORTED)
     add_arguments(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # torchrun drops a "--"
     parser.add_argument(

@@ -3,17 +3,20 @@
 Every rank runs its list in order. An op starts when its rank is free and its inputs (`zbpipe.ir.inputs`) have arrived.
 A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
 cost the rank no time. That is the ideal transport; with the others messages wait for each other (`zbpipe.transport`).
+Copies to the host and back run beside the computations, one at a time in each direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
-from zbpipe.actions import Rows, action_of
+from zbpipe.actions import Action, Rows, action_of
 from zbpipe.costs import CostModel, Placeable, as_cost_model
-from zbpipe.ir import Op, OpKind, Schedule, inputs, require_whole
+from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives, Transport, run
@@ -30,10 +33,11 @@ _WORTH_IT = 1 - 1e-3
 
 def simulate(
     schedule: Schedule,
-    costs: CostModel | Placeable | Sequence[float],
+    costs: CostModel | Placeable | Sequence[float] = (1.0, 1.0, 1.0),
     *,
     num_steps: int = 1,
     synchronous: bool = True,
+    ahead: Sequence[int] | None = None,
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
 ) -> Timeline:
@@ -44,18 +48,22 @@ def simulate(
 
     Args:
         schedule: a valid one.
-        costs: of its stages; or three numbers `(f, i, w)`, the seconds that each rank takes for one microbatch.
+        costs: of its stages; or three numbers `(f, i, w)`, the seconds that each rank takes for one microbatch; without
+            them, a second for each.
         num_steps: how often the schedule runs, one step after the other.
         synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
             gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
+        ahead: by rank, how many ops of a step it may start before all ranks are done with the step before, instead of
+            none (synchronous) or all (see `zbpipe.running_ahead`); for the ideal transport.
         transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
         receives: where ranks post their receives ("early", "late", "timed", "nearest"), which counts for all
             transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose it.
 
     Raises:
         TypeError: `schedule` or `costs` is something else.
-        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, a schedule
-            that cannot run, an unknown transport, or messages that wait for each other in a circle.
+        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, `ahead` with
+            another number of ranks or for another transport, a schedule that cannot run, an unknown transport, or
+            messages that wait for each other in a circle.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
@@ -64,26 +72,34 @@ def simulate(
     if receives is not None:
         receives = Receives.parse(receives)
     if transport is Transport.IDEAL:
-        return _without_queues(schedule, costs, num_steps, synchronous)
+        everything = tuple(0 if synchronous else len(row) for row in schedule)
+        return _without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
+    if ahead is not None:
+        raise ValueError(f"ahead = {ahead} is for the ideal transport alone, got {str(transport)!r}")
     best = _shortest(schedule, costs, transport) if receives is None else None
     receives = (best.receives if best else receives) or _PREFERRED[0]
     if synchronous or num_steps == 1:
-        one_step = best or _with_queues(simulate(schedule, costs), with_messages(schedule), transport, receives)
+        one_step = best or _with_queues(schedule, _ideal(schedule, costs), with_messages(schedule), transport, receives)
         return _repeated(one_step, num_steps)
     long = _steps_in_a_row(schedule, num_steps)
-    in_a_row = _with_queues(simulate(long, costs), with_messages(long), transport, receives)
+    in_a_row = _with_queues(long, _ideal(long, costs), with_messages(long), transport, receives)
     return _in_steps(in_a_row, schedule, num_steps)
 
 
-def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, synchronous: bool) -> Timeline:
+def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
     """With a transport in which messages wait for nothing."""
+    if len(ahead) != schedule.num_ranks:
+        raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     clocks = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in clocks]
+    copies: list[list[Span]] = [[] for _ in clocks]
     for step in range(num_steps):
-        if synchronous:
-            clocks = [max(clocks)] * schedule.num_ranks
-        _run_step(schedule, costs, step, clocks, spans)
-    return Timeline(schedule, costs, tuple(map(tuple, spans)), num_steps)
+        _run_step(schedule, costs, step, clocks, spans, copies, ahead)
+    return Timeline(schedule, costs, _frozen(spans), num_steps, copies=_frozen(copies))
+
+
+def _frozen(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
+    return tuple(map(tuple, spans))
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
@@ -99,13 +115,13 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 
 def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
     """One step with receives at their best places; None if messages wait in a circle at all places."""
-    ideal, messages = simulate(schedule, costs), with_messages(schedule)
+    ideal, messages = _ideal(schedule, costs), with_messages(schedule)
     best, shortest = None, inf
     for receives in _PREFERRED:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         try:
-            trial = _with_queues(ideal, messages, transport, receives)
+            trial = _with_queues(schedule, ideal, messages, transport, receives)
         except ValueError:  # a circle
             continue
         if trial.makespan < shortest * _WORTH_IT:
@@ -113,17 +129,56 @@ def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Tim
     return best
 
 
-def _with_queues(ideal: Timeline, messages: Rows, transport: Transport, receives: Receives) -> Timeline:
+def _ideal(schedule: Schedule, costs: CostModel) -> Timeline:
+    """The step by which receives are placed, as torch knows it: without copies."""
+    return simulate(schedule.computations, costs)
+
+
+def _with_queues(
+    schedule: Schedule, ideal: Timeline, messages: Rows, transport: Transport, receives: Receives
+) -> Timeline:
     """One step with a transport in which messages wait for each other, from one in which they do not."""
-    schedule, costs = ideal.schedule, ideal.costs
+    costs = ideal.costs
     rows = place_receives(messages, receives, ideal)
-    times = run(rows, schedule.placement, costs, transport)
-    spans = tuple(
-        tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops) for ops in schedule
-    )
-    op_of = {action_of(op): op for ops in schedule for op in ops}
+    times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule))
+
+    def ran(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
+        return tuple(
+            tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops if op.kind in kinds)
+            for ops in schedule
+        )
+
+    op_of = {action_of(op): op for ops in schedule.computations for op in ops}
     waited_for = {(0, op): (0, op_of[times.waited_for[each]]) for each, op in op_of.items() if each in times.waited_for}
-    return Timeline(schedule, costs, spans, transport=transport, receives=receives, waited_for=waited_for)
+    return Timeline(
+        schedule,
+        costs,
+        ran(COMPUTATIONS),
+        transport=transport,
+        receives=receives,
+        waited_for=waited_for,
+        copies=ran((*OFFLOADS, *RELOADS)),
+    )
+
+
+def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
+    """What each copy waits for, and each computation for copies."""
+    found: dict[Action, list[Action]] = defaultdict(list)
+    there = {op for ops in schedule for op in ops if op.kind in RELOADS}
+    for ops in schedule if schedule.has_copies else ():
+        last: dict[Collection[OpKind], Op] = {}
+        """The last computation, and the last copy in each direction."""
+        for op in ops:
+            own = next(kinds for kinds in (COMPUTATIONS, OFFLOADS, RELOADS) if op.kind in kinds)
+            if own is COMPUTATIONS:
+                reload = reload_before(op)
+                before = [reload] if reload in there else []
+            else:
+                feeders = chain.from_iterable(inputs(op, schedule.placement.num_stages))
+                before = [*feeders, *(last[kinds] for kinds in (COMPUTATIONS, own) if kinds in last)]
+            found[action_of(op)] += [action_of(each) for each in before if each]
+            last[own] = op
+    return found
 
 
 def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
@@ -134,9 +189,13 @@ def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
         return Span(span.op, begin + span.start, begin + span.end, step)
 
     steps = range(num_steps)
-    spans = tuple(tuple(later(span, step) for step in steps for span in row) for row in timeline.spans)
+
+    def all_later(rows: tuple[tuple[Span, ...], ...]) -> tuple[tuple[Span, ...], ...]:
+        return tuple(tuple(later(span, step) for step in steps for span in row) for row in rows)
+
+    spans, copies = all_later(timeline.spans), all_later(timeline.copies)
     waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
-    return replace(timeline, spans=spans, num_steps=num_steps, waited_for=waited_for)
+    return replace(timeline, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
 
 
 def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
@@ -160,9 +219,9 @@ def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timelin
         step, op = step_of(span.op)
         return Span(op, span.start, span.end, step)
 
-    spans = tuple(tuple(map(apart, row)) for row in timeline.spans)
+    spans, copies = (tuple(tuple(map(apart, row)) for row in rows) for rows in (timeline.spans, timeline.copies))
     waited_for = {step_of(op): step_of(before) for (_, op), (_, before) in timeline.waited_for.items()}
-    return replace(timeline, schedule=schedule, spans=spans, num_steps=num_steps, waited_for=waited_for)
+    return replace(timeline, schedule=schedule, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
 
 
 def _require_sense(schedule: Schedule, num_steps: int) -> None:
@@ -181,8 +240,18 @@ def _require_sense(schedule: Schedule, num_steps: int) -> None:
         require_valid(schedule)
 
 
-def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[float], spans: list[list[Span]]) -> None:
-    """Advance every rank through its list once."""
+# What it advances is in lists of the caller, which go on from step to step.
+def _run_step(
+    schedule: Schedule,
+    costs: CostModel,
+    step: int,
+    clocks: list[float],
+    spans: list[list[Span]],
+    copies: list[list[Span]],
+    ahead: tuple[int, ...],
+) -> None:
+    """Advance every rank through its list once; only so many ops start before the step before is over."""
+    over, done = max(clocks), [0] * len(clocks)
     rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
     seconds = {(stage, kind): costs.seconds(stage, kind) for stage in range(num_stages) for kind in OpKind}
     lag = {
@@ -191,11 +260,23 @@ def _run_step(schedule: Schedule, costs: CostModel, step: int, clocks: list[floa
         for taker in range(max(giver - 1, 0), min(giver + 2, num_stages))
     }
     end: dict[Op, float] = {}
+    # Of a rank's two copy streams: when they are free.
+    offloaded, reloaded = list(clocks), list(clocks)
+    has_copies = schedule.has_copies
     turns = Turns(schedule.ops, lambda op: inputs(op, num_stages))
     for rank, op, feeders in turns:
-        start = clocks[rank]
+        start = clocks[rank] if done[rank] < ahead[rank] else max(clocks[rank], over)
+        done[rank] += 1
         for feeder in feeders:
             start = max(start, end[feeder] + lag[feeder.stage, op.stage])
+        if has_copies:
+            if op.kind not in COMPUTATIONS:
+                stream = offloaded if op.kind in OFFLOADS else reloaded
+                start = max(start, stream[rank])
+                end[op] = stream[rank] = start + seconds[op.stage, op.kind]
+                copies[rank].append(Span(op, start, end[op], step))
+                continue
+            start = max(start, end.get(reload_before(op) or op, start))
         end[op] = clocks[rank] = start + seconds[op.stage, op.kind]
         spans[rank].append(Span(op, start, end[op], step))
     if turns.waiting:

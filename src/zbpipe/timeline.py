@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
 from zbpipe.frozen import FrozenDict
 from zbpipe.ir import Op, OpKind, Schedule, inputs
+from zbpipe.pictures import painter
 from zbpipe.transport import Receives, Transport
 
 
@@ -60,21 +63,49 @@ class Timeline:
     schedule: Schedule
     costs: CostModel
     spans: tuple[tuple[Span, ...], ...]
-    """By rank, in the order in which they ran."""
+    """By rank the computations, in the order in which they ran."""
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """Where its receives stand; None where that makes no difference."""
     waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
     """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
+    copies: tuple[tuple[Span, ...], ...] = ()
+    """By rank the copies to its host and back, in the order of its list; empty where nobody offloads."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
+        if not any(self.copies):
+            object.__setattr__(self, "copies", ())
 
     def __repr__(self) -> str:
         schedule = self.schedule
         size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
+
+    def _repr_html_(self) -> str:
+        """The picture, in notebooks."""
+        return painter().in_a_notebook(self)
+
+    def show(self) -> None:
+        """Draw it in the terminal, as `zbpipe show` does."""
+        painter().show(self)
+
+    def svg(self, file: str | Path) -> None:
+        """Draw it into an SVG file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        painter().write_svg(self, file)
+
+    def html(self, file: str | Path) -> None:
+        """Write a page to zoom, pan and point at, which needs no network and no other file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        painter().write_html(self, file)
 
     @cached_property
     def makespan(self) -> float:
@@ -93,7 +124,7 @@ class Timeline:
 
     @property
     def longest_rank_span(self) -> float:
-        """The longest time from one rank's first op to its last: what a step costs if ranks run on into the next."""
+        """The longest time from one rank's first op to its last, of one step."""
         return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
 
     @cached_property
@@ -102,9 +133,19 @@ class Timeline:
         return tuple(_idle(spans, self.makespan) for spans in self.spans)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """The activations that a rank holds: (from when on, how much), in the unit of `costs.activations`."""
+        """What a rank holds: (from when on, how much), in the unit of `costs.activations`.
+
+        It is the activations, and while an op runs what it needs besides (`costs.working`). What is offloaded counts
+        until that copy ends, and from the start of the copy back.
+        """
         held, profile = 0.0, [(0.0, 0.0)]
-        for time, change in _memory_changes(self.spans[rank], self.costs):
+        changes = list(_memory_changes(self.spans[rank], self.costs))
+        if self.copies:
+            copied = list(_memory_changes(self.copies[rank], self.costs))
+            # The sort keeps the order of what happens at one time: room is made before it is taken.
+            freed, taken = ([each for each in copied if (each[1] > 0) is takes] for takes in (False, True))
+            changes = sorted((*freed, *changes, *taken), key=itemgetter(0))
+        for time, change in changes:
             held += change
             profile.append((time, held))
         return profile
@@ -148,10 +189,15 @@ def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
 
 
 def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
-    """When a rank takes and frees activations, in its order: an op takes at its start and frees at its end."""
+    """When a rank takes and frees memory, in its order: an op takes at its start and frees at its end."""
     for span in spans:
-        change = costs.adds(span.op.stage, span.op.kind)
-        yield (span.start if change > 0 else span.end), change
+        stage, kind = span.op.stage, span.op.kind
+        taken = costs.needs(stage, kind)
+        freed = taken - costs.adds(stage, kind)
+        if taken:
+            yield span.start, taken
+        if freed:
+            yield span.end, -freed
 
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:

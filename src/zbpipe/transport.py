@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple, Self
@@ -81,6 +81,10 @@ _QUEUES: Mapping[Transport, Queues] = {
 }
 
 
+_TIMED = frozenset(OpKind)
+"""The kinds of actions that are ops."""
+
+
 class Times(NamedTuple):
     """When computations run.
 
@@ -95,7 +99,13 @@ class Times(NamedTuple):
     """By computation the one whose end it waited for, if it waited for one at all."""
 
 
-def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport) -> Times:
+def run(
+    rows: Rows,
+    placement: Placement,
+    costs: CostModel,
+    transport: Transport,
+    copies: Mapping[Action, Sequence[Action]] | None = None,
+) -> Times:
     """When everything in `rows` runs if messages wait for each other.
 
         >>> from zbpipe.passes import with_messages
@@ -109,12 +119,15 @@ def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport
         placement: where the stages are.
         costs: for its stages.
         transport: not the ideal one.
+        copies: to the host and back: what they wait for, and which computations wait for them.
 
     Raises:
         ValueError: messages wait for each other in a circle.
     """
     rank_of = placement.rank_of
     before = waits(rows, rank_of, _QUEUES[transport], holds_up_compute=transport is Transport.SHARED)
+    for node, others in (copies or {}).items():
+        before.setdefault(node, []).extend(others)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     behind: dict[Action, Action] = {}
@@ -135,7 +148,7 @@ def run(rows: Rows, placement: Placement, costs: CostModel, transport: Transport
 
 
 def _seconds(node: Action, rank_of: tuple[int, ...], costs: CostModel) -> float:
-    if node.kind in COMPUTE:
+    if node.kind in _TIMED:
         return costs.seconds(node.stage, OpKind(node.kind))
     if node.kind == "SEND_F":
         return costs.transfer(rank_of[node.stage], rank_of[node.stage + 1])

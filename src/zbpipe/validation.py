@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
-from zbpipe.ir import Op, OpKind, Schedule, inputs
+from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
 from zbpipe.turns import Turns
 
 T = TypeVar("T", bound=Hashable)
@@ -59,7 +59,9 @@ def validate(
     It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
     or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
-    circle; and ranks that hold too much. If most ops are missing, only some of these are listed.
+    circle; and ranks that hold too much. Likewise for copies: what is offloaded comes back, once, after it was copied
+    and before it is needed. Memory is counted in the order of the lists, where an offload frees at once; for the time
+    that it takes see `Timeline.memory`. If most ops are missing, only some of these are listed.
 
     Args:
         schedule: any lists at all.
@@ -157,6 +159,19 @@ def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
             elif len(halves) == 1:
                 lost = w if halves == [i] else i
                 yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
+            yield from _lost_copies(rank, stage, microbatch, places)
+
+
+def _lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
+    """What is offloaded comes back, and only that; a B leaves nothing to offload behind it."""
+    b = Op(stage, OpKind.B, microbatch)
+    for there, back in zip(OFFLOADS, RELOADS, strict=True):
+        copies = [op for kind in (there, back) if (op := Op(stage, kind, microbatch)) in places]
+        if copies and there is OpKind.OI and b in places:
+            yield Finding("foreign", *places[copies[0]][0], copies[0], f"{b} leaves nothing for a W")
+        elif len(copies) == 1:
+            lost = Op(stage, back if copies[0].kind is there else there, microbatch)
+            yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
 
 
 def first_positions(row: Sequence[T]) -> dict[T, int]:
@@ -176,7 +191,8 @@ def _disordered(schedule: Schedule) -> Iterator[Finding]:
     for rank, ops in enumerate(schedule):
         first = first_positions(ops)
         for position, op in enumerate(ops):
-            for choices in inputs(op, schedule.placement.num_stages):
+            reload = reload_before(op)
+            for choices in (*inputs(op, schedule.placement.num_stages), *([(reload,)] if reload else ())):
                 here = [first[choice] for choice in choices if choice in first]
                 if here and min(here) > position:
                     message = f"it needs {ops[min(here)]}, which comes later, at position {min(here)}"
@@ -191,13 +207,14 @@ def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel
         for position, op in enumerate(ops):
             if not 0 <= op.stage < costs.num_stages:
                 continue
+            most = held + costs.needs(op.stage, op.kind)
             held += costs.adds(op.stage, op.kind)
             live.pop((op.stage, op.microbatch), None)
-            if op.kind in (OpKind.F, OpKind.I):
+            if op.kind in (OpKind.F, OpKind.I, *RELOADS):
                 live[op.stage, op.microbatch] = op
-            if held > limit * (1 + _ROUNDING):
+            if most > limit * (1 + _ROUNDING):
                 ops_held = " ".join(map(str, live.values()))
-                message = f"its activations take {held:g}, the limit is {limit:g}; live are {ops_held}"
+                message = f"its activations take {most:g}, the limit is {limit:g}; live are {ops_held}"
                 yield Finding("memory", rank, position, op, message)
                 break
 

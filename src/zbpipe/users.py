@@ -1,0 +1,59 @@
+"""Schedules of users: modules that register some, and functions in files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SEPARATOR = ".py:"
+"""In `file.py:function`."""
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules that register schedules. They may be in the current folder, as with `python -m`.
+
+    Raises:
+        ValueError: there is none of that name, or its own code fails; the message has its error.
+    """
+    here = str(Path.cwd())
+    for name in names:
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ValueError(f"the module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def function_of(source: str) -> Any:
+    """What `file.py:function` names. The file runs once, however often one asks.
+
+    Raises:
+        ValueError: there is no such file, its code fails, or it has no such function.
+    """
+    path, _, function = source.rpartition(":")
+    module = _module(str(Path(path).resolve()))
+    if not callable(found := getattr(module, function, None)):
+        raise ValueError(f"{path} has no function {function!r}: give file.py:function")
+    return found
+
+
+@cache
+def _module(path: str) -> ModuleType:
+    name = f"_zbpipe_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "the name ends with .py"
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"the file {path!r} cannot be run: {type(error).__name__}: {error}") from error
+    return module
