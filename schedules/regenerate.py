@@ -6,11 +6,12 @@ import inspect
 import sys
 from pathlib import Path
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Schedule
-from zbpipe.registry import Algorithm, generate, schedules
+from zbpipe.ir import OpKind
+from zbpipe.jitter import Jitter, step_times
+from zbpipe.registry import Algorithm, generate, lookup, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
+from zbpipe.transformer import Checkpointing, typical_costs
 from zbpipe.views.svg import svg
 
 SIZES = ((2, 4), (4, 8), (8, 16))
@@ -18,19 +19,37 @@ PICTURED = (4, 8)
 
 INTRODUCTION = """# The schedules
 
-Every schedule that zbpipe knows by name, at 4 pipeline ranks and 8 microbatches, simulated with F, I and W taking
-equal time and communication none. A row is a rank, time goes from left to right, the number in a box is the microbatch.
-*Bubble* is the share of all ranks' time in which they idle. *Activations* is the most that any rank holds, in units of
-what it keeps of one microbatch. [Concepts](../docs/concepts.md) explains F, I and W.
+Every schedule that zbpipe knows by name, at 4 pipeline ranks and 8 microbatches. [Concepts](../docs/concepts.md)
+explains F, I and W.
+
+**Choose by the columns of your checkpointing.** *Step* is the length of a step and *memory* the peak of the worst rank,
+both beside 1F1B's under the same costs: those of a transformer whose F, I and W take 1 : 0.99 : 0.67, with what I
+recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
+**Start with ZBVLean**: the shortest step in 1F1B's memory. *Stages* are those of a rank.
+
+**Jitter** is the step that 95 % of all steps do not exceed, beside 1F1B's, where times vary
+([more](../docs/jitter.md)): under selective checkpointing, the time of an op by a standard deviation of 10 %, and each
+message comes late by 0.3 of a rank's F on average. Who waits for many messages in a row loses most.
+
+**The pictures are drawn with equal times** for F, I and W, as the papers do, and *bubble* is the share of all ranks'
+time in which they idle then. A row is a rank, time goes from left to right, the number in a box is the microbatch. The
+peaks beside the rows are those with selective checkpointing, in units of what F keeps of a rank's share of one
+microbatch. The papers count as if nothing weighed more while it waits for W, which is so without checkpointing.
+
+\\* torch's own split of the backward: it fails under selective checkpointing, recomputes for each W under full, and
+takes more memory than is shown.
 
 The CSV files hold each schedule for (ranks, microbatches) = (2, 4), (4, 8) and (8, 16), in torch's compute-only format:
-torch's `_load_csv`, TorchTitan and zbpipe read them. `make gallery` writes this folder.
+torch's `_load_csv`, TorchTitan and zbpipe read them. Those of schedules that fit themselves to costs are for selective
+checkpointing (the lean ones) or equal times (ZB1P, ZB2P). `make gallery` writes this folder.
 
 ![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
 
-| schedule | stages per rank | bubble | activations |
-|---|---|---|---|
+| schedule | from | stages | bubble | none: step | memory | selective: step | memory | full: step | memory | jitter |
+|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
+JITTER = Jitter(ops=0.1, delay=0.3)
+DRAWN_WITH = "F 1, I 1, W 1; memory with selective checkpointing"
 
 
 def files() -> dict[str, str]:
@@ -40,23 +59,53 @@ def files() -> dict[str, str]:
     for each in known:
         for size in SIZES:
             result[f"{each.name}-p{size[0]}-m{size[1]}.csv"] = generate(each.name, *size).to_csv()
-        result[f"{each.name}.svg"] = svg(_run(generate(each.name, *PICTURED)))
-    result["1F1B-and-ZBV.svg"] = svg(*(_run(generate(name, *PICTURED)) for name in ("1F1B", "ZBV")))
+        result[f"{each.name}.svg"] = svg(_drawn(each.name), drawn_with=DRAWN_WITH)
+    result["1F1B-and-ZBV.svg"] = svg(_drawn("1F1B"), _drawn("ZBV"), drawn_with=DRAWN_WITH)
     return result
 
 
-def _run(schedule: Schedule) -> Timeline:
-    return simulate(schedule, CostModel.uniform(schedule.placement))
+def _drawn(name: str) -> Timeline:
+    schedule = generate(name, *PICTURED)
+    return simulate(schedule, typical_costs(schedule.placement, times=(1, 1, 1)))
+
+
+def _beside_1f1b(name: str, checkpointing: Checkpointing) -> tuple[str, str]:
+    """Step and memory."""
+
+    def run(name: str) -> Timeline:
+        costs = typical_costs(lookup(name).place(PICTURED[0]), checkpointing)
+        return simulate(generate(name, *PICTURED, costs=costs), costs)
+
+    found, usual = run(name), run("1F1B")
+    memory = max(found.peak_memory) / max(usual.peak_memory)
+    return f"{found.makespan / usual.makespan - 1:+.1%}", f"{memory:.2f}x"
+
+
+def _under_jitter(name: str) -> str:
+    """The step that 95 % do not exceed, beside 1F1B's."""
+
+    def p95(name: str) -> float:
+        costs = typical_costs(lookup(name).place(PICTURED[0]))
+        return step_times(generate(name, *PICTURED, costs=costs), costs, JITTER).p95
+
+    return f"{p95(name) / p95('1F1B') - 1:+.0%}"
 
 
 def _readme(known: list[Algorithm]) -> str:
     rows, paragraphs = [], []
     for each in known:
-        timeline = _run(generate(each.name, *PICTURED))
-        bubble, activations = f"{timeline.bubble:.1%}", f"{max(timeline.peak_activations):g}"
-        rows.append(f"| [{each.name}](#{each.name.lower()}) | {each.stages_per_rank} | {bubble} | {activations} |\n")
-        about = f"{_about(each)}\n\nBubble {bubble}, activations {activations}."
-        paragraphs.append(f"\n## {each.name}\n\n{about}\n\n![{each.name}]({each.name}.svg)\n")
+        drawn = _drawn(each.name)
+        bubble = f"{drawn.bubble:.1%}"
+        beside = {how: _beside_1f1b(each.name, how) for how in Checkpointing}
+        splits = any(op.kind is OpKind.I for ops in drawn.schedule for op in ops)
+        source = each.source + "\\*" * (splits and each.source == "torch")
+        link = f"[{each.name}](#{each.name.lower()})"
+        compared = (cell for pair in beside.values() for cell in pair)
+        cells = (link, source, str(each.stages_per_rank), bubble, *compared, _under_jitter(each.name))
+        rows.append(f"| {' | '.join(cells)} |\n")
+        told = ", ".join(f"{how} {memory} ({step})" for how, (step, memory) in beside.items())
+        figures = f"Bubble {bubble} with equal times. Memory beside 1F1B's (and the step): {told}."
+        paragraphs.append(f"\n## {each.name}\n\n{_about(each)}\n\n{figures}\n\n![{each.name}]({each.name}.svg)\n")
     return INTRODUCTION + "".join(rows) + "".join(paragraphs)
 
 

@@ -1,41 +1,116 @@
-"""The schedules that `Auto` starts with. `zbpipe.runtime.auto` measures the job and plans the next one."""
+"""The schedule that `Auto` starts with. `zbpipe.runtime.auto` measures the job and plans the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbpipe.algorithms.v_half import v_half
-from zbpipe.algorithms.v_min import v_min
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.algorithms._lean import room
+from zbpipe.algorithms.zbv_lean import shortest
+from zbpipe.costs import CostModel
+from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register
+from zbpipe.simulation import simulate
+from zbpipe.transformer import typical_costs
 
 
 @register("Auto", placement="v", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
-def auto(ranks: int, microbatches: int) -> Schedule:
-    """The first of `starts`.
+def auto(
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+) -> Schedule:
+    """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
 
-    >>> print(auto(2, 2))
-    rank 0: 0F0 3F0 0F1 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
-    rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+    With all that is to be measured: on every stage some microbatches run I, then W.
+
+    >>> print(auto(2, 4))
+    rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
+
+    Args:
+        ranks: p.
+        microbatches: from 1 on.
+        costs: of the 2p stages; default: typical ones, without what ops need while they run, which would be a guess.
+        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
+
+    Raises:
+        ValueError: a limit that is too small for even one microbatch.
     """
-    return next(starts(ranks, microbatches))
+    placement = Placement.v(ranks)
+    costs = costs or replace(typical_costs(placement, "full"), working={})
+    limits = room("Auto", placement, costs, microbatches, memory_limit)
+    lean = shortest("Auto-ZBVLean", ranks, microbatches, costs, limits)
+    allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
+
+    def excess(schedule: Schedule) -> float:
+        """Rounded, so that of equals the first is taken."""
+        peaks = simulate(schedule, costs).peak_memory
+        return round(max(0.0, *(peak / most - 1 for peak, most in zip(peaks, allowed, strict=True))), 9)
+
+    return min(_forms(lean, costs), key=excess)
 
 
-def starts(ranks: int, microbatches: int) -> Iterator[Schedule]:
-    """V-Half and V-Min with every W right after its I. V-Half comes first: it is faster and takes more memory.
+def _forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
+    """What can be measured: the best samples first, then what takes less memory, at last with a longer step.
 
-    It is about as fast as 1F1B and takes half of its memory. At most one stage waits for its W at a time, so this holds
-    under full activation checkpointing, too, where a stage keeps more between I and W than between F and I.
+    Under full checkpointing I of one stage leaves more behind than several microbatches' F.
     """
-    for schedule in (v_half(ranks, microbatches), v_min(ranks, microbatches)):
-        rows = tuple(tuple(_weights_at_once(ops)) for ops in schedule)
-        yield replace(schedule, name=f"Auto-{schedule.name}", ops=rows)
+    yield both_ways(schedule, costs, samples=2)
+    yield both_ways(schedule, costs)
+    last = schedule.num_microbatches - 1
+    alone = replace(schedule, ops=tuple(tuple(sorted(ops, key=lambda op: op.microbatch == last)) for ops in schedule))
+    yield both_ways(alone, costs)
 
 
-def _weights_at_once(ops: tuple[Op, ...]) -> Iterator[Op]:
+def both_ways(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedule:
+    """`schedule` with some microbatches as I with W right after it, and some as B, on every stage.
+
+    Nothing changes on stages that have some of each. Else those change where the rank holds least when the backward
+    begins. The first microbatch, whose W allocates the gradients, does not count. With fewer than three, I and W come
+    first.
+
+        >>> costs = CostModel((1,), (1,), (1,), activations=(1,))
+        >>> print(both_ways(Schedule.from_csv("0F0,0B0,0F1,0B1,0F2,0F3,0F4,0B2,0B3,0B4"), costs, samples=2))
+        rank 0: 0F0 0B0 0F1 0I1 0W1 0F2 0F3 0F4 0B2 0B3 0I4 0W4
+
+    Args:
+        schedule: a valid one without copies. The order of its F, and of its I and B, stays.
+        costs: of its stages.
+        samples: microbatches of each stage that run as I and W, and as B.
+    """
+    return replace(schedule, ops=tuple(tuple(_row_both_ways(ops, costs, samples)) for ops in schedule))
+
+
+def _row_both_ways(ops: Sequence[Op], costs: CostModel, samples: int) -> Iterator[Op]:
+    whole, split = set[Op](), set[Op]()
+    for stage in {op.stage for op in ops}:
+        some_split, some_whole = _to_change(_by_room(ops, stage, costs), samples)
+        whole |= {op._replace(kind=OpKind.W) for op in some_whole} | set(some_whole)
+        split |= set(some_split)
     for op in ops:
-        if op.kind is not OpKind.W:
-            yield op
-        if op.kind is OpKind.I:
+        if op in split:
+            yield op._replace(kind=OpKind.I)
             yield op._replace(kind=OpKind.W)
+        elif op not in whole:
+            yield op
+        elif op.kind is OpKind.I:
+            yield op._replace(kind=OpKind.B)
+
+
+def _by_room(ops: Iterable[Op], stage: int, costs: CostModel) -> list[Op]:
+    """I and B of a stage, where the rank holds least first, without the first microbatch unless it is the only one."""
+    found, held = list[tuple[float, Op]](), 0.0
+    for op in ops:
+        if op.stage == stage and op.kind in (OpKind.I, OpKind.B):
+            found.append((held, op))
+        held += costs.adds(op.stage, op.kind)
+    counted = [each for each in found if each[1].microbatch] or found
+    return [op for _, op in sorted(counted, key=lambda each: each[0])]
+
+
+def _to_change(backwards: Sequence[Op], samples: int) -> tuple[list[Op], list[Op]]:
+    """The B that become I and W, and the I that become B."""
+    split, whole = ([op for op in backwards if op.kind is kind] for kind in (OpKind.I, OpKind.B))
+    most = len(backwards)
+    to_split = whole[: max(min(samples, (most + 1) // 2) - len(split), 0)]
+    to_whole = split[: max(min(samples, most // 2) - len(whole), 0)]
+    return to_split, to_whole

@@ -9,7 +9,7 @@ from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register
 
 
-@register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with dW split off")
+@register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with torch's own split")
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Rank r warms up with (v - 1) g + p - r forwards; then I, W and F in turn, W being r ops behind I.
 

@@ -1,6 +1,7 @@
 """V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
-Half of 1F1B's memory and about half of its bubble: for models that do not fit otherwise, or for longer sequences.
+Half of 1F1B's activations and about half of its bubble: for models that do not fit otherwise, or for longer sequences.
+With checkpointing, what waits for W comes on top and outweighs that on few ranks; VHalfLean lets less wait.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
@@ -8,7 +9,9 @@ from zbpipe.ir import Schedule
 from zbpipe.registry import register
 
 
-@register("VHalf", placement="v", stages_per_rank=2, summary="about half of 1F1B's memory and half of its bubble")
+@register(
+    "VHalf", placement="v", stages_per_rank=2, summary="half of 1F1B's activations and bubble, and what waits for W"
+)
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Blocks with offsets 2 and 1. At most (p + 2) // 2 microbatches' activations per rank.
 

@@ -1,7 +1,7 @@
 """V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
-A third of 1F1B's memory, with about two thirds of its bubble, or more where F, I and W take different
-times.
+A third of 1F1B's activations, and two thirds of its bubble where F, I and W take equal time. Where checkpointing makes
+I longer, a step takes longer than 1F1B's, and what waits for W comes on top; VMinLean lets less wait.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
@@ -9,7 +9,12 @@ from zbpipe.ir import Schedule
 from zbpipe.registry import register
 
 
-@register("VMin", placement="v", stages_per_rank=2, summary="a third of 1F1B's memory, two thirds of its bubble")
+@register(
+    "VMin",
+    placement="v",
+    stages_per_rank=2,
+    summary="a third of 1F1B's activations, and what waits for W; long where I is",
+)
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """Blocks with offsets 1 and 1. At most (p + 4) // 3 microbatches' activations per rank.
 

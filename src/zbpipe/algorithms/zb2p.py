@@ -1,6 +1,6 @@
 """ZB-2p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
 
-It takes twice the memory of 1F1B. Use it like ZB1P, where there is memory to spare.
+Like ZB1P with at most 2p activations, what waits for W among them: for memory to spare.
 """
 
 from zbpipe.algorithms.zbh1 import zbh1
@@ -11,8 +11,8 @@ from zbpipe.planner.search import best_within
 from zbpipe.registry import register
 
 
-@register("ZB2P", summary="searched for measured times, twice 1F1B's memory; never longer than ZBH2")
-def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
+@register("ZB2P", summary="searched for the costs, in 2p activations with what waits for W")
+def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahead: bool = False) -> Schedule:
     """The best found that holds at most 2p activations per rank.
 
         >>> print(zb2p(2, 3))
@@ -23,6 +23,7 @@ def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Sched
         ranks: p.
         microbatches: from 1 on.
         costs: one stage a rank; default: F, I and W take equal time and communication none.
+        runs_ahead: whether ranks run ahead of the optimizer step, so that the shortest period is the best.
     """
     seeds = [zbh1(ranks, microbatches), zbh2(ranks, microbatches)]
-    return best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds)
+    return best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)

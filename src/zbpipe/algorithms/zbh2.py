@@ -1,7 +1,8 @@
 """ZB-H2 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): ZB-H1 with a longer warm-up.
 
-For one stage per rank and memory to spare, that of 2p - 1 microbatches: no rank idles between its first op and its last
-if F, I and W take equal time. The skew at the start costs time unless each rank starts its next step at once.
+For one stage per rank and much memory to spare, that of 2p - 1 microbatches, which with checkpointing weigh most while
+they wait for W: no rank idles between its first op and its last if F, I and W take equal time. The skew at the start
+costs time unless each rank starts its next step at once.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
@@ -10,7 +11,7 @@ from zbpipe.planner.search import best_within
 from zbpipe.registry import register
 
 
-@register("ZBH2", summary="no bubble if F, I and W take equal time, twice 1F1B's memory; one stage a rank")
+@register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or as many W, one stage a rank")
 def zbh2(ranks: int, microbatches: int) -> Schedule:
     """Rank r warms up with 2 (p - r) - 1 forwards, so that no rank waits for its first I, and starts its W 2r late.
 

@@ -10,7 +10,11 @@ from zbpipe.registry import register
 
 
 @register(
-    "ZBVZeroBubble", placement="v", stages_per_rank=2, source="torch", summary="torch's ZB-V, with torch's own split"
+    "ZBVZeroBubble",
+    placement="v",
+    stages_per_rank=2,
+    source="torch",
+    summary="torch's ZB-V with torch's own split, which fails under selective checkpointing",
 )
 def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """With fewer than 2p - 1 microbatches, the drawing for 2p - 1 without those that the job lacks.

@@ -1,0 +1,37 @@
+"""VMin made lean: a third of 1F1B's activations under any checkpointing, with what waits for W among them.
+
+For what does not fit otherwise. V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2)
+holds a third of 1F1B's activations where nothing weighs more while it waits for W. Here W waits only where there is
+room for it in that third; where there is none, I and W run as one op B. With whole backwards it takes half of 1F1B's
+activations to keep ranks busy, so under full checkpointing a step is long.
+"""
+
+from zbpipe.algorithms._lean import usual_costs, within_share
+from zbpipe.algorithms.v_min import v_min
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement, Schedule
+from zbpipe.registry import register
+
+
+@register(
+    "VMinLean",
+    placement="v",
+    stages_per_rank=2,
+    summary="the shortest step found in a third of 1F1B's activations, with what waits for W among them",
+)
+def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
+    """The best of lean forms of VMin and of list scheduling within (p + 4) // 3 of 1F1B's p activations.
+
+    What ops need only while they run comes on top. Where VMin with whole backwards takes more, that is the limit.
+
+        >>> print(v_min_lean(2, 2))
+        rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+        rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
+
+    Args:
+        ranks: p.
+        microbatches: from 1 on.
+        costs: of the 2p stages; default: typical ones under selective checkpointing.
+    """
+    costs = costs or usual_costs(Placement.v(ranks))
+    return within_share("VMinLean", v_min(ranks, microbatches), (ranks + 4) // 3 / ranks, costs)

@@ -1,0 +1,39 @@
+"""ZBH1 made lean: the shortest step found in 1F1B's memory with one stage a rank, whatever the checkpointing.
+
+For jobs that cannot place their stages in a V; ZBVLean is shorter. As in ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 2.3) W fills the tail, but it waits only where there is room for it in 1F1B's memory. Where there is
+none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
+"""
+
+from collections.abc import Sequence
+
+from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms.zbh1 import zbh1
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement, Schedule
+from zbpipe.registry import register
+
+
+@register("ZBH1Lean", summary="the shortest step found in 1F1B's memory with one stage a rank, under any checkpointing")
+def zbh1_lean(
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+) -> Schedule:
+    """The best of lean forms of ZBH1 and of list scheduling, by the synchronous step: never longer than 1F1B.
+
+        >>> print(zbh1_lean(2, 2))
+        rank 0: 0F0 0F1 0B0 0I1 0W1
+        rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
+
+    Args:
+        ranks: p.
+        microbatches: from 1 on.
+        costs: of the stages; default: typical ones under selective checkpointing.
+        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
+
+    Raises:
+        ValueError: a limit that is too small for even one microbatch.
+    """
+    placement = Placement.loop(ranks)
+    costs = costs or usual_costs(placement)
+    limits = room("ZBH1Lean", placement, costs, microbatches, memory_limit)
+    return best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)

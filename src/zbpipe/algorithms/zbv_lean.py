@@ -1,0 +1,53 @@
+"""ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, whatever the checkpointing.
+
+**The one to try first.** ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) takes 1F1B's activations,
+but with checkpointing what waits for W weighs more than these. Here W waits only where there is room for it in 1F1B's
+memory, which counts all that waits and what ops need while they run. Where there is none, I and W run as one op B.
+"""
+
+from collections.abc import Sequence
+
+from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms.dualpipe_v import dualpipe_v
+from zbpipe.algorithms.v_half import v_half
+from zbpipe.algorithms.zbv import zbv
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement, Schedule
+from zbpipe.registry import register
+
+
+@register(
+    "ZBVLean",
+    placement="v",
+    stages_per_rank=2,
+    summary="start with this one: the shortest step found in 1F1B's memory, under any checkpointing",
+)
+def zbv_lean(
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+) -> Schedule:
+    """The best of lean forms of known schedules and of list scheduling, by the synchronous step.
+
+        >>> print(zbv_lean(2, 2))
+        rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+        rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
+
+    Args:
+        ranks: p.
+        microbatches: from 1 on.
+        costs: of the 2p stages; default: typical ones under selective checkpointing.
+        memory_limit: what a rank may hold, one number or one a rank, in the unit of `costs.activations`. Default: 1.02
+            times what 1F1B's worst rank holds under these costs, or, where that is more, what one microbatch takes.
+
+    Raises:
+        ValueError: a limit that is too small for even one microbatch.
+    """
+    placement = Placement.v(ranks)
+    costs = costs or usual_costs(placement)
+    return shortest(
+        "ZBVLean", ranks, microbatches, costs, room("ZBVLean", placement, costs, microbatches, memory_limit)
+    )
+
+
+def shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
+    """The shortest found in a V within these limits, or within what one microbatch alone takes."""
+    return best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)
