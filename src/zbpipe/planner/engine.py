@@ -38,6 +38,8 @@ class Engine:
             self.integers(job.fed),
             self.floats(job.seconds),
             self.floats(job.takes),
+            self.floats(job.needs),
+            self.floats(job.full),
             self.floats(job.reserve),
             self.floats(job.limit),
             self.floats(job.origin),

@@ -6,12 +6,14 @@ numbers; an order that it finds is simulated again, and its memory checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbpipe.costs import CostModel
+from zbpipe.ir import OpKind
+from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
 
@@ -40,7 +42,7 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
         The best order, and the bounds by name of the placement.
 
     Raises:
-        ValueError: OR-Tools is not installed, or the objective is the longest span of a rank.
+        ValueError: OR-Tools is not installed.
     """
     best = min(found.values(), key=lambda each: each.length)
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
@@ -58,13 +60,11 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
 
 
 def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof:
-    """Search for the shortest makespan until it is proven, or for `effort` deterministic seconds.
+    """Search for the shortest makespan or period until it is proven, or for `effort` deterministic seconds.
 
     Raises:
-        ValueError: OR-Tools is not installed, or the objective is the longest span of a rank.
+        ValueError: OR-Tools is not installed.
     """
-    if problem.by_span:
-        raise ValueError("the exact solver minimises the makespan only: use objective='makespan', or exact=False")
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -81,6 +81,7 @@ def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof
         # Ops whose time is rounded down to zero may start together: the one that feeds the other goes first. They also
         # go before longer ops that start with them, which may need the room that they free.
         order = tuple(sorted(model.start, key=lambda op: (*model.span(op, solver), model.depth(op))))
+        order = tuple(model.code(op, solver) for op in order)
     return Proof(order, solver.best_objective_bound * model.second)
 
 
@@ -95,43 +96,84 @@ class _Model:
         nodes = range(len(job.rank))
         self.seconds = [floor(seconds / self.second + 1e-6) for seconds in job.seconds]
         self.lag = [floor(lag / self.second + 1e-6) for lag in job.lag]
-        self.horizon = floor(known / self.second) + 1
-        self.start = {op: self.model.new_int_var(0, self.horizon, "") for op in range(len(nodes) * microbatches)}
+        self.length = floor(known / self.second) + 1
+        # Where the period counts, a rank may begin its step so late that it ends after that time of the first rank.
+        self.horizon = (2 if problem.by_period else 1) * self.length
+        self.num_ops = len(nodes) * microbatches
+        self.start = {op: self.model.new_int_var(0, self.horizon, "") for op in range(self.num_ops)}
+        self.full = {
+            op: self.model.new_bool_var("") for node in nodes if job.full[node] < NEVER for op in self.ops(node)
+        }
+        """By I whose backward may be a B, whether it is one. Its W starts at any time then, and takes none."""
+        self.end = {op: self.ending(op) for op in self.start}
         for rank in range(job.ranks):
             mine = [node for node in nodes if job.rank[node] == rank]
             self.model.add_no_overlap(
-                self.model.new_fixed_size_interval_var(self.start[op], self.seconds[node], "")
-                for node in mine
-                for op in self.ops(node)
+                interval for node in mine for op in self.ops(node) for interval in self.intervals(op)
             )
             self.limit_memory(problem, rank)
         for node in nodes:
             feeder = job.feeder[node]
             if feeder >= 0:
                 for op, fed_by in zip(self.ops(node), self.ops(feeder), strict=True):
-                    self.model.add(self.start[op] >= self.start[fed_by] + self.seconds[feeder] + self.lag[node])
+                    fed = self.model.add(self.start[op] >= self.end[fed_by] + self.lag[node])
+                    if (full := self.full_of(op)) is not None and node % 3 == 2:
+                        fed.only_enforce_if(~full)
             # All microbatches are alike, so nothing is lost if each stage runs them in their order.
             for earlier, later in zip(self.ops(node), self.ops(node)[1:], strict=False):
-                self.model.add(self.start[later] >= self.start[earlier] + self.seconds[node])
-        makespan = self.model.new_int_var(floor(problem.lower_bound / self.second - 1e-6), self.horizon, "")
+                self.model.add(self.start[later] >= self.end[earlier])
+        length = self.model.new_int_var(floor(problem.lower_bound / self.second - 1e-6), self.length, "")
+        # Steps can follow each other at any time in which each rank does all it has to do in one.
+        first = {rank: self.start[self.ops(node)[0]] for node, rank in reversed(list(enumerate(job.rank)))}
         for node in nodes:
-            self.model.add(makespan >= self.start[self.ops(node)[-1]] + self.seconds[node])
-        self.model.minimize(makespan)
+            begin = first[job.rank[node]] if problem.by_period else 0
+            self.model.add(length >= self.end[self.ops(node)[-1]] - begin)
+        self.model.minimize(length)
+
+    def full_of(self, op: int) -> Any:
+        """Whether the I, or the W, is part of a B; None where no backward is one."""
+        node = op // self.microbatches
+        return self.full.get(op - self.microbatches if node % 3 == 2 else op)
+
+    def ending(self, op: int) -> Any:
+        """When the op ends."""
+        node, full = op // self.microbatches, self.full_of(op)
+        if full is None:
+            return self.start[op] + self.seconds[node]
+        if node % 3 == 2:
+            return self.start[op] + self.seconds[node] * ~full
+        return self.start[op] + self.seconds[node] + self.seconds[node + 1] * full
+
+    def intervals(self, op: int) -> list[Any]:
+        """When its rank is busy with it: one interval, or two of which one counts."""
+        node, full, start = op // self.microbatches, self.full_of(op), self.start[op]
+        if full is None:
+            return [self.model.new_fixed_size_interval_var(start, self.seconds[node], "")]
+        apart = self.model.new_optional_fixed_size_interval_var(start, self.seconds[node], ~full, "")
+        if node % 3 == 2:
+            return [apart]
+        both = self.seconds[node] + self.seconds[node + 1]
+        return [apart, self.model.new_optional_fixed_size_interval_var(start, both, full, "")]
 
     def ops(self, node: int) -> range:
         return range(node * self.microbatches, (node + 1) * self.microbatches)
 
     def limit_memory(self, problem: Problem, rank: int) -> None:
-        """A rank holds activations from F to W, from F to I, or from I to W, and never more than its limit."""
+        """What a rank holds from F to W, from F to I, from I to W, or while an op runs, is never above its limit."""
         stages = problem.placement.stages_on(rank)
-        fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage)]
-        unit = _unit([size for _, _, size in fillings])
+        fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage, problem.merges[stage])]
+        unit = _unit([filling.size for filling in fillings])
         held, sizes = [], []
-        for since, until, size in fillings:
+        for since, until, size, full in fillings:
             for begin, end in zip(self.ops(since), self.ops(until), strict=True):
                 length = self.model.new_int_var(0, self.horizon, "")
-                stop = self.start[end] + self.seconds[until]
-                held.append(self.model.new_interval_var(self.start[begin], length, stop, ""))
+                stop = self.model.new_int_var(0, self.horizon, "")
+                present = self.full_of(begin if since % 3 else end) if full is not None else None
+                counts = True if present is None else present if full else ~present
+                stops = self.model.add(stop == self.end[end])
+                if present is not None:
+                    stops.only_enforce_if(counts)
+                held.append(self.model.new_optional_interval_var(self.start[begin], length, stop, counts, ""))
                 sizes.append(floor(size / unit + 1e-6))
         self.model.add_cumulative(held, sizes, floor(problem.limits[rank] / unit + 1e-6))
 
@@ -139,19 +181,30 @@ class _Model:
         """Let the solver start from a known order."""
         clock = [0] * self.job.ranks
         end: dict[int, int] = {}
-        for op in order:
+        for code in order:
+            full, op = divmod(code, self.num_ops)
             node, microbatch = divmod(op, self.microbatches)
+            if full and node % 3 == 2:
+                continue
             feeder, rank = self.job.feeder[node], self.job.rank[node]
             begin = clock[rank]
             if feeder >= 0:
                 begin = max(begin, end[feeder * self.microbatches + microbatch] + self.lag[node])
             self.model.add_hint(self.start[op], begin)
-            clock[rank] = end[op] = begin + self.seconds[node]
+            seconds = self.seconds[node]
+            if op in self.full:
+                self.model.add_hint(self.full[op], full)
+                seconds += self.seconds[node + 1] if full else 0
+            clock[rank] = end[op] = begin + seconds
 
     def span(self, op: int, solver: Any) -> tuple[int, int]:
         """When the solver starts and ends an op."""
-        start = solver.value(self.start[op])
-        return start, start + self.seconds[op // self.microbatches]
+        return solver.value(self.start[op]), solver.value(self.end[op])
+
+    def code(self, op: int, solver: Any) -> int:
+        """The op's number in an order."""
+        full = self.full_of(op)
+        return op + self.num_ops if full is not None and solver.value(full) else op
 
     def depth(self, op: int) -> int:
         """How many ops of the same microbatch come before it."""
@@ -161,13 +214,32 @@ class _Model:
         return depth
 
 
-def _fillings(costs: CostModel, stage: int) -> list[tuple[int, int, float]]:
-    """What a stage keeps of one microbatch: from the start of which node to the end of which, and how much."""
+class _Filling(NamedTuple):
+    """What a stage holds of one microbatch: from the start of which node to the end of which, and how much."""
+
+    since: int
+    until: int
+    size: float
+    full: bool | None = None
+    """Whether only with a B, or only without one."""
+
+
+def _fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
+    """All that take anything."""
     f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
     size, waits = costs.activations[stage], costs.waits(stage)
-    if waits <= size:
-        return [(f, i, size - waits), (f, w, waits)]
-    return [(f, w, size), (i, w, waits - size)]
+    split = False if merges else None
+    all_fillings = [
+        _Filling(f, i, max(size - waits, 0.0), split),
+        _Filling(f, w, min(size, waits), split),
+        _Filling(i, w, max(waits - size, 0.0), split),
+        _Filling(f, f, costs.working_of(stage, OpKind.F)),
+        _Filling(i, i, costs.working_of(stage, OpKind.I), split),
+        _Filling(w, w, costs.working_of(stage, OpKind.W), split),
+    ]
+    if merges:
+        all_fillings += [_Filling(f, i, size, True), _Filling(i, i, costs.working_of(stage, OpKind.B), True)]
+    return (filling for filling in all_fillings if filling.size > 0)
 
 
 def _unit(numbers: Sequence[float]) -> float:

@@ -40,15 +40,17 @@ class Shape:
     """The time between microbatches that enter the first stage, in times of a rank's work on one."""
     spare: float = 0.0
     """Room kept free for the last leg, in its activations of a microbatch."""
+    lean: tuple[float, ...] = ()
+    """By leg: B runs in place of I and W if they would leave less room than this, in activations of its stage."""
 
     @classmethod
     def plain(cls, legs: int) -> Shape:
         """A microbatch that nothing holds up, with W one interval after I."""
-        return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs)
+        return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs, lean=(0.0,) * legs)
 
     @classmethod
-    def random(cls, legs: int, random: Random) -> Shape:
-        """Any shape that may be good; the ranges were chosen by hand, not tuned."""
+    def random(cls, legs: int, random: Random, *, merges: bool = False) -> Shape:
+        """Any shape that may be good, and lean if B `merges` I and W; the ranges were chosen by hand, not tuned."""
 
         def draw(low: float, high: float) -> tuple[float, ...]:
             return tuple(random.uniform(low, high) for _ in range(legs))
@@ -63,9 +65,10 @@ class Shape:
             patience=_perhaps(random, 0.5, 0, 1),
             pace=_perhaps(random, 0.8, 0.4, 0.9),
             spare=_perhaps(random, 0.3, 0, 2),
+            lean=tuple(_leanness(random) for _ in range(legs)) if merges else (0.0,) * legs,
         )
 
-    def vary(self, random: Random) -> Shape:
+    def vary(self, random: Random, *, merges: bool = False) -> Shape:
         """A shape like this one: about a quarter of its numbers change; steps and chances were chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
@@ -81,11 +84,19 @@ class Shape:
             patience=self.patience if random.random() < 0.8 else _perhaps(random, 0.6, 0, 1),
             pace=self.pace if random.random() < 0.8 else _perhaps(random, 0.9, 0.4, 0.8),
             spare=self.spare if random.random() < 0.9 else _perhaps(random, 0.5, 0, 2),
+            lean=tuple(_leanness(random) if random.random() < 0.2 else each for each in self.lean)
+            if merges
+            else self.lean,
         )
 
 
 def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
     return random.uniform(low, high) if random.random() < chance else 0.0
+
+
+def _leanness(random: Random) -> float:
+    """As much room as there is, some of it, or none: then B runs as long as there are F to come."""
+    return random.choice((0.0, random.uniform(0, 4), NEVER))
 
 
 class ListScheduler:
@@ -105,34 +116,49 @@ class ListScheduler:
             for rank in range(placement.num_ranks)
         )
         self.weight = max(problem.job.seconds[2::3])
+        self.merges = any(problem.merges)
 
     def run(self, shape: Shape, cutoff: float = NEVER) -> tuple[float, list[int]]:
-        """The makespan and the order that a shape gives; infinity if it is not below `cutoff`."""
+        """The length and the order that a shape gives; infinity if it is not below `cutoff`."""
         return self.engine.list_schedule(
             self.job._replace(reserve=self.engine.floats(self._reserve(shape.spare))),
             self.engine.floats(self._urgency(shape)),
             self.interval,
             shape.patience * self.weight,
             shape.pace * self.interval,
+            self.engine.floats(self._margin(shape.lean)),
             cutoff,
         )
 
     def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
-        """The makespan and the order after everything is moved to the end and back."""
+        """The length and the order after everything is moved to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W)."""
+        """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W).
+
+        Where B saves memory, both with as few of them as possible and with as many.
+        """
         stages = range(self.problem.placement.num_stages)
         results = []
-        for patience, ranking in product((0.0, 0.5, 1.0), ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))):
+        rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
+        for lean, patience, ranking in product((0.0, NEVER) if self.merges else (0.0,), (0.0, 0.5, 1.0), rankings):
+            margin = self.engine.floats(self._margin((lean,) * self.legs))
             urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
             results.append(
                 self.engine.list_schedule(
-                    self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, NEVER
+                    self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER
                 )
             )
         return results
+
+    def _margin(self, lean: Sequence[float]) -> list[float]:
+        takes = self.problem.job.takes
+        return [
+            each
+            for stage, leg in enumerate(self.leg)
+            for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * takes[3 * stage], 0.0)
+        ]
 
     def _urgency(self, shape: Shape) -> list[float]:
         job, leg = self.problem.job, self.leg

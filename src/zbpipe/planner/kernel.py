@@ -9,6 +9,9 @@ times with `zbpipe.simulate`.
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands
 for one op. An order of all ops is *sound* if no op comes before one that feeds it; then the ranks, which run their ops
 in that order, cannot end up waiting for each other in a circle.
+
+A full backward B is an I that takes its W along. In an order both have the number of all ops added to theirs, and the
+place of that W means nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ Ints = Sequence[int]
 
 NEVER = 1e300
 """Later than anything."""
+GONE = -1.0
+"""When a W arrives that is part of a B."""
 
 
 class Job(NamedTuple):
@@ -41,17 +46,22 @@ class Job(NamedTuple):
     """The node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     seconds: Floats
     takes: Floats
-    """What running it adds to the memory of its rank: positive for F, negative for I and W."""
+    """What running it adds to the memory of its rank, from then on: positive for F, negative for W, either for I."""
+    needs: Floats
+    """What has to be free on its rank for it to run: what it takes, and what it needs only while it runs."""
+    full: Floats
+    """What a full backward in place of an I needs; `NEVER` for all other nodes, and where it would save nothing."""
     reserve: Floats
-    """What has to stay free on the rank when it starts; zero except for F."""
+    """What list scheduling leaves free after it, so that the microbatch can go on."""
     limit: Floats
     """By rank: what it can hold."""
     origin: Floats
-    """By rank: the time from which on its span counts. Zeros minimise the makespan."""
+    """By rank: when its step begins. The *length* of an order is the longest time from there to the end of a rank; with
+    zeros it is the makespan."""
 
 
 def list_schedule(
-    job: Job, urgency: Floats, period: float, patience: float, release: float, cutoff: float
+    job: Job, urgency: Floats, period: float, patience: float, release: float, margin: Floats, cutoff: float
 ) -> tuple[float, list[int]]:
     """A clock runs, and a rank that is free starts the most urgent op that is ready and fits into memory.
 
@@ -61,68 +71,101 @@ def list_schedule(
         period: seconds between microbatches in `urgency`.
         patience: seconds that a rank waits for an op that is more urgent than those that are ready.
         release: seconds between the microbatches that may enter the first stage.
-        cutoff: give up as soon as the makespan has to reach this.
+        margin: by node, what has to stay free behind an I while there are F to come; else B runs in its place.
+        cutoff: give up as soon as the length has to reach this.
 
     Returns:
-        The makespan, and the ops in the order of their starts. Or infinity, if it gave up or cannot go on.
+        The length, and the ops in the order of their starts. Or infinity, if it gave up or cannot go on.
     """
     nodes, microbatches = len(job.rank), job.microbatches
-    mine = [[0 for _ in range(0)] for _ in range(job.ranks)]
-    left = [0] * job.ranks
-    work = [0.0] * job.ranks
-    for node in range(nodes):
-        rank = job.rank[node]
-        mine[rank].append(node)
-        left[rank] += microbatches
-        work[rank] += microbatches * job.seconds[node]
+    mine, left, forwards, work = loads(job)
     free = list(job.limit)
-    busy = [0.0] * job.ranks
-    wake = [0.0] * job.ranks
-    ran = [0] * nodes
-    sent = [0] * nodes
-    arrival = [0.0] * (nodes * microbatches)
+    apart, room = rooms(job)
+    busy, wake = list(job.origin), list(job.origin)
+    ran, sent = [0] * nodes, [0] * nodes
+    arrival = [release * op if op < microbatches else 0.0 for op in range(nodes * microbatches)]
     sent[0] = microbatches
-    for microbatch in range(microbatches):
-        arrival[microbatch] = release * microbatch
-    order = [0 for _ in range(0)]
-    makespan = 0.0
+    order, length = [0 for _ in range(0)], 0.0
     while True:
-        rank = 0
-        for other in range(1, job.ranks):
-            if wake[other] < wake[rank]:
-                rank = other
-        now = wake[rank]
+        rank, now = earliest(wake)
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, mine[rank], now, free[rank], urgency, period, patience, ran, sent, arrival
+            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival
         )
         if chosen < 0:
             continue
         if start > now:
             wake[rank] = start
             continue
-        if now + work[rank] >= cutoff:
+        if now + work[rank] - job.origin[rank] >= cutoff:
             return NEVER, order
         op = chosen * microbatches + ran[chosen]
         end = now + job.seconds[chosen]
-        order.append(op)
-        makespan = max(makespan, end)
+        full = job.full[chosen] < NEVER and apart[chosen] + (margin[chosen] if forwards[rank] else 0.0) > free[rank]
+        if full:
+            arrival[op + microbatches] = GONE
+            order.append(op + len(arrival))
+            op += microbatches
+            end += job.seconds[chosen + 1]
+            free[rank] -= job.takes[chosen + 1]
+            left[rank] -= 1
+        order.append(op + len(arrival) if full else op)
+        length = max(length, end - job.origin[rank])
         busy[rank] = end
-        work[rank] -= job.seconds[chosen]
+        work[rank] -= end - now
         free[rank] -= job.takes[chosen]
         left[rank] -= 1
+        forwards[rank] -= 1 if chosen % 3 == 0 else 0
         wake[rank] = end if left[rank] else NEVER
         users = [job.fed[chosen], chosen + 1] if chosen % 3 == 1 else [job.fed[chosen]]
         for user in users:
+            at = user * microbatches + ran[chosen]
             if user >= 0:
-                arrived = end + job.lag[user]
-                arrival[user * microbatches + ran[chosen]] = arrived
                 sent[user] += 1
+            if user >= 0 and arrival[at] != GONE:
+                arrival[at] = end + job.lag[user]
                 receiver = job.rank[user]
-                wake[receiver] = min(wake[receiver], max(arrived - patience, busy[receiver]))
+                wake[receiver] = min(wake[receiver], max(arrival[at] - patience, busy[receiver]))
         ran[chosen] += 1
-    return (makespan if len(order) == nodes * microbatches else NEVER), order
+        if job.full[chosen - chosen % 3 + 1] < NEVER:
+            skip_gone(job, chosen - chosen % 3 + 2, ran, arrival)
+    return (length if len(order) == nodes * microbatches else NEVER), order
+
+
+def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]:
+    """By rank: its nodes, how many ops it has to run, how many of them are F, and the seconds that all take."""
+    mine = [[0 for _ in range(0)] for _ in range(job.ranks)]
+    left, forwards = [0] * job.ranks, [0] * job.ranks
+    work = [0.0] * job.ranks
+    for node in range(len(job.rank)):
+        rank = job.rank[node]
+        mine[rank].append(node)
+        left[rank] += job.microbatches
+        forwards[rank] += job.microbatches if node % 3 == 0 else 0
+        work[rank] += job.microbatches * job.seconds[node]
+    return mine, left, forwards, work
+
+
+def earliest(times: Floats) -> tuple[int, float]:
+    """The index of the first of the least, and the least."""
+    least = 0
+    for each in range(1, len(times)):
+        if times[each] < times[least]:
+            least = each
+    return least, times[least]
+
+
+def rooms(job: Job) -> tuple[list[float], list[float]]:
+    """By node, what has to be free for list scheduling to start it, each I apart from its W; and the same with B."""
+    apart = [max(job.needs[node], job.takes[node] + job.reserve[node]) for node in range(len(job.rank))]
+    return apart, [min(apart[node], job.full[node]) for node in range(len(job.rank))]
+
+
+def skip_gone(job: Job, node: int, ran: list[int], arrival: Floats) -> None:
+    """Count the next W of this node as run if they were part of a B."""
+    while ran[node] < job.microbatches and arrival[node * job.microbatches + ran[node]] == GONE:
+        ran[node] += 1
 
 
 def choose(
@@ -130,6 +173,7 @@ def choose(
     nodes: Ints,
     now: float,
     free: float,
+    room: Floats,
     urgency: Floats,
     period: float,
     patience: float,
@@ -141,7 +185,7 @@ def choose(
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
     for node in nodes:
         microbatch = ran[node]
-        if microbatch >= sent[node] or job.takes[node] + job.reserve[node] > free:
+        if microbatch >= sent[node] or room[node] > free:
             continue
         arrived = arrival[node * job.microbatches + microbatch]
         urgent = urgency[node] + period * microbatch
@@ -152,8 +196,56 @@ def choose(
     return chosen, start, wake
 
 
+class Lists(NamedTuple):
+    """An order of ops, as annealing works on it. By op unless said otherwise."""
+
+    order: list[int]
+    """By position: the ops."""
+    place: list[int]
+    """Its position."""
+    gone: list[int]
+    """1 for a W that is part of a B. It keeps a place in the order, which means nothing."""
+    seconds: list[float]
+    takes: list[float]
+    needs: list[float]
+    before: list[int]
+    """The op before it on its rank, -1 for none."""
+    after: list[int]
+    held: list[float]
+    """What its rank holds from its start on."""
+    first: list[int]
+    """By rank: its first op."""
+    last: list[int]
+
+
+class Move(NamedTuple):
+    """A change of the order, with what undoes it and what it may change in time."""
+
+    kind: int
+    """`NONE`, `SHIFTED`, `MERGED` or `PARTED`."""
+    op: int
+    """What moved, or the I that took up its W or let go of it."""
+    anchor: int
+    """The op behind which it, or the W, stood on its rank; -1 for none."""
+    position: int
+    """Where that stood in the order."""
+    left: int
+    """The first position that changed."""
+    right: int
+    """The last one."""
+    early: int
+    """The first position from which on there may be another time to the end of all."""
+    late: int
+    """The last position that surely has to be timed anew."""
+
+
+NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
+
+
 def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
     """Move ops of the critical path back and forth on their rank, and keep what is not longer, or not much.
+
+    Where a full backward saves memory, it also makes one of an I and its W, and takes them apart again.
 
     Args:
         job: what to schedule.
@@ -167,18 +259,16 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         The length of the best order, that order, and how much of the work was done.
     """
     total = len(start)
-    order = list(start)
-    place, before, after = [0] * total, [-1] * total, [-1] * total
+    merges = min(job.full) < NEVER
+    lists = link(job, start)
+    order, gone = lists.order, lists.gone
     end, backup, tail = [0.0] * total, [0.0] * total, [0.0] * total
-    held = [0.0] * total
-    first, last = [-1] * job.ranks, [-1] * job.ranks
-    link(job, order, place, before, after, held, first, last)
     path = [0 for _ in range(0)]
-    replay(job, order, place, before, after, end, backup, tail, 0, total - 1, NEVER)
-    look_ahead(job, order, place, before, after, tail, 0, total - 1)
-    length = measure(job, last, end)
-    critical_ops(job, last, before, end, path)
-    best, best_order = length, list(order)
+    replay(job, lists, end, backup, tail, 0, total - 1, total - 1, NEVER)
+    look_ahead(job, lists, tail, 0, total - 1)
+    length = measure(job, lists.last, end)
+    critical_ops(job, lists, end, path)
+    best, best_order, best_gone = length, list(order), list(gone)
     done = 0
     while done < work and best > target:
         done += 10
@@ -188,174 +278,331 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         share = seed / 2147483647.0
         jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
         seed = seed * 48271 % 2147483647
-        later = seed % 2 == 0
-        other = reach(job, op, later, jump, place, before, after, held)
-        if other == op:
+        if merges and seed // 2 % 4 == 0:
+            move = flip(job, lists, op)
+        else:
+            move = go(job, lists, op, seed % 2 == 0, jump)
+            if move.kind == NONE and merges:
+                move = make_room(job, lists, op, jump)
+        if move.kind == NONE:
             continue
-        left, right = min(place[op], place[other]), max(place[op], place[other])
-        old_place, old_anchor = place[op], before[op]
-        shift(job, op, other if later else before[other], place[other], order, place, before, after, held, first, last)
         seed = seed * 48271 % 2147483647
         allowed = length - heat * (1.0 - done / work) * math.log(seed / 2147483647.0)
-        until, good = replay(job, order, place, before, after, end, backup, tail, left, right, allowed)
-        done += until - left
-        if good and measure(job, last, end) <= allowed:
-            length = measure(job, last, end)
-            critical_ops(job, last, before, end, path)
-            done += len(path) + look_ahead(job, order, place, before, after, tail, left, right)
+        until, good = replay(job, lists, end, backup, tail, move.left, move.right, move.late, allowed)
+        done += until - move.left
+        if good and measure(job, lists.last, end) <= allowed:
+            length = measure(job, lists.last, end)
+            critical_ops(job, lists, end, path)
+            done += len(path) + look_ahead(job, lists, tail, move.early, move.right)
             if length < best * (1 - 1e-9):
                 best = length
                 for position in range(total):
                     best_order[position] = order[position]
+                    best_gone[position] = gone[position]
         else:
-            for position in range(left, until):
+            for position in range(move.left, until):
                 end[order[position]] = backup[position]
-            shift(job, op, old_anchor, old_place, order, place, before, after, held, first, last)
-    return best, best_order, done
+            undo(job, lists, move)
+    return best, fold(job, best_order, best_gone), done
 
 
-def link(
-    job: Job,
-    order: Ints,
-    place: list[int],
-    before: list[int],
-    after: list[int],
-    held: list[float],
-    first: list[int],
-    last: list[int],
-) -> None:
-    """Fill in, by op, its position, its neighbours on its rank, and what the rank holds from its start on."""
+def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], list[float], list[float]]:
+    """The ops of an order; and by op 1 for a W that is part of a B, seconds, what it takes, and what it needs."""
+    total, microbatches = len(codes), job.microbatches
+    order, gone = list(codes), [0] * total
+    seconds, takes, needs = [0.0] * total, [0.0] * total, [0.0] * total
+    for node in range(len(job.rank)):
+        for op in range(node * microbatches, (node + 1) * microbatches):
+            seconds[op], takes[op], needs[op] = job.seconds[node], job.takes[node], job.needs[node]
+    for position in range(total):
+        if codes[position] < total:
+            continue
+        op = codes[position] - total
+        order[position] = op
+        node = op // microbatches
+        if node % 3 == 2:
+            gone[op] = 1
+        else:
+            seconds[op] = job.seconds[node] + job.seconds[node + 1]
+            takes[op] = job.takes[node] + job.takes[node + 1]
+            needs[op] = job.full[node]
+    return order, gone, seconds, takes, needs
+
+
+def fold(job: Job, order: Ints, gone: Ints) -> list[int]:
+    """The other way round."""
+    codes = list(order)
+    if min(job.full) == NEVER:
+        return codes
     for position in range(len(order)):
         op = order[position]
+        kind = op // job.microbatches % 3
+        if gone[op] or (kind == 1 and gone[op + job.microbatches]):
+            codes[position] = op + len(order)
+    return codes
+
+
+def link(job: Job, codes: Ints) -> Lists:
+    """The lists that annealing works on."""
+    order, gone, seconds, takes, needs = unfold(job, codes)
+    total = len(order)
+    place, before, after, held = [0] * total, [-1] * total, [-1] * total, [0.0] * total
+    first, last = [-1] * job.ranks, [-1] * job.ranks
+    for position in range(total):
+        op = order[position]
         place[op] = position
-        node = op // job.microbatches
-        rank = job.rank[node]
+        if gone[op]:
+            continue
+        rank = job.rank[op // job.microbatches]
         previous = last[rank]
         before[op] = previous
-        held[op] = job.takes[node]
+        held[op] = takes[op]
         if previous < 0:
             first[rank] = op
         else:
             after[previous] = op
             held[op] += held[previous]
         last[rank] = op
+    return Lists(order, place, gone, seconds, takes, needs, before, after, held, first, last)
 
 
-def reach(job: Job, op: int, later: bool, jump: int, place: Ints, before: Ints, after: Ints, held: Floats) -> int:
-    """The farthest op on the same rank, at most `jump` away, that `op` can change sides with; `op` if none."""
+def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
+    """Shift the op past others of its rank, as far as at most `jump` of them let it."""
+    place, before, after = lists.place, lists.before, lists.after
+    other = reach_later(job, lists, op, jump) if later else reach_earlier(job, lists, op, jump)
+    if other == op:
+        return Move(NONE, op, 0, 0, 0, 0, 0, 0)
+    position, anchor = place[op], before[op]
+    follower = after[other] if later else after[op]
+    left, right = min(position, place[other]), max(position, place[other])
+    shift(job, lists, op, other if later else before[other], place[other])
+    leader = anchor if later else before[op]
+    early = place[leader] if leader >= 0 else left
+    late = place[follower] if follower >= 0 else right
+    return Move(SHIFTED, op, anchor, position, left, right, early, late)
+
+
+def flip(job: Job, lists: Lists, op: int) -> Move:
+    """Make a B of an I and its W, or take it apart with the W right behind the I; either of them may be named."""
+    place, before, after = lists.place, lists.before, lists.after
+    node = op // job.microbatches
+    if node % 3 == 2:
+        op, node = op - job.microbatches, node - 1
+    if node % 3 == 0 or job.full[node] >= NEVER:
+        return Move(NONE, op, 0, 0, 0, 0, 0, 0)
+    weight = op + job.microbatches
+    least = lists.held[before[op]] if before[op] >= 0 else 0.0
+    anchor, position = before[weight], place[weight]
+    if not lists.gone[weight]:
+        kind, follower = MERGED, after[weight]
+        if least + job.full[node] > job.limit[job.rank[node]]:
+            return Move(NONE, op, 0, 0, 0, 0, 0, 0)
+        merge(job, lists, op)
+    else:
+        kind, follower = PARTED, after[op]
+        if least + max(job.needs[node], job.takes[node] + job.needs[node + 1]) > job.limit[job.rank[node]]:
+            return Move(NONE, op, 0, 0, 0, 0, 0, 0)
+        part(job, lists, op, op, place[op] + 1 if position > place[op] else place[op])
+    # The I takes another time, which those that it waits for see, too.
+    early = place[op]
+    if before[op] >= 0:
+        early = min(early, place[before[op]])
+    if job.feeder[node] >= 0:
+        early = min(early, place[op + (job.feeder[node] - node) * job.microbatches])
+    late = place[follower] if follower >= 0 else place[weight]
+    return Move(kind, op, anchor, position, place[op], place[weight], early, late)
+
+
+def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
+    """Make a B of the nearest I before this op, at most `jump` away, whose W waits until after it."""
+    microbatches = job.microbatches
+    other = op
+    for _ in range(jump):
+        other = lists.before[other]
+        if other < 0:
+            break
+        weight = other + microbatches
+        if job.full[other // microbatches] < NEVER and not lists.gone[weight] and lists.place[weight] > lists.place[op]:
+            return flip(job, lists, other)
+    return Move(NONE, op, 0, 0, 0, 0, 0, 0)
+
+
+def undo(job: Job, lists: Lists, move: Move) -> None:
+    """Put everything back."""
+    if move.kind == SHIFTED:
+        shift(job, lists, move.op, move.anchor, move.position)
+    elif move.kind == MERGED:
+        part(job, lists, move.op, move.anchor, move.position)
+    else:
+        merge(job, lists, move.op)
+        put(lists, move.op + job.microbatches, move.position)
+
+
+def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
+    """The farthest op on the same rank, at most `jump` away, that `op` can go behind; `op` if none."""
+    place, after, held, required = lists.place, lists.after, lists.held, lists.needs
     microbatches = job.microbatches
     node, microbatch = op // microbatches, op % microbatches
-    takes, limit = job.takes[node], job.limit[job.rank[node]]
+    takes, needs, limit = lists.takes[op], required[op], job.limit[job.rank[node]]
     farthest, other = op, op
-    if later:
-        barrier = len(place)
-        if job.fed[node] >= 0:
-            barrier = place[job.fed[node] * microbatches + microbatch]
-        if node % 3 == 1:
-            barrier = min(barrier, place[op + microbatches])
-        for _ in range(jump):
-            other = after[other]
-            if other < 0 or place[other] >= barrier or other // microbatches == node or held[other] - takes > limit:
-                break
-            farthest = other
-    else:
-        barrier = -1
-        if job.feeder[node] >= 0:
-            barrier = place[job.feeder[node] * microbatches + microbatch]
-        for _ in range(jump):
-            other = before[other]
-            if other < 0 or place[other] <= barrier or other // microbatches == node:
-                break
-            most = held[other]
-            if before[other] >= 0:
-                most = max(most, held[before[other]])
-            if most + takes > limit:
-                break
+    barrier = len(place)
+    if job.fed[node] >= 0:
+        barrier = place[job.fed[node] * microbatches + microbatch]
+    if node % 3 == 1 and not lists.gone[op + microbatches]:
+        barrier = min(barrier, place[op + microbatches])
+    for _ in range(jump):
+        least = held[other] - takes
+        other = after[other]
+        if other < 0 or place[other] >= barrier:
+            break
+        if other // microbatches == node or least + required[other] > limit:
+            break
+        if held[other] - takes + needs <= limit:
             farthest = other
     return farthest
 
 
-def shift(
-    job: Job,
-    op: int,
-    anchor: int,
-    position: int,
-    order: list[int],
-    place: list[int],
-    before: list[int],
-    after: list[int],
-    held: list[float],
-    first: list[int],
-    last: list[int],
-) -> None:
+def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
+    """The same for the farthest op that `op` can go in front of."""
+    place, before, held, required = lists.place, lists.before, lists.held, lists.needs
+    microbatches = job.microbatches
+    node, microbatch = op // microbatches, op % microbatches
+    takes, needs, limit = lists.takes[op], required[op], job.limit[job.rank[node]]
+    farthest, other = op, op
+    barrier = -1
+    if job.feeder[node] >= 0:
+        barrier = place[job.feeder[node] * microbatches + microbatch]
+    for _ in range(jump):
+        other = before[other]
+        if other < 0 or place[other] <= barrier:
+            break
+        least = held[before[other]] if before[other] >= 0 else 0.0
+        if other // microbatches == node or least + takes + required[other] > limit:
+            break
+        if least + needs <= limit:
+            farthest = other
+    return farthest
+
+
+def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Put `op` at `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
-    rank = job.rank[op // job.microbatches]
+    after, rank = lists.after, job.rank[op // job.microbatches]
+    later = position > lists.place[op]
+    put(lists, op, position)
+    # The memory changes for all between the old and the new place.
+    start, until = (after[op], anchor) if later else (op, after[op])
+    take_out(lists, op, rank)
+    put_in(lists, op, anchor, rank)
+    weigh(lists, start, after[op] if later else until)
+
+
+def merge(job: Job, lists: Lists, op: int) -> None:
+    """Make a B of this I and its W, which keeps its place in the order."""
+    node, weight = op // job.microbatches, op + job.microbatches
+    follower = lists.after[weight]
+    take_out(lists, weight, job.rank[node])
+    lists.gone[weight] = 1
+    lists.seconds[op] = job.seconds[node] + job.seconds[node + 1]
+    lists.takes[op] = job.takes[node] + job.takes[node + 1]
+    lists.needs[op] = job.full[node]
+    weigh(lists, op, follower)
+
+
+def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
+    """Take a B apart: its W goes to `position` of the order, which is right after `anchor` on its rank."""
+    node, weight = op // job.microbatches, op + job.microbatches
+    put(lists, weight, position)
+    put_in(lists, weight, anchor, job.rank[node])
+    lists.gone[weight] = 0
+    lists.seconds[op], lists.takes[op], lists.needs[op] = job.seconds[node], job.takes[node], job.needs[node]
+    lists.seconds[weight], lists.takes[weight] = job.seconds[node + 1], job.takes[node + 1]
+    lists.needs[weight] = job.needs[node + 1]
+    weigh(lists, op, lists.after[weight])
+
+
+def put(lists: Lists, op: int, position: int) -> None:
+    """Move an op to a position of the order."""
+    order, place = lists.order, lists.place
     step = 1 if position > place[op] else -1
     for at in range(place[op], position, step):
         order[at] = order[at + step]
         place[order[at]] = at
     order[position] = op
     place[op] = position
-    # Out of the rank's chain, and in again; the memory changes for all between the old and the new place.
-    until = after[op] if step < 0 else anchor
-    start = after[op] if step > 0 else op
+
+
+def take_out(lists: Lists, op: int, rank: int) -> None:
+    """Out of its rank's chain."""
+    before, after = lists.before, lists.after
     if before[op] >= 0:
         after[before[op]] = after[op]
     else:
-        first[rank] = after[op]
+        lists.first[rank] = after[op]
     if after[op] >= 0:
         before[after[op]] = before[op]
     else:
-        last[rank] = before[op]
-    follower = after[anchor] if anchor >= 0 else first[rank]
+        lists.last[rank] = before[op]
+
+
+def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
+    """Into its rank's chain, behind `anchor`."""
+    before, after = lists.before, lists.after
+    follower = after[anchor] if anchor >= 0 else lists.first[rank]
     before[op], after[op] = anchor, follower
     if anchor >= 0:
         after[anchor] = op
     else:
-        first[rank] = op
+        lists.first[rank] = op
     if follower >= 0:
         before[follower] = op
     else:
-        last[rank] = op
-    stop = until if step < 0 else after[op]
+        lists.last[rank] = op
+
+
+def weigh(lists: Lists, start: int, stop: int) -> None:
+    """What the rank holds from `start` on, until `stop`."""
+    takes, before, after, held = lists.takes, lists.before, lists.after, lists.held
     each = start
     while each != stop:
-        held[each] = job.takes[each // job.microbatches] + (held[before[each]] if before[each] >= 0 else 0.0)
+        held[each] = takes[each] + (held[before[each]] if before[each] >= 0 else 0.0)
         each = after[each]
 
 
 def replay(
     job: Job,
-    order: Ints,
-    place: Ints,
-    before: Ints,
-    after: Ints,
+    lists: Lists,
     end: list[float],
     backup: list[float],
     tail: Floats,
     begin: int,
     right: int,
+    horizon: int,
     allowed: float,
 ) -> tuple[int, bool]:
     """Time the ops again from position `begin` of the order on; the old ends go to `backup`, by position.
 
     Beyond the position `right` the order is the one for which `tail` holds, which shows early that it gets too long. It
-    stops where no end changes any more.
+    stops beyond `horizon` where no end changes any more.
 
     Returns:
         The position up to which it went, and False if the length is sure to be more than `allowed`.
     """
+    order, place, before, after = lists.order, lists.place, lists.before, lists.after
+    gone, seconds = lists.gone, lists.seconds
     microbatches = job.microbatches
-    horizon = right
     position = begin
     while position < len(order) and position <= horizon:
         op = order[position]
+        if gone[op]:
+            backup[position] = end[op]
+            position += 1
+            continue
         node = op // microbatches
-        start = end[before[op]] if before[op] >= 0 else 0.0
+        start = end[before[op]] if before[op] >= 0 else job.origin[job.rank[node]]
         feeder = job.feeder[node]
         if feeder >= 0:
             start = max(start, end[op + (feeder - node) * microbatches] + job.lag[node])
-        stop = start + job.seconds[node]
+        stop = start + seconds[op]
         backup[position] = end[op]
         position += 1
         if stop != end[op]:
@@ -369,26 +616,30 @@ def replay(
     return position, True
 
 
-def look_ahead(
-    job: Job, order: Ints, place: Ints, before: Ints, after: Ints, tail: list[float], left: int, right: int
-) -> int:
+def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int) -> int:
     """The least time from the end of each op to the end of all, after a change between `left` and `right`.
 
     Returns:
         How many ops it looked at.
     """
+    order, place, before, after = lists.order, lists.place, lists.before, lists.after
+    gone, seconds = lists.gone, lists.seconds
     microbatches = job.microbatches
     horizon = left
     position = right
     while position >= 0 and position >= horizon:
         op = order[position]
+        if gone[op]:
+            position -= 1
+            continue
         node = op // microbatches
         following, longest = after[op], -job.origin[job.rank[node]]
         if following >= 0:
-            longest = max(longest, job.seconds[following // microbatches] + tail[following])
+            longest = max(longest, seconds[following] + tail[following])
         user = job.fed[node]
         if user >= 0:
-            longest = max(longest, job.lag[user] + job.seconds[user] + tail[op + (user - node) * microbatches])
+            result = op + (user - node) * microbatches
+            longest = max(longest, job.lag[user] + seconds[result] + tail[result])
         if longest != tail[op]:
             tail[op] = longest
             if before[op] >= 0:
@@ -411,7 +662,7 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
         order: a sound order within the limits.
 
     Returns:
-        A makespan that is no longer, and the ops in the order of their starts.
+        A length that is no greater, and the ops in the order of their starts.
     """
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))
@@ -435,27 +686,30 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
         order: a sound order within the limits.
 
     Returns:
-        A makespan that is no longer, and the ops in the order of their starts.
+        A length that is no greater, and the ops in the order of their starts.
     """
     total, microbatches = len(order), job.microbatches
+    ops, gone, seconds, takes, needs = unfold(job, order)
     begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
     before, after = [-1] * total, [-1] * total
     first, last = [-1] * job.ranks, [-1] * job.ranks
-    makespan = 0.0
-    for op in order:
+    length = 0.0
+    for op in ops:
+        if gone[op]:
+            continue
         node = op // microbatches
         rank = job.rank[node]
-        ready = 0.0
+        ready = job.origin[rank]
         if job.feeder[node] >= 0:
-            ready = end[op + (job.feeder[node] - node) * microbatches] + job.lag[node]
+            ready = max(ready, end[op + (job.feeder[node] - node) * microbatches] + job.lag[node])
         if job.after[node] >= 0:
             ready = max(ready, end[op + (job.after[node] - node) * microbatches])
-        behind = earliest_gap(job, op, ready, last[rank], begin, end, held, before)
+        behind = earliest_gap(job, op, ready, last[rank], seconds[op], takes[op], needs, begin, end, held, before)
         following = after[behind] if behind >= 0 else first[rank]
         begin[op] = max(ready, end[behind]) if behind >= 0 else ready
-        end[op] = begin[op] + job.seconds[node]
-        makespan = max(makespan, end[op])
-        held[op] = job.takes[node] + (held[behind] if behind >= 0 else 0.0)
+        end[op] = begin[op] + seconds[op]
+        length = max(length, end[op] - job.origin[rank])
+        held[op] = takes[op] + (held[behind] if behind >= 0 else 0.0)
         before[op], after[op] = behind, following
         if behind >= 0:
             after[behind] = op
@@ -466,27 +720,38 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
         else:
             last[rank] = op
         while following >= 0:
-            held[following] += job.takes[node]
+            held[following] += takes[op]
             following = after[following]
-    return makespan, in_time(job, order, first, after, begin, end)
+    return length, fold(job, in_time(job, ops, gone, first, after, begin, end), gone)
 
 
 def earliest_gap(
-    job: Job, op: int, ready: float, latest: int, begin: Floats, end: Floats, held: Floats, before: Ints
+    job: Job,
+    op: int,
+    ready: float,
+    latest: int,
+    seconds: float,
+    takes: float,
+    needs: Floats,
+    begin: Floats,
+    end: Floats,
+    held: Floats,
+    before: Ints,
 ) -> int:
     """The placed op of its rank after which `op` can start the earliest; -1 to be the first.
 
     Microbatches stay in their order, so that a stage sends as the next one receives.
     """
     node = op // job.microbatches
-    seconds, takes, limit = job.seconds[node], job.takes[node], job.limit[job.rank[node]]
+    limit = job.limit[job.rank[node]]
     best = follower = latest
     while follower >= 0 and begin[follower] >= ready + seconds and follower // job.microbatches != node:
-        if takes > 0 and held[follower] + takes > limit:
-            break
         previous = before[follower]
+        least = held[previous] if previous >= 0 else 0.0
+        if least + takes + needs[follower] > limit:
+            break
         start = max(ready, end[previous]) if previous >= 0 else ready
-        fits = previous < 0 or held[previous] + takes <= limit
+        fits = least + needs[op] <= limit
         # It only moves if it gains time, or an op of no time could pass the one that it waits for.
         if fits and start < begin[follower] and start + seconds <= begin[follower]:
             best = previous
@@ -494,14 +759,18 @@ def earliest_gap(
     return best
 
 
-def in_time(job: Job, order: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
-    """The ops of all ranks by their starts; of equal starts the earlier end first, then as before."""
+def in_time(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
+    """The ops of all ranks by their starts; of equal starts the earlier end first, then as before.
+
+    A W that is part of a B comes right behind its I.
+    """
     place = [0] * len(order)
     for position in range(len(order)):
         place[order[position]] = position
     heads = list(first)
     merged = [0] * len(order)
-    for position in range(len(order)):
+    position = 0
+    while position < len(order):
         chosen = -1
         for op in heads:
             if op >= 0 and (
@@ -509,38 +778,48 @@ def in_time(job: Job, order: Ints, first: Ints, after: Ints, begin: Floats, end:
             ):
                 chosen = op
         merged[position] = chosen
-        heads[job.rank[chosen // job.microbatches]] = after[chosen]
+        position += 1
+        node = chosen // job.microbatches
+        heads[job.rank[node]] = after[chosen]
+        if node % 3 == 1 and gone[chosen + job.microbatches]:
+            merged[position] = chosen + job.microbatches
+            position += 1
     return merged
 
 
 def starts(job: Job, order: Ints) -> list[float]:
-    """When the ops start if the ranks run them in this order, by position."""
+    """When the ops start if the ranks run them in this order, by position; a W with its B."""
     microbatches = job.microbatches
-    clock = [0.0] * job.ranks
+    ops, gone, seconds, _, _ = unfold(job, order)
+    clock = list(job.origin)
     end = [0.0] * len(order)
     begin = [0.0] * len(order)
     for position in range(len(order)):
-        op = order[position]
+        op = ops[position]
         node = op // microbatches
+        if gone[op]:
+            begin[position] = end[op - microbatches] - seconds[op - microbatches]
+            continue
         feeder = job.feeder[node]
         begin[position] = clock[job.rank[node]]
         if feeder >= 0:
             begin[position] = max(begin[position], end[op + (feeder - node) * microbatches] + job.lag[node])
-        end[op] = begin[position] + job.seconds[node]
+        end[op] = begin[position] + seconds[op]
         clock[job.rank[node]] = end[op]
     return begin
 
 
 def measure(job: Job, last: Ints, end: Floats) -> float:
-    """The makespan, or the longest span of a rank if the job has origins."""
+    """The length."""
     longest = 0.0
     for rank in range(job.ranks):
         longest = max(longest, end[last[rank]] - job.origin[rank])
     return longest
 
 
-def critical_ops(job: Job, last: Ints, before: Ints, end: Floats, path: list[int]) -> None:
+def critical_ops(job: Job, lists: Lists, end: Floats, path: list[int]) -> None:
     """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
+    before, last = lists.before, lists.last
     microbatches = job.microbatches
     worst, longest = 0, -1.0
     for rank in range(job.ranks):
@@ -560,14 +839,31 @@ def critical_ops(job: Job, last: Ints, before: Ints, end: Floats, path: list[int
 
 
 HELPERS = (
+    loads,
+    earliest,
+    rooms,
+    skip_gone,
     choose,
     mirror,
     squeeze,
     earliest_gap,
     in_time,
+    unfold,
+    fold,
     link,
-    reach,
+    go,
+    flip,
+    make_room,
+    undo,
+    reach_later,
+    reach_earlier,
     shift,
+    merge,
+    part,
+    put,
+    take_out,
+    put_in,
+    weigh,
     replay,
     look_ahead,
     measure,

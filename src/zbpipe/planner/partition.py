@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from math import inf
 
+from zbpipe.balance import Sizes, balanced, moved
 from zbpipe.ir import Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.planner.request import Request
@@ -25,8 +25,6 @@ _FINALISTS, _SECOND_EFFORT = 6, 4000
 _RANKS = 8
 """So many ranks with the most work give layers, and so many with the least take some."""
 _NEAR = 1 - 1e-9
-
-_Sizes = tuple[int, ...]
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
@@ -98,22 +96,6 @@ def split_layers(
     return split_of(trials.winner())
 
 
-def balanced(costs: LayerCosts, placement: Placement) -> _Sizes:
-    """Layers by stage, so that the rank with the most work has as little as possible, then the next one, and so on."""
-
-    def loads(sizes: _Sizes) -> list[float]:
-        return sorted(_work(costs, placement, sizes), reverse=True)
-
-    best = even_sizes(len(costs.layers), placement.num_stages)
-    while True:
-        work = _work(costs, placement, best)
-        heaviest = placement.stages_on(work.index(max(work)))
-        trial = min(_moved(best, heaviest, range(placement.num_stages)), key=loads, default=best)
-        if loads(trial) >= loads(best):
-            return best
-        best = trial
-
-
 class _Trials:
     """How long the steps of splits are on one placement; each split is searched once."""
 
@@ -123,26 +105,26 @@ class _Trials:
         self.costs = layers
         self.placement = placement
         self.tries = tries
-        self.known: dict[_Sizes, float] = {}
+        self.known: dict[Sizes, float] = {}
 
-    def bound(self, sizes: _Sizes) -> float:
+    def bound(self, sizes: Sizes) -> float:
         """Seconds below which no schedule can be; infinite if not even one microbatch keeps to the limit."""
         stages = self.costs.stages(split_of(sizes))
         if not fits(self.placement, stages, self.request.limits):
             return inf
         return problem_of(self.request, "", self.placement, stages).lower_bound
 
-    def length(self, sizes: _Sizes) -> float:
+    def length(self, sizes: Sizes) -> float:
         """Seconds that a short search reaches."""
         if sizes not in self.known:
             self.known[sizes] = self._search(sizes, _EFFORT)
         return self.known[sizes]
 
-    def better_neighbour(self, sizes: _Sizes, progress: Progress) -> _Sizes | None:
+    def better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
         """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
         length = self.length(sizes)
-        moved = _moved(sizes, *self._heavy_and_light(sizes))
-        for bound, each in sorted((self.bound(each), each) for each in moved):
+        neighbours = moved(sizes, *self._heavy_and_light(sizes))
+        for bound, each in sorted((self.bound(each), each) for each in neighbours):
             if bound >= length * _NEAR or len(self.known) >= self.tries:
                 return None
             progress(len(self.known) / self.tries, length)
@@ -150,19 +132,19 @@ class _Trials:
                 return each
         return None
 
-    def winner(self) -> _Sizes:
+    def winner(self) -> Sizes:
         """The best after a longer search."""
         finalists = sorted(self.known, key=self.length)[:_FINALISTS]
         return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))
 
-    def _search(self, sizes: _Sizes, effort: int) -> float:
+    def _search(self, sizes: Sizes, effort: int) -> float:
         if self.bound(sizes) == inf:
             return inf
         stages = self.costs.stages(split_of(sizes))
         request = replace(self.request, budget=effort * 3 * stages.num_stages * self.request.microbatches)
         return plan_stages(request, lambda placement: stages, lambda share, best: None).reached
 
-    def _heavy_and_light(self, sizes: _Sizes) -> tuple[list[int], list[int]]:
+    def _heavy_and_light(self, sizes: Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""
         work = _work(self.costs, self.placement, sizes)
         ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
@@ -173,17 +155,7 @@ class _Trials:
         )
 
 
-def _moved(sizes: _Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[_Sizes]:
-    """Splits with one layer less on a stage and one more on another; the layers between the two move on by one."""
-    for giver, taker in product(givers, takers):
-        if giver != taker and sizes[giver] > 1:
-            moved = list(sizes)
-            moved[giver] -= 1
-            moved[taker] += 1
-            yield tuple(moved)
-
-
-def _work(costs: LayerCosts, placement: Placement, sizes: _Sizes) -> list[float]:
+def _work(costs: LayerCosts, placement: Placement, sizes: Sizes) -> list[float]:
     """Seconds of F, I and W of one microbatch by rank."""
     work = [0.0] * placement.num_ranks
     for rank, stage in zip(placement.rank_of, split_of(sizes), strict=True):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
 from zbpipe.ir import Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import LayerCosts
+from zbpipe.offloading import Offload
+from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, named_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress
 from zbpipe.planner.stages import CostsOf, plan_stages
 from zbpipe.transport import Transport
+
+if TYPE_CHECKING:
+    from zbpipe.jitter import Jitter
 
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 Limit = float | Sequence[float]
@@ -34,6 +39,9 @@ def plan(
     seed: int = 0,
     exact: bool = False,
     transport: Transport | str | None = None,
+    offload: Offload | str | bool | None = None,
+    robust: Jitter | None = None,
+    quantile: float = 0.95,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the schedule with the shortest step that keeps to the memory limit.
@@ -64,8 +72,9 @@ def plan(
             costs' activations: bytes where they were measured. With seconds of F, I and W, 1 is a rank's share of one
             microbatch. Default: no limit.
         placements: names out of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
-        objective: the time to minimise: "makespan", of a synchronous step, or "longest_rank_span", which counts when
-            each rank starts its next step as soon as it is done.
+        objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
+            `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
+            the longest time from a rank's first op to its last counts.
         budget: how many ops the search may time, so that results do not depend on the machine. Default: what takes a
             second or so. Layers get it once for the split found and once for TorchTitan's even split; the short
             searches that compare splits come on top.
@@ -74,12 +83,22 @@ def plan(
         transport: what messages wait for (see `zbpipe.transport`), by default nothing. The search itself knows no
             queues: of all that it found, and the named schedules, it takes the one with the shortest step under this
             transport. The bounds hold for every transport.
+        offload: what may go to the host's memory for a while: "pairs" (what waits for W), "activations" (what F leaves
+            for I) or "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
+            several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
+            (see `zbpipe.offload`); they share the budget. Without a limit it holds as little as costs no time.
+        robust: what varies (see `zbpipe.jitter`). Then the plan is the schedule that `quantile` of all steps make the
+            shortest, out of several searches that share the budget and leave more and more slack, and the named
+            schedules; `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
+            vary. For stages, not for layers.
+        quantile: with `robust`, the share of the steps that counts: 0.95 looks at the time that 95 % do not exceed.
         progress: called with the share of the work that is done, and the shortest time so far.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: numbers that no schedule can have, an unknown placement or transport, costs for none of the
-            placements, fewer layers than stages, or a limit too small for even one microbatch.
+            placements, fewer layers than stages, a limit too small for even one microbatch, or the period of a
+            schedule that offloads.
     """
     require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):
@@ -104,11 +123,39 @@ def plan(
         Transport.IDEAL if transport is None else Transport.parse(transport),
     )
     report = progress or _silent
-    if isinstance(costs, LayerCosts):
-        return plan_layers(request, costs, report)
+    wanted = Offload.parse(offload)
+    if wanted is not None and objective == "period":
+        raise ValueError(
+            f"offload = {offload!r} and objective = 'period' exclude each other: what copies to the host cannot run"
+            " ahead of an optimizer step; leave one of them out"
+        )
     if isinstance(costs, CostModel):
         request = _with_stages(request, costs.num_stages)
-    return plan_stages(request, _costs_of(costs), report)
+
+    def search(request: Request) -> Plan:
+        if isinstance(costs, LayerCosts):
+            return plan_layers(request, costs, report)
+        return plan_stages(request, _costs_of(costs), report)
+
+    if robust is not None:
+        return _robust(request, costs, robust, quantile, wanted, report)
+    if wanted is None:
+        return search(request)
+    return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
+
+
+def _robust(
+    request: Request, costs: Any, jitter: Any, quantile: float, offload: Offload | None, report: Progress
+) -> Plan:
+    # They need numpy, which other plans do without.
+    from zbpipe.jitter import Jitter
+    from zbpipe.planner.robust import plan_robust
+
+    if not isinstance(jitter, Jitter):
+        raise TypeError(f"robust = {jitter!r} is no zbpipe.jitter.Jitter, for example Jitter(ops=0.1)")
+    if isinstance(costs, LayerCosts) or offload is not None:
+        raise ValueError("a robust plan is for stages that stay on the device: leave out offload, and cut layers first")
+    return plan_robust(request, jitter, quantile, _costs_of(costs), report)
 
 
 def _with_stages(request: Request, num_stages: int) -> Request:

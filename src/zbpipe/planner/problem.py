@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import frexp, ldexp
 from typing import TypeVar
 
 from zbpipe import bound
-from zbpipe.costs import CostModel
+from zbpipe.costs import CostModel, highest, most_room
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
-from zbpipe.planner.kernel import Job, starts
+from zbpipe.planner.kernel import NEVER, Job, starts
+from zbpipe.running_ahead import period
 from zbpipe.simulation import simulate
 from zbpipe.turns import Turns
 
@@ -33,8 +33,8 @@ class Problem:
     num_microbatches: int
     limits: tuple[float, ...]
     """What each rank may hold, in the unit of `costs.activations`."""
-    by_span: bool = False
-    """Whether to minimise the longest span of a rank, in place of the makespan."""
+    by_period: bool = False
+    """Whether to minimise the period of steps that run ahead of the validation, in place of the makespan."""
 
     @property
     def num_ops(self) -> int:
@@ -43,8 +43,17 @@ class Problem:
     @cached_property
     def lower_bound(self) -> float:
         """Seconds below which no schedule can be."""
-        below = bound.span_bound if self.by_span else bound.lower_bound
+        below = bound.period_bound if self.by_period else bound.lower_bound
         return below(self.placement, self.costs, self.num_microbatches, self.limits)
+
+    @cached_property
+    def merges(self) -> tuple[bool, ...]:
+        """By stage, whether a full backward can help: it needs less memory than I and then W, and memory is limited."""
+        most = most_room(self.placement, self.costs, self.num_microbatches)
+        return tuple(
+            len(self.costs.least_backward(stage)) == 1 and self.limits[rank] < most[rank]
+            for stage, rank in enumerate(self.placement.rank_of)
+        )
 
     @cached_property
     def job(self) -> Job:
@@ -81,11 +90,16 @@ class Problem:
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
             takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
-            # Room for one microbatch to finish on the rank. Otherwise every rank could fill up with microbatches that
-            # cannot go on.
-            reserve=_flat((self._to_come(stage), 0.0, 0.0) for stage in stages),
+            needs=[costs.needs(stage, kind) for stage in stages for kind in _KINDS],
+            full=_flat(
+                (NEVER, costs.needs(stage, OpKind.B) if merges else NEVER, NEVER)
+                for stage, merges in enumerate(self.merges)
+            ),
+            # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
+            # up with microbatches that cannot go on.
+            reserve=_flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
-            origin=self._first_starts(exact, transfer) if self.by_span else [0.0] * self.placement.num_ranks,
+            origin=self._first_starts(exact, transfer) if self.by_period else [0.0] * self.placement.num_ranks,
         )
 
     @cached_property
@@ -93,60 +107,81 @@ class Problem:
         """The job in reversed time: microbatches go from W and I of the first stage to its F, the last one first."""
         job = self.job
         return job._replace(
+            origin=[max(job.origin) - origin for origin in job.origin],
             feeder=job.fed,
             after=_flat((-1, node + 2, -1) for node in range(0, len(job.rank), 3)),
             lag=[job.lag[user] if user >= 0 else 0.0 for user in job.fed],
             fed=[-1 if node % 3 == 2 else feeder for node, feeder in enumerate(job.feeder)],
             takes=[-takes for takes in job.takes],
+            needs=[needs - takes for needs, takes in zip(job.needs, job.takes, strict=True)],
+            full=[
+                full if full == NEVER else full - job.takes[node] - job.takes[node + 1]
+                for node, full in enumerate(job.full)
+            ],
         )
 
     def schedule(self, name: str, order: Iterable[int]) -> Schedule:
         """The schedule in which every rank runs its ops in this order."""
         rows: list[list[Op]] = [[] for _ in self.limits]
         for number in order:
-            node, microbatch = divmod(number, self.num_microbatches)
+            full, op = divmod(number, self.num_ops)
+            node, microbatch = divmod(op, self.num_microbatches)
             stage, kind = divmod(node, 3)
-            rows[self.placement.rank_of[stage]].append(Op(stage, _KINDS[kind], microbatch))
+            if full and _KINDS[kind] is OpKind.W:
+                continue
+            rows[self.placement.rank_of[stage]].append(Op(stage, OpKind.B if full else _KINDS[kind], microbatch))
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """The ops of a valid schedule in the order of their starts, every B as an I and a W.
+        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W.
 
         Raises:
             ValueError: the schedule is not valid.
         """
         num_stages = self.placement.num_stages
-        rows = [[half for op in ops for half in _halves(op)] for ops in schedule]
+        rows = [list(self._as_run(ops)) for ops in schedule]
         turns = Turns(rows, lambda op: inputs(op, num_stages))
-        order = [self._number(op) for _, op, _ in turns]
+        order = [number for _, op, _ in turns for number in self._numbers(op)]
         if turns.waiting or not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
         return self.in_time(order)
+
+    def one_by_one(self) -> list[int]:
+        """An order that fits wherever one does: each microbatch alone."""
+        stages = range(self.placement.num_stages)
+        return [
+            number
+            for microbatch in range(self.num_microbatches)
+            for stage, kind in (
+                *((stage, OpKind.F) for stage in stages),
+                *((stage, kind) for stage in reversed(stages) for kind in self._backward(stage)),
+            )
+            for number in self._numbers(Op(stage, kind, microbatch))
+        ]
 
     def in_time(self, order: list[int]) -> list[int]:
         """The same schedule, with its ops sorted by when they start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """The makespan in seconds, or the longest span of a rank if that is the time to minimise."""
-        timeline = simulate(self.schedule("", order), self.costs)
-        return timeline.longest_rank_span if self.by_span else timeline.makespan
+        """Seconds: the makespan, or the period if that is to be minimised; at most what the inner loops count."""
+        schedule = self.schedule("", order)
+        return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank ever holds more than its limit, if each B runs as an I and a W."""
+        """Whether no rank ever holds more than its limit, with an I and a W for each B that cannot help."""
 
         def peak(ops: Iterable[Op]) -> float:
-            halves = (half for op in ops for half in _halves(op))
-            return max(accumulate(self.costs.adds(half.stage, half.kind) for half in halves), default=0.0)
+            return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
 
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
         """By rank, when the first microbatch gets there if nothing holds it up.
 
-        On loops and Vs every rank starts then, because its first op is the F of that microbatch. So its span is the end
-        of its last op less this, and one engine minimises both times. On other placements a rank may start later, and
-        its span is less than the search counts.
+        From there on the inner loops count, so an order that they find can run again each time that so many seconds
+        are over: the period is no longer. To begin later is seldom of use, because then the first I are late, and there
+        may be no room for as many F before them.
         """
         first: dict[int, float] = {}
         now = 0.0
@@ -157,19 +192,30 @@ class Problem:
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
-        """The most that a microbatch adds on its rank after the F of this stage, if nothing there waits."""
+        """The most that a microbatch needs on its rank after the F of this stage, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
-        forward = [self.costs.adds(other, OpKind.F) for other in stages if other > stage]
-        backward = [self.costs.adds(other, kind) for other in reversed(stages) for kind in (OpKind.I, OpKind.W)]
-        return max(accumulate((*forward, *backward), initial=0.0))
+        forward = [(other, OpKind.F) for other in stages if other > stage]
+        backward = [(other, kind) for other in reversed(stages) for kind in self._backward(other)]
+        return highest(self.costs, (*forward, *backward))
 
-    def _number(self, op: Op) -> int:
-        return (3 * op.stage + _KINDS.index(op.kind)) * self.num_microbatches + op.microbatch
+    def _backward(self, stage: int) -> tuple[OpKind, ...]:
+        return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
 
+    def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
+        """With an I and a W for each B that cannot help."""
+        for op in ops:
+            if op.kind is OpKind.B and not self.merges[op.stage]:
+                yield op._replace(kind=OpKind.I)
+                yield op._replace(kind=OpKind.W)
+            else:
+                yield op
 
-def _halves(op: Op) -> tuple[Op, ...]:
-    """A B as an I and a W."""
-    return (op._replace(kind=OpKind.I), op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
+    def _numbers(self, op: Op) -> tuple[int, ...]:
+        """In an order: of a B those of its I and its W, marked."""
+        if op.kind is not OpKind.B:
+            return ((3 * op.stage + _KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
+        first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch
+        return first, first + self.num_microbatches
 
 
 def _flat(rows: Iterable[tuple[T, ...]]) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -11,7 +11,7 @@ from zbpipe.costs import number
 from zbpipe.ir import Placement, require_size, require_whole
 from zbpipe.transport import Transport
 
-Objective = Literal["makespan", "longest_rank_span"]
+Objective = Literal["makespan", "period"]
 
 PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
     {
@@ -47,14 +47,16 @@ class Request:
     """By rank the activations that it can hold, in the unit of the costs' activations; None for no limit."""
     objective: Objective = "makespan"
     budget: float | None = None
-    """Ops that the search may time."""
+    """Ops that the search may time; None for what takes a second or so."""
     seed: int = 0
     exact: bool = False
     transport: Transport = Transport.IDEAL
+    share: float = 1.0
+    """Of that second, for one of several searches that share it."""
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
-            raise ValueError(f"objective has to be 'makespan' or 'longest_rank_span', got {self.objective!r}")
+            raise ValueError(f"objective has to be 'makespan' or 'period', got {self.objective!r}")
         require_whole(seed=self.seed)
         if not isinstance(self.exact, bool):
             raise TypeError(f"exact = {self.exact!r}: give True or False")
@@ -62,6 +64,11 @@ class Request:
             _require_budget(self.budget)
         if not self.placements:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
+
+    def part(self, searches: int) -> Request:
+        """The same for one of so many searches, which share the budget."""
+        budget = None if self.budget is None else self.budget / searches
+        return replace(self, budget=budget, share=self.share / searches)
 
 
 def require_job(ranks: int, microbatches: int) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from zbpipe.ir import Schedule
 from zbpipe.layer_costs import LayerCosts, Split
 from zbpipe.planner.request import Objective
+from zbpipe.running_ahead import period_of
 from zbpipe.timeline import Timeline
 
+if TYPE_CHECKING:
+    from zbpipe.jitter import StepTimes
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The best schedule that `zbpipe.plan` found. Times are in seconds.
 
@@ -38,6 +44,20 @@ class Plan:
     """By stage the layers that it holds; None without layers."""
     even: Plan | None = None
     """What the same search finds for TorchTitan's even split; None without layers, or where that breaks the limit."""
+    step_times: StepTimes | None = None
+    """Of a robust plan, where times vary; None for others."""
+
+    def __repr__(self) -> str:
+        """Without its ops."""
+        return (
+            f"Plan({self.schedule.name!r}, {self.placement!r}, p={self.schedule.num_ranks},"
+            f" m={self.schedule.num_microbatches}, makespan={self.makespan:g}, gap={self.gap:.2%},"
+            f" found_by={self.found_by!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The picture, in notebooks."""
+        return self.timeline._repr_html_()
 
     @property
     def schedule(self) -> Schedule:
@@ -54,15 +74,15 @@ class Plan:
         """How long a synchronous step takes."""
         return self.timeline.makespan
 
-    @property
-    def longest_rank_span(self) -> float:
-        """What a step costs if each rank starts its next step as soon as it is done."""
-        return self.timeline.longest_rank_span
+    @cached_property
+    def period(self) -> float:
+        """How long a step takes where `zbpipe.OptimizerStep` lets ranks run ahead."""
+        return period_of(self.timeline)
 
     @property
     def reached(self) -> float:
         """The time that was minimised, by the objective."""
-        return self.makespan if self.objective == "makespan" else self.longest_rank_span
+        return self.makespan if self.objective == "makespan" else self.period
 
     @property
     def lower_bound(self) -> float:

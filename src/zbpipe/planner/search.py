@@ -11,7 +11,9 @@ from zbpipe.costs import CostModel, least_room, rank_shares
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
+from zbpipe.running_ahead import period_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 
@@ -89,10 +91,17 @@ class Search:
         budget = max(budget, 2 * (_LISTING + _JUSTIFYING) * problem.num_ops)
         best, begin = Shape.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
+        if shortest == NEVER:
+            order = problem.one_by_one()
+            shortest = problem.length(order)
         length = shortest
         while (spent := begin - self.left) < budget and length > problem.lower_bound * _NEAR:
             fresh = spent < budget / 4 or self.random.random() < 0.1
-            shape = Shape.random(scheduler.legs, self.random) if fresh else best.vary(self.random)
+            shape = (
+                Shape.random(scheduler.legs, self.random, merges=scheduler.merges)
+                if fresh
+                else best.vary(self.random, merges=scheduler.merges)
+            )
             listed, trial = scheduler.run(shape, shortest * _PROMISING)
             self.spend(_LISTING * len(trial))
             if listed > shortest * _PROMISING:
@@ -170,10 +179,12 @@ def best_within(
     limit: float,
     costs: CostModel | None = None,
     seeds: Iterable[Schedule] = (),
+    *,
+    by_period: bool = False,
 ) -> Schedule:
     """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
 
-    Of equally long ones, the one with the shortest span of a rank wins, which counts without synchronisation.
+    Of equally long ones, the one with the shortest span of a rank wins, which is near to the period.
 
     Args:
         name: of the result.
@@ -183,16 +194,20 @@ def best_within(
             schedules count; at least 1. Where one microbatch alone takes more, that is the limit.
         costs: for the placement's stages; default: F, I and W take equal time and communication none.
         seeds: schedules with this placement to try as well; those that break the limit are left out.
+        by_period: whether the period decides, and the synchronous step among equals.
     """
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in rank_shares(placement, costs))
     limits = tuple(map(max, weights, least_room(placement, costs)))
-    problem = Problem("", placement, costs, num_microbatches, limits)
-    orders = [order for _, order in ListScheduler(problem, PLAIN).by_kind()]
+    problem = Problem("", placement, costs, num_microbatches, limits, by_period)
+    orders = [order for length, order in ListScheduler(problem, PLAIN).by_kind() if length < NEVER]
+    orders = orders or [problem.one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
 
     def length(timeline: Timeline) -> tuple[float, float]:
+        if by_period:
+            return period_of(timeline), timeline.makespan
         return timeline.makespan, timeline.longest_rank_span
 
     return min((simulate(schedule, costs) for schedule in found), key=length).schedule

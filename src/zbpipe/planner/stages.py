@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from zbpipe import registry
-from zbpipe.costs import CostModel, least_room
+from zbpipe.costs import CostModel, least_room, most_room, require_room, too_small
 from zbpipe.frozen import FrozenDict
 from zbpipe.ir import Placement, require_size
+from zbpipe.lean import within
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import prove
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search
+from zbpipe.running_ahead import period_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Transport
@@ -23,8 +25,6 @@ CostsOf = Callable[[Placement], CostModel]
 
 _MOST_CANDIDATES = 64
 """Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
-_NEAR = 1 - 1e-9
-"""What rounding may take from a limit that is just enough."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress) -> Plan:
@@ -42,8 +42,9 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress) -> Plan
         problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
     engine = fastest()
-    search = Search(problems, request.budget or default_budget(problems, engine), request.seed, engine, progress)
-    found = search.run(_named_schedules(problems))
+    budget = request.budget or request.share * default_budget(problems, engine)
+    search = Search(problems, budget, request.seed, engine, progress)
+    found = search.run(named_schedules(problems))
     bounds = {problem.name: problem.lower_bound for problem in problems}
     if request.exact:
         found, proven = prove(search.by_placement)
@@ -60,7 +61,7 @@ def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float
 
 def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> bool:
     """Whether every rank can hold one microbatch."""
-    return limits is None or not _too_small(least_room(placement, costs), limits)
+    return limits is None or not too_small(least_room(placement, costs), limits)
 
 
 def problem_of(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
@@ -70,22 +71,12 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
         ValueError: stages that are too many, or a limit too small for even one microbatch.
     """
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
-    least = least_room(placement, costs)
-    all_at_once = tuple(request.microbatches * needed for needed in least)
-    limits = request.limits or all_at_once
-    if short := _too_small(least, limits):
-        rank = max(short, key=least.__getitem__)
-        raise ValueError(
-            f"memory_limit = {limits[rank]:.12g} is too small: one microbatch peaks at {least[rank]:.12g} on rank"
-            f" {rank}; give at least that, or cut the batch into more microbatches"
-        )
-    limits = tuple(limit if limit < inf else room for limit, room in zip(limits, all_at_once, strict=True))
-    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "longest_rank_span")
-
-
-def _too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """The ranks that cannot hold one microbatch, which needs `least` there."""
-    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * _NEAR]
+    limits = request.limits or (inf,) * request.ranks
+    require_room(placement, costs, limits)
+    # Numbers that no order reaches stand for no limit.
+    most = most_room(placement, costs, request.microbatches)
+    limits = tuple(limit if limit < inf else room for limit, room in zip(limits, most, strict=True))
+    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period")
 
 
 def _shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
@@ -95,32 +86,37 @@ def _shortest(candidates: Sequence[Found], transport: Transport, objective: Obje
         schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
         return simulate(schedule, found.problem.costs, transport=transport)
 
+    def length(timeline: Timeline) -> float:
+        return timeline.makespan if objective == "makespan" else period_of(timeline)
+
     best, timeline = candidates[0], timeline_of(candidates[0])
     if transport is Transport.IDEAL:
         return best, timeline
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
         # Queues make nothing shorter.
-        if each.length >= getattr(timeline, objective):
+        if each.length >= length(timeline):
             break
         trial = timeline_of(each)
-        if getattr(trial, objective) < getattr(timeline, objective):
+        if length(trial) < length(timeline):
             best, timeline = each, trial
     return best, timeline
 
 
-def _named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-    """Every named schedule that has one of the placements and keeps to the limits: its order, and its name."""
+def named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
+    """Every named schedule that has one of the placements, made lean to keep to the limits: its order, and its name."""
     for problem in problems:
         for algorithm in registry.schedules().values():
-            if "costs" in algorithm.keywords:  # searched with less effort than this search makes
+            # Searched with less effort than this search makes, which takes as long: the lean schedules begin with the
+            # same lean forms of known ones.
+            if "costs" in algorithm.keywords:
                 continue
-            if order := _order(problem, algorithm):
-                yield problem, order, algorithm.name
+            if found := _order(problem, algorithm):
+                yield problem, *found
 
 
-def _order(problem: Problem, algorithm: registry.Algorithm) -> list[int] | None:
-    """The named schedule for this problem, None if there is none."""
+def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
+    """The named schedule for this problem, and what it is; None if there is none."""
     placement = problem.placement
     stages = len(placement.stages_on(0)) if algorithm.any_stages_per_rank else None
     try:
@@ -129,6 +125,9 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> list[int] | None:
         schedule = registry.generate(
             algorithm.name, placement.num_ranks, problem.num_microbatches, stages_per_rank=stages
         )
-        return problem.order(schedule) if problem.fits(schedule) else None
+        if problem.fits(schedule):
+            return problem.order(schedule), algorithm.name
+        lean = within(schedule, problem.costs, problem.limits)
+        return (problem.order(lean), f"{algorithm.name} made lean") if problem.fits(lean) else None
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None

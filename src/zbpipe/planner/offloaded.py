@@ -1,0 +1,101 @@
+"""Plans that offload: schedules that hold too much, with copies to the host that make them fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from zbpipe import bound, registry
+from zbpipe.ir import Placement, Schedule
+from zbpipe.offloading import LimitTooSmallError, Offload, offload, require_host
+from zbpipe.planner.request import Request
+from zbpipe.planner.result import Plan
+from zbpipe.planner.stages import CostsOf
+from zbpipe.simulation import simulate
+
+_LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)
+"""By how much the limits of the search exceed those of the ranks; None for no limit at all."""
+
+
+def plan_offloaded(
+    request: Request, what: Offload, search: Callable[[Request], Plan], costs_of: CostsOf | None
+) -> Plan:
+    """The best of named schedules, and of plans under looser limits, which copies make fit.
+
+    Without limits it is the plan itself with as little memory as is free.
+
+    Args:
+        request: with the limits to keep to, or none.
+        what: may be copied.
+        search: for a plan that offloads nothing.
+        costs_of: any placement's stages; None where the search cuts them.
+
+    Raises:
+        ValueError: nothing fits, with the least that would do; or the costs do not tell the way to the host.
+    """
+    if request.limits is None:
+        return _with_copies(search(request), request, what)
+    found: list[Plan] = []
+    refusals: list[ValueError] = []
+    bounds: dict[str, float] = {}
+    for plan in (*_searched(request, search, refusals), *_named(request, costs_of)):
+        require_host(plan.timeline.costs)
+        bounds |= plan.bounds
+        try:
+            found.append(_with_copies(plan, request, what))
+        except LimitTooSmallError as error:
+            refusals.append(error)
+    if not found:
+        known = [error for error in refusals if isinstance(error, LimitTooSmallError)]
+        raise min(known, key=lambda error: error.least) if known else refusals[0]
+    best = min(found, key=lambda each: (each.reached, sum(map(len, each.timeline.copies))))
+    # With copies nothing is known of how short a step may be but what holds without any limit.
+    return replace(best, bounds={name: bounds[name] for name in request.placements if name in bounds} or best.bounds)
+
+
+def _searched(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
+    """The plans under looser and looser limits; the last one has none, and so its bounds hold for all."""
+    one = request.part(len(_LOOSER))
+    for factor in _LOOSER:
+        limits = None if factor is None else tuple(factor * limit for limit in request.limits or ())
+        try:
+            yield search(replace(one, limits=limits))
+        except ValueError as error:  # too little for one microbatch
+            refusals.append(error)
+
+
+def _named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
+    """The named schedules on the placements, however much they hold."""
+    for name, placement in request.placements.items() if costs_of else ():
+        assert costs_of is not None
+        costs = costs_of(placement)
+        bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
+        for algorithm in registry.schedules().values():
+            schedule = _generated(algorithm, placement, request.microbatches, costs_of)
+            if schedule is not None:
+                timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)
+                yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
+
+
+def _generated(
+    algorithm: registry.Algorithm, placement: Placement, microbatches: int, costs_of: CostsOf
+) -> Schedule | None:
+    """The named schedule on this placement, None if there is none."""
+    stages = len(placement.stages_on(0)) if algorithm.any_stages_per_rank else None
+    try:
+        if algorithm.place(placement.num_ranks, stages) != placement:
+            return None
+        return registry.generate(
+            algorithm.name, placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs_of(placement)
+        )
+    except Exception:  # a broken function of an installed package is no reason to end the search
+        return None
+
+
+def _with_copies(plan: Plan, request: Request, what: Offload) -> Plan:
+    transport, costs = plan.timeline.transport, plan.timeline.costs
+    schedule = offload(plan.schedule, costs, request.limits, what=what, transport=transport)
+    if not schedule.has_copies:
+        return replace(plan, limits=request.limits)
+    timeline = simulate(schedule, costs, transport=transport)
+    return replace(plan, timeline=timeline, limits=request.limits, found_by=f"{plan.found_by}, offload", even=None)
