@@ -93,8 +93,8 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
         options: what the framework does not pass on: `split_backward`, `defer_loss`, `defer_pp_recv`,
             `max_active_stages`, `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit`
-            (Auto), `profile_steps`, `costs_out`, `trace`, `trace_step`, `check_gradients`. "Options of a job",
-            docs/options.md, explains them. What the framework gives wins over them.
+            (ZBVLean, ZBH1Lean, Auto), `profile_steps`, `costs_out`, `trace`, `trace_step`, `check_gradients`.
+            "Options of a job", docs/options.md, explains them. What the framework gives wins over them.
 
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
@@ -166,7 +166,8 @@ def _places(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
 
 def _options(given: dict[str, Any]) -> Options:
     for_torch = {each.name for each in fields(ForTorch)}
-    own = {each.name for each in fields(Options)} - {"for_torch"}
+    # The job's own trainer steps its optimizer.
+    own = {each.name for each in fields(Options)} - {"for_torch", "optimizer_step"}
     arguments.require_known("zbpipe.install", given, for_torch | own)
     values = {name: value for name, value in given.items() if name in own}
     return Options(**values, for_torch=ForTorch(**{name: given[name] for name in for_torch & given.keys()}))

@@ -31,22 +31,56 @@ def require_same(
     Raises:
         PipelineError: they differ. The message says which ranks have which schedule.
     """
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if _is_alone(group):
         return
     digest = sha256(_torch.what_it_runs(schedule).encode()).digest()
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
-    everything = _exchange(digest + text.encode(), group, device)
+    _exchange(digest, text, group, device)
+
+
+def answers(
+    schedule: _torch.PipelineSchedule,
+    name: str,
+    question: str,
+    answer: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> list[str]:
+    """What the ranks of `group` answer, all of which have to call this before their `require_same`.
+
+    A rank that asks nothing, because it has another schedule, and compares at once, fails as the others do.
+
+    Args:
+        schedule: as for `require_same`; likewise `name`, `group` and `device`.
+        question: the same on all ranks.
+        answer: this rank's, some letters.
+
+    Raises:
+        PipelineError: a rank has another schedule, or another question.
+    """
+    if _is_alone(group):
+        return [answer]
+    text = f"{name} with {_torch.num_microbatches(schedule)} microbatches, {question}: "
+    texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
+    return [each.removeprefix(text) for each in texts]
+
+
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
+    """The texts of all ranks, which have to have the same digest."""
+    message = digest + text.encode()
+    mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    everything = [bytes(each.tolist()) for each in gathered]
+    texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
     if any(each[: len(digest)] != digest for each in everything):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
         raise PipelineError(f"the ranks have different schedules: {_by_text(texts, ranks)}")
-
-
-def _exchange(text: bytes, group: dist.ProcessGroup | None, device: torch.device | str) -> list[bytes]:
-    mine = torch.tensor(list(text[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
-    everything = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everything, mine, group=group)
-    return [bytes(each.tolist()) for each in everything]
+    return texts
 
 
 def _by_text(texts: list[str], ranks: list[int]) -> str:

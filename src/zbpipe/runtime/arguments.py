@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 
+from zbpipe.limits import Limit
 from zbpipe.runtime import _torch
 
 
@@ -38,6 +40,22 @@ def require_counts(**numbers: object) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
+
+
+def limit(memory_limit: object) -> Limit | None:
+    """What is given as memory_limit: microbatches of an average rank's share, or a multiple of 1F1B's memory."""
+    if memory_limit is None:
+        return None
+    found = None
+    if isinstance(memory_limit, (int, float, str)) and not isinstance(memory_limit, bool):
+        with suppress(ValueError):
+            found = Limit.parse(str(memory_limit))
+    if found is None or found.unit == "bytes" or not found.amount:
+        raise ValueError(
+            "memory_limit has to be a number above 0, of microbatches of an average rank's share, or a multiple of"
+            f" 1F1B's memory such as '1.2x', or None for the default, got memory_limit={memory_limit!r}"
+        )
+    return found
 
 
 def require_above_0(name: str, number: object) -> None:

@@ -12,22 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.algorithms.auto import starts
-from zbpipe.costs import CostModel
+from zbpipe.algorithms.zbv_lean import shortest
+from zbpipe.costs import CostModel, least_room
 from zbpipe.ir import Placement, Schedule
 from zbpipe.job_costs import JobCosts
+from zbpipe.limits import Limit
 from zbpipe.planner.plan import plan
+from zbpipe.planner.request import Objective
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.words import tell
 from zbpipe.simulation import simulate
+from zbpipe.yardstick import in_unit_of
 
 _MANY_OPS = 20_000
 _WORK = 5e8
 """The search's budget for so many ops, about ten seconds, because all other ranks wait for it."""
 USUAL_STEPS = 5
 """Timed steps of each schedule."""
+_AS_1F1B = Limit.parse("1.02x")
+"""As ZBVLean has it."""
 _WORTH_IT = 0.995
 """A plan has to be faster than this share of the start's step, simulated, to be tried."""
 
@@ -39,7 +45,7 @@ class AutoOutcome:
     """What `Auto` found. Times are seconds of one step."""
 
     start: str
-    """The name of the schedule that it began with."""
+    """The name of the schedule that it has without a plan: ZBVLean for the measured costs."""
     chosen: str
     """The name of the schedule that runs from now on."""
     expected_before: float
@@ -47,6 +53,7 @@ class AutoOutcome:
     expected_after: float
     """The same for the plan."""
     measured_before: float
+    """Of the start in turn with the plan; if that was not tried, of the steps in which ops were measured."""
     measured_after: float | None
     """None if the plan was not tried, because it gains less than half a percent when simulated."""
 
@@ -63,31 +70,33 @@ class _Proposal:
 
 
 class AutoSchedule(RegisteredSchedule):
-    """Starts with a schedule of little memory, measures the job, plans for it, and switches between two steps.
+    """Starts as lean as 1F1B, measures the job, plans for it, and switches between two steps.
 
         schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn, memory_limit=3)
         ...                     # train; the log of the first rank says what it does
         schedule.outcome        # what it measured and chose; None before
 
-    The start is V-Half, or V-Min under a tight limit, with each W right after its I. Measuring takes `profile_steps`
-    + 2 steps. Then plan and start take turns for `profile_steps` steps each, and the faster one stays. Weights,
-    optimizer, order of the data and the placement of the stages (two a rank, in a V) never change, so neither do the
-    losses.
+    It measures with ZBVLean as it would be under full checkpointing: with whole backwards, and few I and W. That takes
+    `profile_steps` + 2 steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean take turns for
+    `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the placement of the
+    stages (two a rank, in a V) never change, so neither do the losses. With `zbpipe.OptimizerStep` it plans for the
+    shortest period; timed steps do not run ahead.
 
     Args:
         stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
-        memory_limit: activations that a rank may hold, in microbatches of an average rank's share of the model (1F1B on
-            p ranks holds p); default: p.
+        memory_limit: as for every schedule; while it measures, only activations count, and what waits for W. Default:
+            what 1F1B's worst rank would hold by the measured costs, with all that ops need while they run.
         profile_steps: timed steps of the start, and later of the plan and the start again.
         budget: for the search, see `zbpipe.plan`.
         group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
         measured: called on every rank with the measured costs.
 
     Raises:
-        ValueError: as for every schedule, and for a limit below what V-Min holds.
+        ValueError: as for every schedule, and for a limit below what one microbatch holds.
     """
 
     schedule_name = "Auto"
+    changes_by_itself = True
 
     # More than seven parameters: these are keywords that users write.
     def __init__(
@@ -96,40 +105,43 @@ class AutoSchedule(RegisteredSchedule):
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
-        memory_limit: float | None = None,
+        memory_limit: float | str | None = None,
         profile_steps: int = USUAL_STEPS,
         budget: float | None = None,
         group: dist.ProcessGroup | None = None,
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
-        arguments.require_above_0("memory_limit", memory_limit)
         arguments.require_above_0("budget", budget)
         arguments.require_counts(profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
-        super().__init__(stages, n_microbatches, loss_fn, *args, **options)
+        super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         """None until it has chosen."""
-        self._limit = float(self.placement.num_ranks if memory_limit is None else memory_limit)
+        self._limit = arguments.limit(memory_limit)
         self._group = group
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
-        self.adopt(start_within(self._limit, self.placement, n_microbatches))
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def _plan(self, costs: JobCosts) -> None:
         model = costs.costs
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        self.adopt(self.schedule, model)
-        start = self.schedule
+        size = self.placement.num_ranks, _torch.num_microbatches(self)
+        limits = memory_limits(self._limit, model, *size)
+        start = shortest("ZBVLean", *size, model, limits)
+        self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
-        proposal = self._from_first_rank(lambda: self._search(costs))
+        proposal = self._from_first_rank(lambda: self._search(costs, limits))
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
-        self._log(f"{start.name} takes {measured:.4g} s a step, simulated {expected:.4g} s; {proposal.words}")
+        self._log(
+            f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
+            f" {proposal.words}"
+        )
         if proposal.expected > expected * _WORTH_IT:
             self.outcome = outcome
             self._log(f"stays with {start.name}")
@@ -147,18 +159,18 @@ class AutoSchedule(RegisteredSchedule):
         planned = Schedule.from_csv(proposal.table, "plan")
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
-    def _search(self, job: JobCosts) -> _Proposal:
+    def _search(self, job: JobCosts, limits: tuple[float, ...]) -> _Proposal:
         num_microbatches = _torch.num_microbatches(self)
         num_ops = 3 * self.placement.num_stages * num_microbatches
         budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
         try:
-            limits = memory_limits(self._limit, self.schedule, job.on(self.placement))
             job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
-            found = plan(self.placement.num_ranks, num_microbatches, job, budget=budget)
+            objective: Objective = "period" if self.optimizer_steps else "makespan"
+            found = plan(self.placement.num_ranks, num_microbatches, job, budget=budget, objective=objective)
         except ValueError as error:
             return _Proposal("", float("inf"), f"there is no plan: {error}")
         words = (
-            f"the plan found by {found.found_by} should take {found.makespan:.4g} s, at most {found.gap:.1%} more than"
+            f"the plan found by {found.found_by} should take {found.reached:.4g} s, at most {found.gap:.1%} more than"
             f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
         )
         return _Proposal(found.schedule.to_csv(), found.makespan, words)
@@ -178,7 +190,7 @@ class AutoSchedule(RegisteredSchedule):
 
     def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
-            logger.info("Auto: %s", words)
+            tell(logger, "Auto: %s", words)
 
 
 class _InTurn:
@@ -211,27 +223,10 @@ class _InTurn:
             self._done(records[::2], records[1::2])
 
 
-def start_within(limit: float, placement: Placement, microbatches: int) -> Schedule:
-    """The fastest schedule to begin with that keeps to `limit`, in microbatches of a rank's share.
+def memory_limits(limit: Limit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
+    """By rank what it may hold, in the unit of `costs.activations`: the limit, or None for 1F1B's memory.
 
-    Raises:
-        ValueError: none does.
+    At least what one microbatch alone takes: it has run.
     """
-    for schedule in starts(placement.num_ranks, microbatches):
-        peak = max(simulate(schedule, CostModel.uniform(placement)).peak_activations)
-        if peak <= limit:
-            return schedule
-    raise ValueError(
-        f"memory_limit={limit:g} is too small for Auto: its schedule with the least memory, {schedule.name}, holds"
-        f" {peak:g} microbatches of a rank's share on {placement.num_ranks} ranks. Raise the limit, or use smaller"
-        " microbatches"
-    )
-
-
-def memory_limits(limit: float, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-    """By rank the activations that it may hold, in the unit of `costs.activations`: `limit` average shares.
-
-    At least what `start` holds, which has shown that there is room for it.
-    """
-    room = limit * sum(costs.activations) / start.placement.num_ranks
-    return tuple(max(room, held) for held in simulate(start, costs).peak_memory)
+    room = in_unit_of(costs, limit or _AS_1F1B, ranks, microbatches)
+    return tuple(max(room, least) for least in least_room(Placement.v(ranks), costs))

@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe import registry
+from zbpipe.ir import Schedule
+from zbpipe.planner.result import Plan
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split import stage as split
 
@@ -31,22 +36,22 @@ def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
 
 @cache
 def _registered_class(name: str) -> type[RegisteredSchedule]:
-    classes: list[type[RegisteredSchedule]] = [AutoSchedule, *RegisteredSchedule.__subclasses__()]
-    for known in classes:
-        if known.schedule_name == name:
+    classes: list[type[RegisteredSchedule]] = [AutoSchedule, *LeanSchedule.__subclasses__()]
+    for known in [*classes, *RegisteredSchedule.__subclasses__()]:
+        if known.given is None and getattr(known, "schedule_name", None) == name:
             return known
     class_name = "ScheduleFromFile" if name.endswith(".csv") else f"Schedule{name}"
     return type(class_name, (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
 
 
 def build_pipeline_schedule(
-    schedule: str,
+    schedule: str | Schedule | Plan,
     stages: PipelineStage | Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> _torch.PipelineSchedule:
-    """The schedule called `schedule` on the given stages, ready for `step`.
+    """The schedule called `schedule`, or the schedule itself, on the given stages, ready for `step`.
 
     A pipeline of one rank, which holds both stages of a V:
 
@@ -65,7 +70,9 @@ def build_pipeline_schedule(
     stage's rank gives the input to `step`, and the last stage's rank gives the target.
 
     Args:
-        schedule: zbpipe's name or torch's, in any case. torch's names give torch's own classes.
+        schedule: zbpipe's name or torch's, in any case. torch's names give torch's own classes. Or a `Schedule` or
+            `Plan`, the same on all ranks (`zbpipe.from_first_rank`), which zbpipe's own class runs; the costs of a plan
+            place its receives.
         stages: this rank's stages, which `zbpipe.stage_indices` names; a single stage needs no list.
         n_microbatches: the number of microbatches into which a batch is split.
         loss_fn: `(output, target) -> loss`.
@@ -75,6 +82,11 @@ def build_pipeline_schedule(
     Raises:
         ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
     """
+    if isinstance(schedule, Plan):
+        options = {"costs": schedule.timeline.costs, **options}
+        schedule = schedule.schedule
+    if isinstance(schedule, Schedule):
+        return _class_of(schedule)(stages, n_microbatches, loss_fn, **options)
     algorithm = registry.lookup(schedule)
     runtime = schedule_class(algorithm.name)
     if issubclass(runtime, RegisteredSchedule):
@@ -89,6 +101,52 @@ def build_pipeline_schedule(
     require_splittable(built, algorithm.name)
     checks.require_scaled_once(built, algorithm.name)
     return built
+
+
+def _class_of(schedule: Schedule) -> type[RegisteredSchedule]:
+    names = {"schedule_name": schedule.name, "given": schedule, "__module__": __name__}
+    return type("ScheduleAsGiven", (RegisteredSchedule,), names)
+
+
+def from_first_rank(
+    make: Callable[[], Schedule | Plan], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Schedule:
+    """What `make` gives on the first rank, on all of them: one rank plans, and no file has to be seen by all.
+
+        schedule = zbpipe.from_first_rank(lambda: zbpipe.plan(num_ranks, 16, costs))
+        indices = zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
+
+    All ranks of the group have to call it.
+
+    >>> import torch.distributed as dist, zbpipe
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> zbpipe.from_first_rank(lambda: zbpipe.generate("ZBV", 4, 8)).num_ranks
+    4
+    >>> dist.destroy_process_group()
+
+    Args:
+        make: called on the first rank of the group alone.
+        group: default: all ranks of the job.
+        device: through which the backend sends; default: the CPU, or with NCCL the current GPU.
+
+    Raises:
+        ValueError: on all ranks, if `make` fails or gives something else than a Schedule or a Plan.
+    """
+    made: list[Any] = [_made_or_error(make) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(made, group=group, group_src=0, device=device)
+    if isinstance(made[0], str):
+        raise ValueError(f"the first rank has no schedule for the others: {made[0]}")
+    schedule: Schedule = made[0]
+    return schedule
+
+
+def _made_or_error(make: Callable[[], Schedule | Plan]) -> Schedule | str:
+    try:
+        found = make()
+    except Exception as error:  # the other ranks wait for an answer, whatever it is
+        return f"{type(error).__name__}: {error}"
+    found = found.schedule if isinstance(found, Plan) else found
+    return found if isinstance(found, Schedule) else f"it made {found!r}, not a zbpipe.Schedule or a zbpipe.Plan"
 
 
 def require_options(name: str, options: Iterable[str]) -> None:

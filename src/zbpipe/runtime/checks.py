@@ -58,14 +58,7 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     """
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
-    for option in options:
-        if option == "memory_limit" and option not in known:
-            raise only_for_auto(option, name)
     arguments.require_known(f"{name} on this torch", options, known)
-
-
-def only_for_auto(option: str, name: str) -> ValueError:
-    return ValueError(f"{option} is for the schedule Auto, not for {name}: leave it out")
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
@@ -307,6 +300,16 @@ def require_same_job(schedule: Schedule, placement: Placement, n_microbatches: i
     if schedule.num_microbatches != n_microbatches:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
+        )
+
+
+def require_pairs(schedule: Schedule, stages: Sequence[_torch.Stage]) -> None:
+    """Refuse to offload what waits for W in torch's own split, which keeps it inside of autograd's graph."""
+    pairs = any(op.kind is OpKind.OI for ops in schedule for op in ops)
+    if pairs and not all(map(is_split, stages)):
+        raise ValueError(
+            f"schedule {schedule.name} offloads what waits for W, and only zbpipe's split lets go of it: leave"
+            " split_backward at 'deferred', or use offload='activations'"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,18 +13,22 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import costs_file
+from zbpipe.costs import CostModel, require_room
 from zbpipe.ir import OpKind
 from zbpipe.job_costs import JobCosts
+from zbpipe.limits import Limit
 from zbpipe.registry import Algorithm
-from zbpipe.runtime import _torch, checks
-from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule, start_within
+from zbpipe.runtime import _torch, arguments, checks
+from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
 from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
+from zbpipe.runtime.words import tell
 from zbpipe.transport import Transport
 from zbpipe.views import report
+from zbpipe.yardstick import in_unit_of
 
 Spell = Callable[[str], str]
 """Takes the name of an option, and gives it as the user wrote it."""
@@ -45,6 +50,8 @@ def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_
     """
     name, is_auto = algorithm.name, algorithm.name == AutoSchedule.schedule_name
     require_options(name, options.for_torch.given())
+    if options.memory_limit is not None:
+        algorithm.require_limits(spell("memory_limit"))
     if algorithm.source == "torch" and options.need_zbpipes_schedule():
         raise ValueError(
             f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
@@ -56,8 +63,6 @@ def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_
         Transport.parse(options.transport)
     if not will_run:
         return
-    if options.memory_limit is not None and not is_auto:
-        raise checks.only_for_auto(spell("memory_limit"), name)
     if options.costs_out and not (options.profile_steps or is_auto):
         raise ValueError(
             f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"
@@ -83,7 +88,7 @@ def require_size(
         ValueError: the memory limit is too low, the schedule has no I and W to time, or the job has too few steps.
     """
     if options.memory_limit is not None:
-        start_within(options.memory_limit, algorithm.place(num_ranks), n_microbatches)
+        _require_room(algorithm, arguments.limit(options.memory_limit), num_ranks, n_microbatches)
     if options.profile_steps and not _runs_i_and_w(algorithm, num_ranks, n_microbatches):
         raise ValueError(
             f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with one of"
@@ -94,6 +99,15 @@ def require_size(
             raise ValueError(
                 f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
             )
+
+
+def _require_room(algorithm: Algorithm, limit: Limit | None, num_ranks: int, n_microbatches: int) -> None:
+    """Refuse what not even the activations fit into. What ops need besides is known when the schedule is built."""
+    placement = algorithm.place(num_ranks)
+    costs = CostModel.uniform(placement)
+    if limit is not None:
+        room = in_unit_of(costs, limit, num_ranks, n_microbatches)
+        require_room(placement, costs, (room,) * num_ranks, f" for {algorithm.name}")
 
 
 def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
@@ -153,7 +167,7 @@ def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
     if options.trace:
-        write_trace(schedule, options.trace, options.trace_step, done=logger.info)
+        write_trace(schedule, options.trace, options.trace_step, done=partial(tell, logger))
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
@@ -163,7 +177,7 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     """
     if dist.get_rank() != 0:
         return
-    logger.info("measured costs:\n%s", report.costs(costs))
+    tell(logger, "measured costs:\n%s", report.costs(costs))
     if not file:
         return
     try:
@@ -171,4 +185,4 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     except OSError as error:
         logger.warning("the measured costs cannot be written: %s", error)
     else:
-        logger.info("wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)
+        tell(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)

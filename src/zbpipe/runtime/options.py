@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
+
+OptimizerSteps = Literal["synchronous", "validated"]
+"""How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""
 
 
 @dataclass(frozen=True)
@@ -50,51 +53,66 @@ class Options:
     """The number of steps to time; None measures nothing, or with `Auto` its usual number."""
     costs_out: str | None = None
     """The file for the measured costs."""
-    memory_limit: float | None = None
-    """For `Auto`: the activations that a rank may hold, in microbatches of an average rank's share of the model."""
+    memory_limit: float | str | None = None
+    """For `ZBVLean`, `ZBH1Lean` and `Auto`: what a rank may hold, in microbatches of an average rank's share of the
+    model, or as a multiple of 1F1B's memory, such as "1.2x"."""
     trace: str | None = None
     """The file for a trace of one step."""
     trace_step: int = 3
     """The step to trace, counted from 1."""
     check_gradients: int | None = None
     """The number of steps in which the split is compared with an ordinary backward; None compares nothing."""
+    optimizer_step: OptimizerSteps = "synchronous"
+    """Whether all ranks wait for each other in the optimizer step; a framework's plug may have the other way."""
 
     def __post_init__(self) -> None:
         if self.split_backward not in get_args(SplitBackward):
             known = ", ".join(map(repr, get_args(SplitBackward)))
             raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {known}")
+        if self.optimizer_step not in get_args(OptimizerSteps):
+            known = " or ".join(map(repr, get_args(OptimizerSteps)))
+            raise ValueError(f"optimizer_step={self.optimizer_step!r} is unknown: use {known}")
         arguments.require_yes_or_no("defer_loss", self.defer_loss)
         arguments.require_path("costs_out", self.costs_out)
         arguments.require_path("trace", self.trace)
         steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
         given = {name: number for name, number in steps.items() if number is not None}
         arguments.require_counts(trace_step=self.trace_step, **given)
-        arguments.require_above_0("memory_limit", self.memory_limit)
+        arguments.limit(self.memory_limit)
 
     def for_zbpipe(self) -> dict[str, Any]:
         """The keyword arguments that only zbpipe's schedules have."""
-        names = ("split_backward", "defer_loss", "receives", "transport")
+        names = ("split_backward", "defer_loss", "receives", "transport", "memory_limit")
         return {name: getattr(self, name) for name in names}
 
     def for_auto(self) -> dict[str, Any]:
         """The keyword arguments that only `Auto` has."""
-        given = {"profile_steps": self.profile_steps, "memory_limit": self.memory_limit}
-        return {name: value for name, value in given.items() if value is not None}
+        return {} if self.profile_steps is None else {"profile_steps": self.profile_steps}
 
     def need_zbpipes_schedule(self) -> bool:
         """Whether an option is set that torch's own schedules do not have."""
         return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
 
 
+IMPORTED: Mapping[str, Any] = {
+    "dest": "imported",
+    "action": "append",
+    "default": [],
+    "metavar": "MODULE",
+    "help": "Import this module first, which registers schedules; it may be in the current folder.",
+}
+"""The argument of both command lines that names modules of the user's."""
+
+
 def from_arguments(values: Mapping[str, Any]) -> Options:
     """The options among the parsed `values` of a parser that has `add_arguments`."""
     for_torch = ForTorch(**{each.name: values[each.name] for each in fields(ForTorch)})
-    own = {each.name: values[each.name] for each in fields(Options) if each.name != "for_torch"}
+    own = {each.name: values[each.name] for each in fields(Options) if each.name in values}
     return Options(**own, for_torch=for_torch)
 
 
-def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
-    """Make `parser` take an argument for each option, in a group of its own."""
+def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> Callable[..., Any]:
+    """Make `parser` take an argument for each option, in a group of its own; returns what adds more to it."""
     group = parser.add_argument_group("zbpipe's options")
 
     def add(name: str, **how: Any) -> None:
@@ -124,6 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> None:
     )
     _add_torchs(add)
     _add_measurements(add, prefix)
+    return group.add_argument
 
 
 def _add_measurements(add: Callable[..., None], prefix: str) -> None:
@@ -131,9 +150,10 @@ def _add_measurements(add: Callable[..., None], prefix: str) -> None:
     add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
     add(
         "memory_limit",
-        type=_above_0,
-        metavar="MICROBATCHES",
-        help="For Auto: the activations that a rank may hold, in microbatches of an average rank's share of the model.",
+        type=_limit,
+        metavar="X",
+        help="For ZBVLean, ZBH1Lean and Auto: what a rank may hold, as a multiple of 1F1B's memory, such as 1.2x, or in"
+        " microbatches of an average rank's share of the model.",
     )
     add(
         "check_gradients",
@@ -207,14 +227,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _above_0(text: str) -> float:
+def _limit(text: str) -> float | str:
     try:
-        number = float(text)
+        found = arguments.limit(text)
     except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor such a multiple as 1.2x") from None
+    return found.amount if found and not found.unit else text
 
 
 def _lookahead(text: str) -> str | tuple[int, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from dataclasses import asdict
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -12,8 +13,14 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Schedule
+from zbpipe.offloading import Offload
+from zbpipe.offloading import offload as offloaded
+from zbpipe.running_ahead import RunAhead, ahead_of, gain
 from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
 from zbpipe.runtime.messages import usual_transport
+from zbpipe.runtime.offload.beside import Copies
+from zbpipe.runtime.offload.copiers import copier_for
+from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
@@ -21,6 +28,28 @@ from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
+from zbpipe.yardstick import in_unit_of
+
+
+class Validation(Protocol):
+    """Of an optimizer step that was made before all gradients were known."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is a step to validate."""
+
+    @property
+    def counts(self) -> Any:
+        """A dataclass with a number for each kind of step."""
+
+    def verdict(self) -> bool:
+        """Wait until it is known whether the step counts."""
+
+    def redo(self) -> None:
+        """After a verdict against it: make the step again."""
+
+    def finish(self) -> None:
+        """Both, if there is a step to validate."""
 
 
 class RegisteredSchedule(_torch.OwnRuntime):
@@ -43,7 +72,13 @@ class RegisteredSchedule(_torch.OwnRuntime):
         defer_loss: whether weight gradients of backwards that the loss runs itself during F, as TorchTitan's chunked
             loss does with the LM head, wait for W, too. The gradients of all logits of a microbatch then stay in memory
             until W.
-        costs: for schedules that adapt to measured times (ZB1P, ZB2P), and to place receives.
+        costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
+        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto): what a rank may hold, with
+            what ops need while they run. A number of microbatches of an average rank's share, of which 1F1B's first
+            rank holds p, or a multiple of what 1F1B's worst rank holds under the same costs, such as "1.2x".
+        offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
+            waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
+            that has copies already, such as a plan's, runs them without this.
         receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
             `zbpipe.transport.Receives`). By default what gives the shortest step, as simulated with the transport and
             `costs`, or with equal times of F, I and W.
@@ -62,6 +97,10 @@ class RegisteredSchedule(_torch.OwnRuntime):
     """
 
     schedule_name: ClassVar[str]
+    given: ClassVar[Schedule | None] = None
+    """What runs, where that is not made from the name."""
+    changes_by_itself: ClassVar[bool] = False
+    """Whether it may run other lists later than the first ones."""
     receives: Receives
     """When ranks post their receives, in the schedule that runs."""
 
@@ -75,27 +114,45 @@ class RegisteredSchedule(_torch.OwnRuntime):
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
         costs: CostModel | None = None,
+        memory_limit: float | str | None = None,
+        offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
         defer_pp_recv: bool | None = None,
         **options: Any,
     ) -> None:
-        algorithm = registry.lookup(self.schedule_name)
+        # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
+        algorithm = registry.lookup(source := self.given or self.schedule_name)
         arguments.require_yes_or_no("defer_loss", defer_loss)
+        limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
         checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, placement = checks.placed(stages, algorithm)
         per_rank = len(stages) if algorithm.any_stages_per_rank else None
-        schedule = registry.generate(
-            algorithm.name, placement.num_ranks, n_microbatches, stages_per_rank=per_rank, costs=costs
-        )
+
+        def make(costs: CostModel | None, runs_ahead: bool = False) -> Schedule:
+            size = placement.num_ranks, n_microbatches
+            room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
+            made = registry.generate(
+                source,
+                *size,
+                stages_per_rank=per_rank,
+                costs=costs,
+                memory_limit=room,
+                runs_ahead=runs_ahead,
+            )
+            if wanted is None:
+                return made
+            return offloaded(made, costs or passes.unknown_costs(placement), what=wanted)
+
+        schedule = make(costs)
         gradients = WeightGradients()
         defers_loss = defer_loss and split_backward != "autograd"
         if defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
-        super().__init__(stages, n_microbatches, loss_fn, *args, **options)  # type: ignore[no-untyped-call]
+        super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         self.defers_loss = defers_loss
         """Whether backwards inside of the loss defer their weight gradients to W."""
         self.transport = transport or usual_transport(stages[0])
@@ -113,9 +170,20 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._models_are_checked = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
-        self.adopt(schedule)
-        if any(op.kind is OpKind.I for ops in schedule for op in ops):
-            split.split_backward(_torch.stages_of(self), split_backward, gradients)
+        self._copies: Copies | None = None
+        """What runs the copies of schedules that have some."""
+        self.made_for = make
+        """Makes the schedule for other costs, and for steps that run ahead."""
+        self._split: Callable[[], object] | None = lambda: split.split_backward(
+            _torch.stages_of(self), split_backward, gradients
+        )
+        """None once I and W share the backward."""
+        self._validation: Validation | None = None
+        self._ahead: RunAhead | None = None
+        """The lists that run, cut for the validation; None until they are needed."""
+        self._adopt(schedule)
+        checks.require_pairs(schedule, stages)
+        self._copy_beside(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
@@ -138,6 +206,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if costs is not None:
             self._costs = costs
             self._lowered.clear()
+        checks.require_pairs(schedule, _torch.stages_of(self))
+        self._adopt(schedule)
+        self._copy_beside(schedule)
+
+    def _adopt(self, schedule: Schedule) -> None:
         if schedule not in self._lowered:
             receives = self._lower(schedule)
             self._lowered[schedule] = _torch.lists_of(self), receives
@@ -145,19 +218,37 @@ class RegisteredSchedule(_torch.OwnRuntime):
         lists, self.receives = self._lowered[schedule]
         _torch.use_lists(self, lists)
         self.schedule = schedule
+        self._ahead = None
+        if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
+            self._split()
+            self._split = None
+
+    def _copy_beside(self, schedule: Schedule) -> None:
+        """Run the schedule's copies beside its computations."""
+        stages = _torch.stages_of(self)
+        if schedule.has_copies and self._copies is None:
+            self._copies = Copies(self, copier_for(_torch.device_of(stages[0])))
+            # What would undo it has to live as long as it lasts.
+            self._unwrap = _torch.wrap_compute(self, self._copies.around)
+        if self._copies is not None:
+            self._copies.follow(simulate(schedule, self._costs or passes.unknown_costs(self.placement)))
 
     def _lower(self, schedule: Schedule) -> Receives:
         """Have torch lower it, and place its receives; returns when they are posted."""
         checks.require_runnable(schedule)
+        schedule = schedule.computations
         _torch.lower(self, schedule)
-        costs = self._costs or passes.unknown_costs(self.placement)
+        costs = self._simulated_costs()
         receives = self._asked_receives or best_receives(schedule, costs, self.transport)
         rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
-            rows = passes.free_sends_early(rows, self.placement)
+            rows = passes.free_sends_early(passes.with_waits(rows), self.placement)
         checks.require_sound_messages(rows, schedule.name)
         _torch.use_rows(self, rows)
         return receives
+
+    def settle(self) -> None:
+        """Before the first step, on all ranks at once: adopt another schedule if the ranks know more together."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Before the first step, on all ranks at once: learn shapes, and compile."""
@@ -188,6 +279,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         stages = _torch.stages_of(self)
         with self._failures.named(self, self.schedule.name):
             if not self._is_agreed:
+                self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._is_agreed = True
             if _torch.trains(self) and not self._models_are_checked:
@@ -196,7 +288,75 @@ class RegisteredSchedule(_torch.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 ties.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
-            super().run_microbatches(args, kwargs, targets, *more, **more_by_name)
+            if self._copies is not None:
+                self._copies.begin_step()
+            self._validated(
+                lambda: super(RegisteredSchedule, self).run_microbatches(args, kwargs, targets, *more, **more_by_name)
+            )
+
+    def validate_with(self, validation: Validation) -> None:
+        """Run ahead of `validation` in each step that begins while it is pending: `zbpipe.OptimizerStep` calls this.
+
+        A schedule that can be made for this is made again, unless another one was adopted.
+        """
+        self._validation = validation
+        if (schedule := self._made_to_run_ahead()) != self.schedule:
+            self.adopt(schedule)
+
+    @property
+    def optimizer_steps(self) -> dict[str, int]:
+        """How many of each kind `zbpipe.OptimizerStep` has made; empty without it."""
+        return {} if self._validation is None else asdict(self._validation.counts)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether any rank runs a part of its list before the last optimizer step is validated."""
+        return not self.schedule.has_copies and any(each.kind == "F" for row in self._cut().before for each in row)
+
+    def gain_of_running_ahead(self) -> float:
+        """The share of a step that this saves, as simulated with the costs, or with equal times.
+
+        None with copies to the host, which would have to be undone.
+        """
+        schedule = self._made_to_run_ahead()
+        return 0.0 if schedule.has_copies else gain(schedule, self._simulated_costs())
+
+    def _made_to_run_ahead(self) -> Schedule:
+        """The one that runs, unless it can be made for this and is still the one that was made."""
+        can_be_made = "runs_ahead" in registry.lookup(self.schedule_name).keywords
+        if can_be_made and self.schedule == self.made_for(self._costs):
+            return self.made_for(self._costs, runs_ahead=True)
+        return self.schedule
+
+    def finish_optimizer_step(self) -> None:
+        """Wait until the last optimizer step is validated."""
+        if self._validation is not None and self._validation.is_pending:
+            self._validation.finish()
+
+    def _validated(self, run: Callable[[], None]) -> None:
+        """A step that begins before the last optimizer step is validated, and begins again if that did not count."""
+        validation = self._validation
+        if validation is None or not validation.is_pending or not _torch.trains(self) or not self.runs_ahead:
+            self.finish_optimizer_step()
+            run()
+            return
+        random = RandomState.now(_torch.device_of(_torch.stages_of(self)[0]))
+        if not _torch.run_ahead(self, self._cut(), validation.verdict, run):
+            validation.redo()
+            random.restore()
+            run()
+
+    def _cut(self) -> RunAhead:
+        if self._ahead is None:
+            rows = _torch.rows_of(self)
+            cut = RunAhead.of(passes.with_waits(rows), ahead_of(self.schedule, self._simulated_costs()))
+            if findings := cut.findings():
+                raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
+            self._ahead = cut
+        return self._ahead
+
+    def _simulated_costs(self) -> CostModel:
+        return self._costs or passes.unknown_costs(self.placement)
 
 
 class ScheduleZBH1(RegisteredSchedule):

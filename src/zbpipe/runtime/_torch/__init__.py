@@ -5,7 +5,9 @@ What differs between versions is asked of the installed torch, not of its versio
 """
 
 from zbpipe.runtime._torch.autograd import *  # noqa: F403
+from zbpipe.runtime._torch.checkpoints import *  # noqa: F403
 from zbpipe.runtime._torch.compiler import *  # noqa: F403
 from zbpipe.runtime._torch.frames import *  # noqa: F403
 from zbpipe.runtime._torch.fsdp import *  # noqa: F403
 from zbpipe.runtime._torch.pipelining import *  # noqa: F403
+from zbpipe.runtime._torch.running_ahead import *  # noqa: F403

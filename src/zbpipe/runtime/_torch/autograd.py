@@ -34,7 +34,10 @@ def without_base(output: Tensor) -> Tensor:
     Before torch 2.15 `F.linear` gives a view of its product for inputs of three dimensions with a bias, and autograd
     refuses to change a view that a Function made.
     """
-    return output.data if not torch.compiler.is_compiling() and output._is_view() else output
+    if torch.compiler.is_compiling():
+        # The same memory, but no view for autograd; compiled code does nothing for it.
+        return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
+    return output.data if output._is_view() else output
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor:
@@ -50,6 +53,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def profiler_is_on() -> bool:
     """Whether torch's profiler runs in this process now."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def allocations(seen: torch.profiler.profile) -> list[int]:
+    """The bytes of each allocation, and less than zero of each that was freed, in order, while `seen` ran."""
+    found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
+    memory: list[Any] = [event for event in found if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
 
 
 def has_hooks(weight: Tensor) -> bool:
@@ -88,6 +98,11 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def saving_hooks() -> object:
+    """The innermost hooks for tensors that autograd saves, such as those of the checkpoint around this call."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on, for any device."""
 
@@ -105,15 +120,24 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def place_in_memory(tensor: Tensor) -> tuple[int | None, int]:
-    """The storage of a tensor, and how many tensors it counts for there: a view keeps its base alive, too.
+def place_in_memory(tensor: Tensor) -> tuple[int | None, int, int]:
+    """The storage of a tensor, how many tensors it counts for there (a view keeps its base alive, too), and its bytes.
 
-    None for tensors that do not show their storage, such as results of collectives under way.
+    No storage for tensors that do not show theirs, such as results of collectives under way.
     """
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    storage = tensor.untyped_storage()._cdata if type(tensor) is Tensor else None
-    return storage, 1 if tensor._base is None else 2
+    tensor = _local(tensor)
+    number = 1 if tensor._base is None else 2
+    if type(tensor) is not Tensor:
+        return None, number, 0
+    storage = tensor.untyped_storage()
+    return storage._cdata, number, storage.nbytes()
+
+
+def tensors_in_memory(tensor: Tensor) -> list[Tensor]:
+    """Those that hold the memory of `tensor`: itself and what it is a view of; none for others than plain tensors."""
+    if type(tensor) is not Tensor:
+        return []
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 Memory = tuple[ReferenceType[torch.UntypedStorage], ...]

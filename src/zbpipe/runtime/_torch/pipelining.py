@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.actions import Rows, parse
+from zbpipe.actions import Action, Rows, parse
 from zbpipe.ir import Op, Schedule
+from zbpipe.runtime._torch.autograd import is_view
+from zbpipe.runtime._torch.buffers import WAITS_FOR_SENDS, ReceivesOnDemand, wait_action, wait_for_sends
 from zbpipe.runtime.substitution import replaced
 
 Call = Callable[..., Any]
@@ -54,9 +56,19 @@ class OwnRuntime(_PipelineScheduleRuntime):
     Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class.
     """
 
+    def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
+        for stage in stages:
+            own(stage)
+        super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if not WAITS_FOR_SENDS:
+            wait_for_sends(self)
+
     def always_train(self) -> None:
         """Make `step` a training step even without a loss_fn; torch would treat it as `eval`."""
         self._has_backward = True
+
+    def finish_optimizer_step(self) -> None:
+        """Wait for what an earlier step has left open."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Before the first step: infer shapes, by a run of every stage on uninitialised inputs."""
@@ -75,13 +87,42 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 
-class OwnStage(_PipelineStageBase):
-    """A stage that sends nothing to its own rank. Goes before the class of an existing stage."""
+class OwnStage(ReceivesOnDemand):
+    """A stage that receives on demand, frees the loss's graph, and sends nothing to its own rank.
+
+    Goes before the class of an existing stage.
+    """
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input. (The I of
+        # torch's own split leaves the graph for W.)
+        if full_backward and loss is not None and not is_view(loss):
+            loss.detach_()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
         return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def own(stage: _PipelineStageBase) -> None:
+    """Give `stage` the methods of `OwnStage`, if it has them not."""
+    if not isinstance(stage, OwnStage):
+        # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
+        stage.__class__ = _own_class(type(stage))
+        cast(OwnStage, stage).receive_on_demand()
+
+
+@cache
+def _own_class(stage_class: type[_PipelineStageBase]) -> type[_PipelineStageBase]:
+    return type(stage_class.__name__, (OwnStage, stage_class), {"__module__": __name__})
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
@@ -124,11 +165,17 @@ def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
 
     Args:
         runtime: lowered from a list without overlapped actions.
-        rows: a permutation of `rows_of(runtime)`.
+        rows: a permutation of `rows_of(runtime)`; with waits for sends, also where torch (before 2.15) has none.
     """
-    for rank, row in runtime.pipeline_order_with_comms.items():
-        actions = {str(action): action for action in row}
-        runtime.pipeline_order_with_comms[rank] = [actions[str(action)] for action in rows[rank]]
+    lists = runtime.pipeline_order_with_comms
+    for rank in lists:
+        lists[rank] = actions_in(lists[rank], rows[rank])
+
+
+def actions_in(row: Sequence[_Action], wanted: Iterable[Action]) -> list[_Action]:
+    """Those of `row` that are `wanted`; waits for sends also where torch (before 2.15) has none."""
+    known = {str(action): action for action in row}
+    return [known[str(each)] if str(each) in known else wait_action(*each) for each in wanted]
 
 
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
@@ -308,13 +355,6 @@ def what_it_runs(schedule: _PipelineSchedule) -> str:
 
 def _action(op: Op) -> _Action | None:
     return _Action(op.stage, _ComputationType(op.kind.value), op.microbatch)
-
-
-def received(stage: _PipelineStageBase, microbatch: int) -> list[Tensor]:
-    """The tensors that other stages sent for a microbatch. torch keeps them after its backward."""
-    infos = (*stage.args_recv_info.get(microbatch, ()), *stage.grad_recv_info.get(microbatch, ()))
-    buffers = (getattr(info, "buffer", None) for info in infos)
-    return [buffer for buffer in buffers if isinstance(buffer, Tensor)]
 
 
 def has_own_backward(stage: Stage) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +15,15 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.costs import CostModel, Link
-from zbpipe.ir import Placement
+from zbpipe.ir import COMPUTATIONS, Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import messages_of
+from zbpipe.runtime.words import tell
+from zbpipe.views import report
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 1
 """Steps that are not measured: they compile, allocate, and connect the ranks."""
@@ -39,6 +44,8 @@ class RankTable:
     """By stage and kind of op, the median over microbatches and steps."""
     kept: Mapping[tuple[int, str], int]
     """By stage and kind (F, I): the bytes that one op allocates and does not free."""
+    most: Mapping[tuple[int, str], int]
+    """By stage and kind: the most bytes that one op has allocated and not freed at any time."""
     links: Links
     message_bytes: int
 
@@ -59,7 +66,7 @@ class Profiler:
         steps: the number of steps to time, from 1 on.
         group: the ranks that share their measurements, replicas of the pipeline included; default: all ranks of the
             job. Each of them needs a profiler.
-        done: called with the costs, between two steps.
+        done: called with the costs, between two steps. By default the first rank of the group logs them.
 
     Raises:
         ValueError: no such schedule, number of steps or group, or a schedule that does not run I and W.
@@ -71,8 +78,9 @@ class Profiler:
         steps: int = 3,
         *,
         group: dist.ProcessGroup | None = None,
-        done: Callable[[JobCosts], None] = lambda costs: None,
+        done: Callable[[JobCosts], None] | None = None,
     ) -> None:
+        done = self._tell if done is None else done
         arguments.require_schedule("zbpipe.Profiler", schedule)
         arguments.require_counts(steps=steps)
         arguments.require_group(group)
@@ -96,11 +104,16 @@ class Profiler:
         self.costs = self._gathered(memory)
         self._done(self.costs)
 
+    def _tell(self, costs: JobCosts) -> None:
+        if dist.get_rank(self._group) == 0:
+            tell(logger, "measured costs:\n%s", report.costs(costs))
+
     def _gathered(self, memory: StepRecord) -> JobCosts:
         stages = _torch.stages_of(self._schedule)
         table = RankTable(
             seconds=seconds_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
+            most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
             links=measure_links(stages, memory.message_bytes),
             message_bytes=memory.message_bytes,
         )
@@ -126,21 +139,23 @@ def seconds_by_kind(records: Iterable[StepRecord]) -> dict[tuple[int, str], floa
 def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     """The costs from the tables of all ranks; the mean where several ranks hold the same stage.
 
-    A whole backward, B, counts as I. Without measured memory, the stages of a rank have equal shares of a microbatch.
+    A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
+    shares of a microbatch.
     """
     seconds = _mean_by_key(table.seconds for table in tables)
-    kept = _mean_by_key(table.kept for table in tables)
+    kept, most = (_mean_by_key(getattr(table, name) for table in tables) for name in ("kept", "most"))
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
     f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
     if not kept:
         activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
+    beyond = {key: max(each - max(kept.get(key, 0.0), 0.0), 0.0) for key, each in most.items()}
     freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
     return JobCosts(
         CostModel(
             f,
-            tuple(map(max, i, b)),
+            tuple(split or whole for split, whole in zip(i, b, strict=True)),
             w,
             activations,
             freed_by_i=tuple(
@@ -148,6 +163,11 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             ),
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
+            working={
+                kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
+                for kind in COMPUTATIONS
+                if any(key[1] == kind for key in beyond)
+            },
         ),
         placement,
     )

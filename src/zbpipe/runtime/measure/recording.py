@@ -6,19 +6,21 @@ runs as torch runs it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
@@ -32,7 +34,7 @@ class Wanted(Enum):
     NOTHING = 0
     TIMES = 1
     MEMORY = 2
-    """The bytes that F and I allocate and do not free. On the CPU this takes a profiler, which distorts times."""
+    """The bytes that ops allocate, at most and in the end. On the CPU this takes a profiler, which distorts times."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class StepRecord:
     spans: tuple[Span, ...]
     """The ops in the order in which they ran; the loss is part of the last stage's F."""
     kept: Mapping[Op, int]
-    """For the F and I of one microbatch, if wanted: the bytes that they allocated and did not free; negative if they
+    """For one F and one I of each stage, if wanted: the bytes that they allocated and did not free; negative if they
     freed more."""
+    most: Mapping[Op, int]
+    """For one op of each kind and stage, if wanted: the most bytes that it had allocated and not freed at any time."""
     message_bytes: int
     """The largest message that this rank sends forward, for one microbatch; 0 if it has only the last stage."""
 
@@ -137,6 +141,8 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     asked = [(watcher, wanted) for watcher in watchers if (wanted := watcher.before()) is not None]
     watchers[:] = [watcher for watcher, _ in asked]
     most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
+    if isinstance(schedule, _torch.OwnRuntime) and (most is not Wanted.NOTHING or surrounding):
+        schedule.finish_optimizer_step()  # what ran ahead and did not count would be in the record
     with ExitStack() as around:
         recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
         if recorder is not None:
@@ -164,10 +170,14 @@ class _Recorder:
         self._clock: _Clock = _HostClock() if on_cpu else _DeviceClock(self._device)
         # On the CPU this needs torch's profiler, and only one can run at a time.
         with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
-        self._watched = min(1, _torch.num_microbatches(schedule) - 1) if with_memory else -1
-        """The microbatch whose memory is measured: the second, because the first allocates `.grad`."""
+        self._with_memory = with_memory
+        self._first_watched = min(1, _torch.num_microbatches(schedule) - 1)
+        """The first microbatch whose memory is measured: not the very first, which allocates `.grad`."""
+        self._watched: dict[tuple[int, OpKind], Op] = {}
+        """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._kept: dict[Op, int] = {}
+        self._most: dict[Op, int] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
 
@@ -186,10 +196,12 @@ class _Recorder:
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
         start = self._clock.mark()
-        if microbatch == self._watched and op.kind in (OpKind.F, OpKind.I):
+        if self._is_watched(op):
             with _allocated(self._device) as allocated:
                 result = compute()
-            self._kept[op] = self._kept.get(op, 0) + allocated()
+            found, before = allocated(), self._kept.get(op, 0)
+            self._kept[op] = before + found.kept
+            self._most[op] = max(self._most.get(op, 0), before + found.most)
         else:
             result = compute()
         # The loss comes as a second F of the last stage.
@@ -200,13 +212,24 @@ class _Recorder:
         self._marks[op] = first, self._clock.mark()
         return result
 
+    def _is_watched(self, op: Op) -> bool:
+        if not self._with_memory or op.microbatch < self._first_watched:
+            return False
+        first = self._watched.setdefault((op.stage, op.kind), op) == op
+        # torch's profiler counts what an op frees only if it has seen it allocated, and here it is not yet known of
+        # which microbatch the first I or B will be.
+        return first or op.kind is OpKind.F
+
     def record(self) -> StepRecord:
         def seconds(mark: Any) -> float:
             return self._clock.seconds(self._origin, mark)
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
-        return StepRecord(self._name, end, spans, self._kept, self._message_bytes)
+        counted = self._watched.values()
+        kept = {op: self._kept[op] for op in counted if op.kind in (OpKind.F, OpKind.I)}
+        most = {op: self._most[op] for op in counted}
+        return StepRecord(self._name, end, spans, kept, most, self._message_bytes)
 
 
 def _name_of(schedule: _torch.PipelineSchedule) -> str:
@@ -245,20 +268,37 @@ class _DeviceClock:
         return start.elapsed_time(end) / 1000
 
 
+class _Bytes(NamedTuple):
+    """What a piece of code has allocated and not freed."""
+
+    kept: int
+    """At its end."""
+    most: int
+    """At any time."""
+
+
+_SILENT = "99"
+"""Of torch's profiler, which else writes lines on the screen for each op that is measured on a CPU."""
+
+
 @contextmanager
-def _allocated(device: torch.device) -> Iterator[Callable[[], int]]:
-    """The bytes that a piece of code allocates and does not free."""
+def _allocated(device: torch.device) -> Iterator[Callable[[], _Bytes]]:
+    """Within, allocations count. Ask afterwards."""
     if device.type != "cpu":
-        total = torch.get_device_module(device).memory_allocated
-        before = total(device)
-        yield lambda: total(device) - before
+        memory = torch.get_device_module(device)
+        # The peak of the job itself, which TorchTitan logs, is then that since this op.
+        memory.reset_peak_memory_stats(device)
+        before = memory.memory_allocated(device)
+        yield lambda: _Bytes(memory.memory_allocated(device) - before, memory.max_memory_allocated(device) - before)
         return
-    label = "zbpipe: bytes kept"
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
-        record_function(label),
-    ):
-        yield lambda: sum(event.cpu_memory_usage for event in seen.events() if event.name == label)
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        yield lambda: _sum_up(_torch.allocations(seen))
+
+
+def _sum_up(changes: Iterable[int]) -> _Bytes:
+    held = list(accumulate(changes, initial=0))
+    return _Bytes(held[-1], max(held))
 
 
 def _num_bytes(values: Any) -> int:

@@ -23,7 +23,7 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import Messages, messages_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
-from zbpipe.views.perfetto import perfetto
+from zbpipe.views.perfetto import write_perfetto
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ def write_trace(
 
     Args:
         schedule: any of zbpipe's or torch's.
-        file: the job's first rank writes it after the step. If that fails, it logs a warning.
+        file: the job's first rank writes it after the step, gzipped if its name ends in `.gz`. If that fails, it logs a
+            warning.
         step: counted from the next one as 1.
         done: called with a line for the log, on the rank that wrote the file.
 
@@ -57,7 +58,7 @@ def write_trace(
         if dist.get_rank() != 0:
             return
         try:
-            Path(file).write_text(perfetto(planned, measured=measured))
+            write_perfetto(file, planned, measured=measured)
         except OSError as error:
             logger.warning("the trace of this step cannot be written: %s", error)
             return
@@ -82,7 +83,7 @@ def timelines(
     stages = _torch.stages_of(schedule)
     if links is None:
         links = measure_links(stages, record.message_bytes)
-    table = RankTable(seconds_by_kind([record]), {}, links, record.message_bytes)
+    table = RankTable(seconds_by_kind([record]), {}, {}, links, record.message_bytes)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
     costs = combined([each for each, _ in everything], rank_of(stages[0])).costs

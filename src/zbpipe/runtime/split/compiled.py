@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -189,6 +190,7 @@ class _Slots(torch.autograd.Function):
     def backward(ctx: Any, *carried: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.sites)
         end = len(carried)
+        casts: dict[tuple[object, ...], Tensor] = {}
         # From the last to the first, in autograd's order; W takes them from the end of the list.
         for n in reversed(range(len(ctx.sites))):
             (deferral, use, slots), weight = ctx.sites[n], ctx.weights[n]
@@ -196,11 +198,21 @@ class _Slots(torch.autograd.Function):
             end -= len(slots)
             if x is None or dy is None:  # the layer's result was not used
                 continue
+            if use.function is F.linear and x.dtype.itemsize > dy.dtype.itemsize:
+                x = _cast(x, dy.dtype, casts)
             args, options = use.arguments(cast(Sequence[Tensor], more))
             pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), args, options)
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients
+
+
+def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:
+    """Under autocast layers with the same x return that. If each cast it within the region, each had its own result."""
+    place = x.data_ptr(), x.shape, x.stride(), dtype
+    if place not in casts:
+        casts[place] = x.to(dtype)
+    return casts[place]
 
 
 def _without_memory(like: Spec) -> Tensor:

@@ -38,7 +38,7 @@ from zbpipe.runtime.split.products import (
     require_shape,
     rows,
 )
-from zbpipe.runtime.split.slots import Exit, Use, autocast, linear_in_slots, use_of_linear, use_of_product
+from zbpipe.runtime.split.slots import Exit, Use, linear_in_slots, use_of_linear, use_of_product
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -126,9 +126,10 @@ class Deferral:
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
-        if _torch.any_autocast():
-            input = autocast(input)
-        y: Tensor = _DeferredLinear.apply(input, weight, bias, self, target)
+        x = input
+        if _torch.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
+            x = _SharedCast.apply(x, dtype, self.gradients)
+        y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
         if self.seen is not None and (own := self._named(weight)):
             self.seen.append(use_of_linear(*own, input, y))
         return y
@@ -285,6 +286,27 @@ class Due(Enum):
     """This backward computes other gradients only."""
 
 
+def _dtype_to_keep(x: Tensor) -> torch.dtype:
+    """Of an x that autocast casts: the result's, if it is smaller. Otherwise W casts it again."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
+        return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
+    return x.dtype
+
+
+class _SharedCast(torch.autograd.Function):
+    """x in autocast's dtype; layers with the same x get the same memory, and each gives its own dX."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradients: WeightGradients) -> Tensor:
+        ctx.dtype = x.dtype
+        return gradients.cast(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx.to(ctx.dtype), None, None
+
+
 class _DeferredLinear(torch.autograd.Function):
     """y = x W^T + b, whose backward gives dX and db at once and defers dW if something records.
 
@@ -304,13 +326,12 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
-        dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight)) if of_x else None
+        dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight).to(x.dtype)) if of_x else None
         x, dy = _alone(x, dy)
-        x, dy = rows(x), rows(dy)
         pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
         is_due = due(ctx.deferral, pending, ctx.next_functions[1][0])
         dw = LINEAR.weight_gradient(dy, x) if is_due is Due.NOW else None
-        db = dy.sum(0, dtype=ctx.bias_dtype) if of_bias else None
+        db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None
 
 

@@ -1,56 +1,86 @@
-"""Nobody else may change x or dY of a deferred product in place between I and W.
+"""What waits between I and W lies in memory of its own, and keeps no more of it than it needs.
 
-Autograd passes gradients on without copies, so dY may share its memory with a `.grad`: a parameter that is added
-through a view gets a view of dY as its gradient, and later microbatches add to it in place. Likewise x may be a buffer
-that a module uses again, or a backward may keep the gradient that it got. So I ends by copying all memory that somebody
-else holds, too.
+Nobody else may change x or dY of a deferred product in place between I and W. Autograd passes gradients on without
+copies, so dY may share its memory with a `.grad`: a parameter that is added through a view gets a view of dY as its
+gradient, and later microbatches add to it in place. Likewise x may be a buffer that a module uses again, or a backward
+may keep the gradient that it got. So I ends by copying all memory that somebody else holds, too.
+
+It also copies small parts of large tensors, such as the last token's hidden states, so that the rest becomes free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.products import PendingGradient
 
+_WASTE = 2
+"""Where memory is this many times what waits in it, what waits is copied: the copy takes at most what it frees."""
 
-def take_over(pending: Sequence[PendingGradient], known: Iterable[Tensor]) -> None:
-    """Copy x and dY in `pending` where others hold their memory, too.
+
+def take_over(pending: Sequence[PendingGradient]) -> None:
+    """Copy x and dY in `pending` where others hold their memory, too, or where most of it is of no more use.
 
     Args:
         pending: all that one I has deferred.
-        known: tensors that others hold but never change.
     """
-    accounted: dict[int | None, int] = {}
-    """By memory, how many tensors known here lie in it."""
-    storages = [(_count(gradient.x, accounted), _count(gradient.dy, accounted)) for gradient in pending]
-    ours = list(accounted)
-    for tensor in {id(each): each for each in known}.values():
-        _count(tensor, accounted)
-    shared = {storage for storage in ours if storage is None or _torch.num_holders(storage) > accounted[storage]}
-    if shared:
-        _copy(pending, storages, shared)
+    memory: dict[int | None, _Memory] = {}
+    storages = [(_count(gradient.x, memory), _count(gradient.dy, memory)) for gradient in pending]
+    to_copy = {
+        storage
+        for storage, found in memory.items()
+        if storage is None or _torch.num_holders(storage) > found.accounted or found.is_wasted()
+    }
+    if to_copy:
+        _copy(pending, storages, to_copy)
 
 
-def _count(tensor: Tensor, accounted: dict[int | None, int]) -> int | None:
+@dataclass(slots=True)
+class _Memory:
+    """Of some tensors that wait."""
+
+    size: int
+    """Bytes, or 0 if one of the tensors needs them all."""
+    accounted: int = 0
+    """How many of the tensors that hold it are known."""
+    parts: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """Bytes of each tensor that is a part of it."""
+
+    def is_wasted(self) -> bool:
+        return 0 < _WASTE * sum(self.parts.values()) <= self.size
+
+
+def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
-    storage, number = _torch.place_in_memory(tensor)
-    accounted[storage] = accounted.get(storage, 0) + number
+    storage, number, size = _torch.place_in_memory(tensor)
+    found = memory.setdefault(storage, _Memory(size))
+    found.accounted += number
+    if tensor.nbytes < size:
+        found.parts[_part(tensor)] = tensor.nbytes
+    else:
+        found.size = 0
     return storage
 
 
+def _part(tensor: Tensor) -> tuple[object, ...]:
+    """Of its memory."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _copy(
-    pending: Sequence[PendingGradient], storages: Sequence[tuple[int | None, int | None]], shared: set[int | None]
+    pending: Sequence[PendingGradient], storages: Sequence[tuple[int | None, int | None]], to_copy: set[int | None]
 ) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}
 
     def own(tensor: Tensor, storage: int | None) -> Tensor:
-        if storage not in shared:
+        if storage not in to_copy:
             return tensor
         # Several layers may have the same x, which stays one.
-        place = storage or id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        place = storage or id(tensor), *_part(tensor)
         if place not in copies:
             copies[place] = tensor.clone()
         return copies[place]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +71,11 @@ def _linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.t().mm(x.conj())
+    return rows(dy).t().mm(rows(x).to(dy.dtype).conj())
 
 
 LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
-"""`torch.nn.functional.linear` of x: (rows, in). A bias gets its gradient in I.
+"""`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
 For a layer that calls it with a weight of its own: `weight_products = {F.linear: zbpipe.LINEAR}`. `nn.Linear` needs no
 declaration.
@@ -154,7 +155,7 @@ class PendingGradient:
             return
         grad = self.beside if weight.grad is None else weight.grad
         is_linear = self.product is LINEAR and (grad is None or not grad.is_sparse)
-        if is_linear and _add_in_one(weight, grad, self.x, self.dy):
+        if is_linear and _add_in_one(weight, grad, rows(self.x).to(self.dy.dtype), rows(self.dy)):
             return
         gradient = self.gradient()
         if grad is None:
@@ -254,6 +255,7 @@ class WeightGradients:
         # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
+        self._last_cast: _Cast | None = None
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
@@ -267,6 +269,7 @@ class WeightGradients:
             yield pending
         finally:
             self._recording, self.on_trial = None, False
+            self.forget_cast()
 
     def defer(self, gradient: PendingGradient) -> bool:
         """Take over `gradient`; False if nothing records, so that it has to be computed now."""
@@ -277,3 +280,34 @@ class WeightGradients:
         if self.on_trial:
             gradient.accumulate()
         return True
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`.
+
+        Each of several layers with one x would cast it under autocast, and keep its own result.
+        """
+        last = self._last_cast
+        if last is None or not last.is_of(x, dtype):
+            last = self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), x.detach().to(dtype))
+        return last.result.detach()
+
+    def forget_cast(self) -> None:
+        """Let go of the last result of `cast`."""
+        self._last_cast = None
+
+
+class _Cast(NamedTuple):
+    source: ReferenceType[Tensor]
+    version: int
+    """How often it had been changed in place."""
+    hooks: object
+    """A checkpoint repeats what runs within, so nothing within may depend on what ran before."""
+    result: Tensor
+
+    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
+        return (
+            self.source() is x
+            and self.version == _torch.version_of(x)
+            and self.result.dtype == dtype
+            and self.hooks == _torch.saving_hooks()
+        )

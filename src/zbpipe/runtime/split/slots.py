@@ -163,19 +163,10 @@ class Exit:
 
 def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, exit: Exit | None) -> Tensor:
     """`F.linear` while it is being compiled."""
-    input = autocast(input)
     slots = exit.take() if exit is not None and exit.takes(rows(input)) else None
     if slots is None:
         return F.linear(input, weight, bias)
     return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
-
-
-def autocast(x: Tensor) -> Tensor:
-    """Under autocast the product runs in autocast's dtype, so the x to keep has it, too; the weight is cast later."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
 
 
 class _LinearInSlots(torch.autograd.Function):
@@ -185,12 +176,12 @@ class _LinearInSlots(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight, bias)
+        return _torch.without_base(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dx = LINEAR.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        dx = LINEAR.input_gradient(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
         dy = rows(dy)
         db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, None, db, rows(x.detach()), dy
@@ -207,7 +198,7 @@ class _ProductInSlots(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *more)
         ctx.exit = exit
         args, options = filled_in(exit.constants, exit.names, more)
-        return exit.function(x, weight, *args, **options)  # type: ignore[no-any-return]
+        return _torch.without_base(exit.function(x, weight, *args, **options))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -72,6 +72,11 @@ def tries_out(stage: _torch.Stage) -> bool:
     return isinstance(stage, _SplitBackward) and stage._num_split == 0
 
 
+def waiting_for_w(stage: _torch.Stage, microbatch: int) -> Sequence[PendingGradient]:
+    """What the I of this microbatch has deferred; nothing where that is over, or the split is torch's own."""
+    return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
+
+
 def in_products(stage: _torch.Stage) -> frozenset[str]:
     """The names of the parameters whose gradient is a product, known once an F ran."""
     if not isinstance(stage, _SplitBackward):
@@ -244,7 +249,7 @@ def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
 
 def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
     if not is_split(stage):
-        # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
+        _torch.own(stage)
         stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_deferred={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
@@ -279,6 +284,7 @@ class _SplitBackward(_torch.OwnStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
+        self._gradients.forget_cast()
         # In the first F compiled regions run without the compiler, so autograd's graph shows every product.
         if self._num_split == 0 and not self._factors and self.has_backward:
             self._factors = _torch.parameters_in_products(_torch.tree_leaves(output))
@@ -304,11 +310,8 @@ class _SplitBackward(_torch.OwnStage):
             pending.clear()
             _torch.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, pending)
-        take_over(pending, _torch.received(self, bwd_chunk_id))
+        take_over(pending)
         self._deferred[bwd_chunk_id] = pending
-        # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input.
-        if loss is not None and not _torch.is_view(loss):
-            loss.detach_()
         self._num_split += 1
         if self._num_split == _REPORT_AFTER:
             _report_what_stays_in_i(self)

@@ -1,0 +1,86 @@
+"""A step of torch's executor that begins before it is known whether it counts. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
+
+from zbpipe.running_ahead import RunAhead
+from zbpipe.runtime._torch.buffers import release_receives
+from zbpipe.runtime._torch.pipelining import actions_in
+
+
+class _StepIsVoidError(Exception):
+    """What ran ahead does not count."""
+
+
+class _CutList(list[_Action]):
+    """All actions of a rank. Torch's executor iterates it once: first what runs ahead, then what the verdict allows."""
+
+    def __init__(
+        self,
+        before: Sequence[_Action],
+        after: Sequence[_Action],
+        drain: Sequence[_Action],
+        verdict: Callable[[], bool],
+    ) -> None:
+        super().__init__((*before, *after))
+        self._before = before
+        self._after = after
+        self._drain = drain
+        self._verdict = verdict
+
+    def __iter__(self) -> Iterator[_Action]:
+        yield from self._before
+        if self._verdict():
+            yield from self._after
+            return
+        yield from self._drain
+        # The executor's loop does not expect an error of its list, so it neither logs it nor calls it a failure.
+        raise _StepIsVoidError
+
+
+def run_ahead(
+    runtime: _PipelineScheduleRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]
+) -> bool:
+    """Run a step whose first actions run ahead of `verdict`; returns whether the step counts.
+
+    If not, all messages that are under way have arrived, and the stages are as before the step, except for what their
+    forwards have changed in buffers and in random states.
+
+    Args:
+        runtime: whose present lists are those that were cut.
+        cut: the lists of all ranks.
+        verdict: called once, after what runs ahead.
+        run: runs torch's executor on the present lists.
+    """
+    lists, rank = runtime.pipeline_order_with_comms, runtime.rank
+    before, after, drain = (actions_in(lists[rank], rows[rank]) for rows in (cut.before, cut.after, cut.drain))
+    cut_list = _CutList(before, after, drain, verdict)
+    runtime.pipeline_order_with_comms = {**lists, rank: cut_list}
+    try:
+        run()
+    except _StepIsVoidError:
+        _forget_step(runtime)
+        return False
+    finally:
+        runtime.pipeline_order_with_comms = lists
+    return True
+
+
+def _forget_step(runtime: _PipelineScheduleRuntime) -> None:
+    for received in runtime.fwd_recv_ops.values():
+        _wait_batch_p2p(received)  # type: ignore[no-untyped-call, unused-ignore]
+    runtime.fwd_recv_ops.clear()
+    for stage in runtime._stages:
+        if stage.stage_index in runtime.unshard_ops:
+            runtime._assert_unsharded(stage)
+        # Weights that FSDP gathered are those of the step that does not count.
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        runtime.unsharded_stages.discard(stage.stage_index)
+        stage.clear_runtime_states()
+        release_receives(stage)

@@ -1,0 +1,147 @@
+"""The lean schedules as classes on torch's executor: they adapt to the checkpointing that they find."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe import registry
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement
+from zbpipe.runtime import _torch, agreement, checks
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.transformer import Checkpointing, typical_costs
+
+_COMM = 0.01
+"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.unknown_costs`."""
+
+logger = logging.getLogger(__name__)
+
+
+class LeanSchedule(RegisteredSchedule):
+    """A schedule in which W waits only where there is room for it. How much waits depends on the checkpointing.
+
+        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    It takes what all of zbpipe's schedules take, and
+
+    Args:
+        stages: all stages of this rank, already wrapped for checkpointing; likewise `n_microbatches`, `loss_fn`,
+            `args` and `options` as for every schedule of zbpipe's.
+        checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
+            `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
+        costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
+
+    Raises:
+        ValueError: as for every schedule, or an unknown checkpointing.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *args: Any,
+        checkpointing: Checkpointing | str | None = None,
+        costs: CostModel | None = None,
+        **options: Any,
+    ) -> None:
+        found = None if checkpointing is None else Checkpointing.parse(checkpointing)
+        is_sure = costs is not None or found is not None
+        if costs is None:
+            ordered, placement = checks.placed(stages, registry.lookup(self.schedule_name))
+            found = found or checkpointing_of(ordered)
+            costs = usual_costs(placement, found)
+        super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, **options)
+        self.checkpointing = found
+        """That the schedule is made for; None if it is made for measured costs."""
+        self._unsure = None if is_sure else self.schedule
+        """What the other ranks may not have made."""
+
+    def settle(self) -> None:
+        """All ranks have to run one schedule, and a rank may have nothing but an embedding."""
+        unsure, self._unsure = self._unsure, None
+        if unsure is None or unsure is not self.schedule or self.checkpointing is None:
+            return
+        stage = _torch.stages_of(self)[0]
+        words = agreement.answers(
+            self, self.schedule_name, "checkpointing", self.checkpointing, stage.group, stage.device
+        )
+        agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
+        logger.info("%s is made for %s activation checkpointing, as the modules show", self.schedule_name, agreed)
+        if agreed is not self.checkpointing:
+            self.checkpointing = agreed
+            costs = usual_costs(self.placement, agreed)
+            self.adopt(self.made_for(costs), costs)
+
+
+def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:
+    """What a lean schedule is made for if nothing is measured."""
+    return typical_costs(placement, checkpointing, comm=_COMM)
+
+
+def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
+    """The activation checkpointing of these stages, from torch's `checkpoint_wrapper` around their layers.
+
+    It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped; otherwise it
+    is full. Models of transformers say it themselves (`gradient_checkpointing`). What else calls
+    `torch.utils.checkpoint` in its forward is not seen: then say it (`checkpointing=`).
+    """
+    modules = [module for stage in stages for module in stage.submod.modules()]
+    parts = [part for stage in stages for part in _torch.checkpointed_parts(stage.submod)]
+    if not parts:
+        says_so = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+        return Checkpointing.FULL if says_so else Checkpointing.NONE
+    inside = {id(module) for wrapped, _ in parts for module in wrapped.modules()}
+    classes = {type(wrapped) for wrapped, _ in parts}
+    some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
+    keeps_some = any(keeps for _, keeps in parts)
+    return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
+
+
+class ScheduleZBVLean(LeanSchedule):
+    """The shortest step in 1F1B's memory, two stages a rank in a V: the one to try first.
+
+        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zbv_lean` for its definition.
+    """
+
+    schedule_name = "ZBVLean"
+
+
+class ScheduleZBH1Lean(LeanSchedule):
+    """The shortest step in 1F1B's memory with one stage a rank.
+
+        schedule = zbpipe.ScheduleZBH1Lean(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.zbh1_lean` for its definition.
+    """
+
+    schedule_name = "ZBH1Lean"
+
+
+class ScheduleVHalfLean(LeanSchedule):
+    """The shortest step in half of 1F1B's activations, two stages a rank in a V.
+
+        schedule = zbpipe.ScheduleVHalfLean(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.v_half_lean` for its definition.
+    """
+
+    schedule_name = "VHalfLean"
+
+
+class ScheduleVMinLean(LeanSchedule):
+    """The shortest step in a third of 1F1B's activations, two stages a rank in a V.
+
+        schedule = zbpipe.ScheduleVMinLean(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    See `zbpipe.algorithms.v_min_lean` for its definition.
+    """
+
+    schedule_name = "VMinLean"

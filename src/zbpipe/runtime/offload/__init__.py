@@ -1,0 +1,1 @@
+"""Copies to the host and back beside the computations of a schedule."""

@@ -1,0 +1,140 @@
+"""A rank's copies, issued between its computations as its list has them."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from zbpipe.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
+from zbpipe.runtime import _torch
+from zbpipe.runtime.offload.copiers import Copier, HostCopy
+from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else, pairs
+from zbpipe.runtime.split.stage import waiting_for_w
+from zbpipe.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """Runs the copies of one rank around its computations: `around` takes each of them.
+
+    Args:
+        runtime: the schedule that runs, whose stages are split already.
+        copier: for the device of its stages.
+    """
+
+    def __init__(self, runtime: _torch.ScheduleRuntime, copier: Copier) -> None:
+        self.copier = copier
+        self._runtime = runtime
+        self._stages = {stage.stage_index: stage for stage in _torch.stages_of(runtime)}
+        self._ops: frozenset[Op] = frozenset()
+        self._issued: Mapping[Op, list[Op]] = {}
+        self._released: Mapping[Op, list[Op]] = {}
+        self._told: set[tuple[int, OpKind]] = set()
+        self.begin_step()
+
+    def follow(self, timeline: Timeline) -> None:
+        """Run the copies of this schedule from the next step on."""
+        rank = timeline.schedule.placement.rank_of[next(iter(self._stages))]
+        self._issued = _issued_after(timeline.schedule, rank)
+        self._released = _released_after(timeline, rank)
+        self._ops = frozenset(copy for copies in self._issued.values() for copy in copies)
+
+    def begin_step(self) -> None:
+        """Forget what a failed step has left."""
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._copies: dict[Op, HostCopy] = {}
+        """By the op that copied it out."""
+        self._unreleased: set[Op] = set()
+        self._before_loss: set[Op] = set()
+
+    def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        """Run a computation, and the copies that are issued behind it."""
+        if not self._ops or not _torch.trains(self._runtime):
+            return compute()
+        op = Op(stage, OpKind(kind), microbatch)
+        reload = reload_before(op)
+        if reload in self._ops:
+            self.copier.wait(self._copies.pop(_copied_out_by(reload)))
+        with self._saving(op):
+            result = compute()
+        if self._loss_comes(op):
+            return result
+        for copy in self._issued.get(op, ()):
+            self._issue(copy)
+        for copy in self._released.get(op, ()):
+            self._release(copy)
+        return result
+
+    def _saving(self, op: Op) -> Any:
+        if op.kind is not OpKind.F or op._replace(kind=OpKind.OF) not in self._ops:
+            return nullcontext()
+        return self._saved.setdefault((op.stage, op.microbatch), Saved()).recorded()
+
+    def _loss_comes(self, op: Op) -> bool:
+        """Whether this is the first of the two parts of an F of the last stage, whose second part is the loss."""
+        if op.kind is not OpKind.F or not self._stages[op.stage].is_last or op in self._before_loss:
+            return False
+        self._before_loss.add(op)
+        return True
+
+    def _issue(self, copy: Op) -> None:
+        if copy.kind not in OFFLOADS:
+            out = _copied_out_by(copy)
+            self._release(out)
+            self.copier.back(self._copies[out])
+            return
+        stage = self._stages[copy.stage]
+        if copy.kind is OpKind.OF:
+            tensors = self._saved.pop((copy.stage, copy.microbatch)).alive()
+        else:
+            tensors = pairs(waiting_for_w(stage, copy.microbatch))
+        storages = held_by_nobody_else(tensors, self.copier.smallest)
+        del tensors
+        self._copies[copy] = self.copier.out(storages)
+        self._unreleased.add(copy)
+        self._tell(copy)
+
+    def _release(self, copy: Op) -> None:
+        if copy in self._unreleased:
+            self._unreleased.remove(copy)
+            self.copier.release(self._copies[copy])
+
+    def _tell(self, copy: Op) -> None:
+        """Once for each stage how much went, since what others hold stays."""
+        what, num_bytes = (copy.stage, copy.kind), self._copies[copy].num_bytes
+        if num_bytes and what not in self._told:
+            self._told.add(what)
+            logger.info("%s copies %.1f MiB to the host", copy, num_bytes / 2**20)
+
+
+def _copied_out_by(reload: Op | None) -> Op:
+    assert reload is not None
+    return reload._replace(kind=OpKind.OF if reload.kind is OpKind.RF else OpKind.OI)
+
+
+def _issued_after(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
+    """By computation the copies that stand behind it in the list."""
+    found: dict[Op, list[Op]] = defaultdict(list)
+    computation = None
+    for op in schedule.ops[rank]:
+        if op.kind in COMPUTATIONS:
+            computation = op
+        elif computation is not None:
+            found[computation].append(op)
+    return found
+
+
+def _released_after(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
+    """By computation the copies out whose memory is freed behind it: of those that begin before they end the last."""
+    found: dict[Op, list[Op]] = defaultdict(list)
+    spans = timeline.spans[rank]
+    for copy in timeline.copies[rank] if timeline.copies else ():
+        if copy.op.kind in OFFLOADS:
+            # A copy that takes no time is one of which nothing is known.
+            begun = [span.op for span in spans if span.start < copy.end or copy.end == copy.start == span.start]
+            found[begun[-1]].append(copy.op)
+    return found

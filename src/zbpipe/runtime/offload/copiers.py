@@ -1,0 +1,153 @@
+"""How memory goes to the host and back: on a GPU's own streams, and a stand-in for both on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove, string_at
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Storages = Sequence[torch.UntypedStorage]
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """What a copier has copied out."""
+
+    storages: Storages
+    """On the device, and of no bytes while the copy alone has them."""
+    sizes: tuple[int, ...]
+    """Their bytes."""
+    host: list[Any]
+    """Their content."""
+    event: torch.cuda.Event | None = None
+    """The end of the last copy, out or back."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class Copier(Protocol):
+    """Copies storages: `out`, `release`, `back`, `wait`, in this order. Nobody uses them in between."""
+
+    smallest: int
+    """Bytes of a storage below which a copy is not worth it."""
+
+    def out(self, storages: Storages) -> HostCopy:
+        """Begin to copy to the host, behind all that was computed so far."""
+
+    def release(self, copy: HostCopy) -> None:
+        """Free the memory on the device; what is computed from now on waits until the copy is over."""
+
+    def back(self, copy: HostCopy) -> None:
+        """Take memory on the device again and begin to copy back."""
+
+    def wait(self, copy: HostCopy) -> None:
+        """What is computed from now on waits until the copy back is over; the host's memory is free."""
+
+
+def copier_for(device: torch.device) -> Copier:
+    """The one for this device.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if device.type == "cuda":
+        return GpuCopier(device)
+    if device.type == "cpu":
+        return StandIn()
+    raise ValueError(
+        f"offload copies from GPUs (device type cuda, ROCm's too), and on the CPU for tests, not from {device.type}:"
+        " leave it out"
+    )
+
+
+class GpuCopier:
+    """Copies through pinned memory, with a stream for each direction. Not tried on a GPU so far.
+
+    Memory is freed and taken in the order of the stream that computes, so that the allocator gives it to nobody whose
+    kernels could run before the copy is over; so there is no `record_stream`.
+    """
+
+    smallest = 2**16
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def out(self, storages: Storages) -> HostCopy:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        sizes = tuple(storage.nbytes() for storage in storages)
+        with torch.cuda.stream(self._out):
+            host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            for there, storage in zip(host, storages, strict=True):
+                there.copy_(bytes_of(storage), non_blocking=True)
+        return HostCopy(storages, sizes, host, self._out.record_event())
+
+    def release(self, copy: HostCopy) -> None:
+        self.wait_for(copy)
+        for storage in copy.storages:
+            storage.resize_(0)
+
+    def back(self, copy: HostCopy) -> None:
+        for storage, size in zip(copy.storages, copy.sizes, strict=True):
+            storage.resize_(size)
+        # The memory may be that of a tensor which the kernels before this one still use.
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._back):
+            for there, storage in zip(copy.host, copy.storages, strict=True):
+                bytes_of(storage).copy_(there, non_blocking=True)
+        copy.event = self._back.record_event()
+
+    def wait(self, copy: HostCopy) -> None:
+        self.wait_for(copy)
+        copy.host.clear()
+
+    def wait_for(self, copy: HostCopy) -> None:
+        assert copy.event is not None
+        torch.cuda.current_stream(self._device).wait_event(copy.event)
+
+
+class StandIn:
+    """Copies within the CPU's memory, at once. The memory that stands for the device's is freed and taken all the same.
+
+    The copies are no tensors, so that whoever counts the bytes of tensors sees the device's alone.
+    """
+
+    smallest = 0
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """On the host now."""
+        self.copied = 0
+        """Bytes that went out so far."""
+
+    def out(self, storages: Storages) -> HostCopy:
+        sizes = tuple(storage.nbytes() for storage in storages)
+        host = [string_at(storage.data_ptr(), size) for storage, size in zip(storages, sizes, strict=True)]
+        for storage in storages:
+            storage.resize_(0)
+        self.num_bytes += sum(sizes)
+        self.copied += sum(sizes)
+        return HostCopy(storages, sizes, host)
+
+    def release(self, copy: HostCopy) -> None:
+        """It is free already."""
+
+    def back(self, copy: HostCopy) -> None:
+        for storage, size, content in zip(copy.storages, copy.sizes, copy.host, strict=True):
+            storage.resize_(size)
+            memmove(storage.data_ptr(), content, size)
+        self.num_bytes -= copy.num_bytes
+
+    def wait(self, copy: HostCopy) -> None:
+        copy.host.clear()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The content of a storage as a tensor of bytes in the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,1 @@
+"""The optimizer step that no rank waits for."""

@@ -1,0 +1,91 @@
+"""The norm of all gradients of a pipeline: what a rank knows of it alone, and the vote of all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import fsum, inf, isfinite, sqrt
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those with a gradient, parted by the device mesh that shares them: torch computes norms of one mesh at a time."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
+    for each in parameters:
+        if each.grad is not None:
+            found[each.grad.device_mesh if isinstance(each.grad, DTensor) else None].append(each)
+    return list(found.values())
+
+
+def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The square of the norm of a pipeline rank's gradients, a scalar in float32, the same on all that share them."""
+    square = torch.zeros((), device=device)
+    for group in by_mesh(parameters):
+        norm = get_total_norm([each.grad for each in group if each.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        square += norm.to(square.dtype) ** 2
+    return square
+
+
+def clip(
+    parameters: Sequence[Tensor], max_norm: float, pipeline: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """Clip the gradients of all ranks of a pipeline, which wait for each other; returns their norm, a scalar."""
+    total = square_on_rank(parameters, device)
+    dist.all_reduce(total, group=pipeline)
+    total = total.sqrt()
+    if max_norm < inf:
+        for group in by_mesh(parameters):
+            clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+class Votes:
+    """Ranks tell each other the norms of their gradients, one vote a step, while they go on.
+
+    Over gloo, on a thread of its own: a vote on the device would hold up the computations that come next. All ranks get
+    the same numbers in the same order, so that all decide alike, also those of other replicas.
+
+    Args:
+        pipeline_rank: of this rank.
+        num_ranks: of the pipeline.
+        group: with the backend gloo, for nothing else.
+    """
+
+    def __init__(self, pipeline_rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
+        self._rank = pipeline_rank
+        self._num_ranks = num_ranks
+        self._group = group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zbpipe votes")
+
+    def cast(self, square: Tensor, about: str) -> Future[float]:
+        """Tell the square of this rank's norm; the result is the norm over all ranks, infinite if one is not finite.
+
+        Args:
+            square: a scalar, as `square_on_rank` gives it.
+            about: what the vote is about, which has to be the same on all ranks.
+        """
+        return self._thread.submit(self._run, square, float(crc32(about.encode())))
+
+    def _run(self, square: Tensor, about: float) -> float:
+        mine = float(square)
+        # The greatest of every number. Those of replicas are equal, or close to it.
+        ballot = torch.zeros(self._num_ranks + 2, dtype=torch.float64)
+        ballot[self._rank] = mine if isfinite(mine) else inf
+        ballot[-2:] = torch.tensor([about, -about])
+        dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._group)
+        *squares, most, least = ballot.tolist()
+        if most != -least:
+            raise RuntimeError(
+                "the ranks do not validate the same optimizer step: all of them have to call zbpipe.OptimizerStep"
+                " equally often, with the same arguments and schedule"
+            )
+        return sqrt(fsum(squares)) if all(map(isfinite, squares)) else inf

@@ -1,0 +1,302 @@
+"""An optimizer step that no rank waits for: step first, validate the norm of all gradients later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, get_args
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from zbpipe.running_ahead import LEAST_GAIN
+from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.optimizer.backup import Backup, RandomState, Scheduler, parameters_of
+from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
+from zbpipe.runtime.schedules import RegisteredSchedule
+
+OnNonfinite = Literal["propagate", "skip", "raise"]
+_CLOSE = 1e-5
+"""A norm that is at most this share below the limit is looked at again, the synchronous way."""
+_TORCHS_EPSILON = 1e-6
+"""torch clips by max_norm / (norm + 1e-6) if that is below 1."""
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How often which optimizer step was made."""
+
+    synchronous: int = 0
+    """All ranks waited for the norm."""
+    validated: int = 0
+    """Ranks went on, and the norm showed that nothing was to clip."""
+    repeated: int = 0
+    """Ranks went on, and had to step again with clipped gradients."""
+    unlimited: int = 0
+    """There was nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    norm: Future[float]
+    backup: Backup
+
+
+class OptimizerStep:
+    """Clips the gradients of a pipeline, steps optimizers and learning rates, and sets gradients to None.
+
+        step = zbpipe.OptimizerStep(schedule, [optimizer], max_norm=1.0, lr_schedulers=[scheduler])
+        for batch, target in data:
+            schedule.step(batch, target=target)
+            step()
+        step.finish()
+
+    To clip, one needs the norm of the gradients of all ranks, and so an ordinary step makes all ranks wait for the last
+    one. Here a rank that is done steps as if nothing were to clip, and begins the next step. When all ranks are done,
+    the norm is known. Most often it is below `max_norm`, and all is well: the result is that of an ordinary step, to
+    the bit. If not, the rank restores what it changed, clips, steps again, and begins the next step again (Zero Bubble
+    Pipeline Parallelism, arXiv 2401.10241, section 4).
+
+    Until the norm is known there is a copy of the parameters and of the optimizers' state: 12 bytes for each parameter
+    in float32 with AdamW. A step waits for the norm, as an ordinary one does, if the last one clipped, or if
+    `now=True`. With `max_norm=inf` nothing is to wait for, and nothing is copied.
+
+    Args:
+        schedule: of zbpipe's, on its stages. Its gradients have to be scaled when `step` is called.
+        optimizers: any of torch's whose state is tensors and numbers, or others like them. All parameters of this
+            rank's stages that they have are clipped together.
+        max_norm: of the gradients of all ranks together; infinite for no clipping.
+        lr_schedulers: stepped after the optimizers.
+        on_nonfinite: what to do if the norm is infinite or NaN: step all the same, as torch does ("propagate"), "skip"
+            the step, or "raise" FloatingPointError on all ranks.
+        clip: the job's own way to clip the gradients of the whole pipeline, which returns their norm; default: torch's,
+            with one all-reduce over the pipeline.
+        step: the job's own way to step optimizers and learning rates; default: each one's `step()`.
+        predict: whether a step waits if the last one clipped. A job whose steps clip often loses time without it.
+        group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
+
+    Raises:
+        TypeError: `schedule` is none of zbpipe's, or a list holds something else.
+        ValueError: a schedule that gains nothing, an optimizer that cannot step again, or a bad argument.
+    """
+
+    # More than seven parameters: these are keywords that users write.
+    def __init__(
+        self,
+        schedule: RegisteredSchedule,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        max_norm: float = 1.0,
+        lr_schedulers: Scheduler | Sequence[Scheduler] = (),
+        on_nonfinite: OnNonfinite = "propagate",
+        clip: Callable[[], Tensor] | None = None,
+        step: Callable[[], None] | None = None,
+        predict: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(schedule, RegisteredSchedule):
+            raise TypeError(
+                f"OptimizerStep takes a schedule of zbpipe's, as zbpipe.build_pipeline_schedule('ZBV', ...) returns it,"
+                f" got {schedule!r}"
+            )
+        self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
+        _refuse_what_cannot_step_again(self._optimizers)
+        if max_norm is None:
+            raise ValueError("max_norm=None is no limit: give a number above 0, or math.inf for no clipping")
+        arguments.require_above_0("max_norm", max_norm)
+        arguments.require_yes_or_no("predict", predict)
+        arguments.require_group(group)
+        if on_nonfinite not in get_args(OnNonfinite):
+            known = ", ".join(map(repr, get_args(OnNonfinite)))
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown: use one of {known}")
+        self._clip = self._clip_by_torch if clip is None else clip
+        self._step = self._step_each if step is None else step
+        arguments.require_callable(clip=self._clip, step=self._step)
+        self._schedulers = tuple(lr_schedulers) if isinstance(lr_schedulers, (list, tuple)) else (lr_schedulers,)
+        self._schedule = ref(schedule)  # it refers to this object, and keeps process groups alive
+        self._max_norm = max_norm
+        self._on_nonfinite = on_nonfinite
+        self._predict = predict
+        stages = _torch.stages_of(schedule)
+        self._modules = [stage.submod for stage in stages]
+        self._pipeline = stages[0].group
+        self._device = _torch.device_of(stages[0])
+        self._parameters = list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
+        self._pending: _Pending | None = None
+        self._last: Tensor | float | None = None
+        """The norm of the last step, of which the device may know more than the host."""
+        self._number = 0
+        self.counts = StepCounts()
+        """Since the beginning."""
+        self._votes: Votes | None = None
+        if self._validates:
+            self._votes = _votes(stages[0], group)
+            if self._votes and not schedule.changes_by_itself:
+                _require_gain(schedule)
+        schedule.validate_with(self)
+
+    @property
+    def _validates(self) -> bool:
+        return self._max_norm < inf or self._on_nonfinite != "propagate"
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step is not validated yet."""
+        return self._pending is not None
+
+    @property
+    def last_norm(self) -> float | None:
+        """The norm of the gradients in the last step for which it is known; waits for the device."""
+        return None if self._last is None else float(self._last)
+
+    @torch.no_grad()
+    def __call__(self, *, now: bool = False) -> float | None:
+        """One optimizer step, on all ranks at once.
+
+        Args:
+            now: wait for the norm, because the step is to be logged, saved or evaluated.
+
+        Returns:
+            The norm of all gradients if `now`, else None.
+
+        Raises:
+            ValueError: a sparse gradient.
+            FloatingPointError: the norm is not finite, and the step was told to raise. Where that is found in the next
+                `schedule.step`, it is the cause of a PipelineError.
+        """
+        self.finish()
+        self._refuse_sparse_gradients()
+        self._number += 1
+        if not self._validates:
+            norm = self._clip() if now else None
+            self._step()
+            self._drop_gradients()
+            self._last = self._last if norm is None else norm
+            self._count("unlimited")
+        elif now or self._votes is None or not self._runs_ahead() or (self._predict and self._clipped()):
+            self._step_synchronously()
+            self._count("synchronous")
+        else:
+            self._step_ahead(self._votes)
+        return self.last_norm if now else None
+
+    def finish(self) -> None:
+        """Wait until the last step is validated: before a checkpoint, an evaluation, and the end of the job."""
+        if self._pending is not None and not self.verdict():
+            self.redo()
+
+    def verdict(self) -> bool:
+        """Wait for the norm; if nothing is to clip, the step counts, and the gradients go."""
+        assert self._pending is not None
+        self._last = norm = self._pending.norm.result()
+        if self._clips(norm):
+            return False
+        self._pending = None
+        self._drop_gradients()
+        self._count("validated")
+        return True
+
+    @torch.no_grad()
+    def redo(self) -> None:
+        """After a verdict against it: make the step again as an ordinary one. All ranks wait for each other."""
+        assert self._pending is not None
+        random = RandomState.now(self._device)
+        self._pending.backup.restore()
+        self._pending = None
+        self._step_synchronously()
+        random.restore()
+        self._count("repeated")
+
+    def _step_ahead(self, votes: Votes) -> None:
+        about = f"step {self._number}, {self._max_norm}, {self._on_nonfinite}"
+        norm = votes.cast(square_on_rank(self._parameters, self._device), about)
+        backup = Backup(self._optimizers, self._schedulers, self._modules, self._device)
+        self._pending = _Pending(norm, backup)
+        self._step()
+
+    def _step_synchronously(self) -> None:
+        self._last = self._clip()
+        if self._on_nonfinite == "propagate" or torch.isfinite(torch.as_tensor(self._last)):
+            self._step()
+        elif self._on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"the norm of the gradients is {self.last_norm} in optimizer step {self._number}: lower the learning"
+                " rate, or skip such steps with on_nonfinite='skip'"
+            )
+        self._drop_gradients()
+
+    def _step_each(self) -> None:
+        for each in (*self._optimizers, *self._schedulers):
+            each.step()
+
+    def _clip_by_torch(self) -> Tensor:
+        return clip(self._parameters, self._max_norm, self._pipeline, self._device)
+
+    def _clipped(self) -> bool:
+        """Whether the last step did, or is the first."""
+        return self._last is None or self._clips(float(self._last))
+
+    def _clips(self, norm: float) -> bool:
+        """Whether gradients of this norm are clipped, or so close to it that another order of the sum may tell."""
+        return not norm * (1 + _CLOSE) + _TORCHS_EPSILON < self._max_norm
+
+    def _runs_ahead(self) -> bool:
+        schedule = self._schedule()
+        return schedule is not None and schedule.runs_ahead
+
+    def _drop_gradients(self) -> None:
+        for each in self._parameters:
+            each.grad = None
+
+    def _refuse_sparse_gradients(self) -> None:
+        for each in self._parameters:
+            if each.grad is not None and each.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(each.shape)} has a sparse gradient, whose norm torch does not"
+                    " compute: use sparse=False in its layer, or the optimizer's own step"
+                )
+
+    def _count(self, which: str) -> None:
+        counts = vars(self.counts)
+        self.counts = StepCounts(**{**counts, which: counts[which] + 1})
+
+
+def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> tuple[Optimizer, ...]:
+    found = (given,) if isinstance(given, kind) else given
+    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(each, kind) for each in found):
+        raise TypeError(f"OptimizerStep takes {name} of torch.optim, for example [optimizer], got {given!r}")
+    return tuple(found)
+
+
+def _refuse_what_cannot_step_again(optimizers: Sequence[Optimizer]) -> None:
+    for each in optimizers:
+        if isinstance(each, LBFGS):
+            raise ValueError("OptimizerStep cannot step LBFGS, which runs the model itself: use its own step")
+        if getattr(each, "grad_scale", None) is not None or getattr(each, "found_inf", None) is not None:
+            raise ValueError(
+                f"OptimizerStep cannot step {type(each).__name__} with a GradScaler, which judges the gradients of each"
+                " rank for itself: train in bfloat16, or use the scaler's own step"
+            )
+
+
+def _require_gain(schedule: RegisteredSchedule) -> None:
+    gained = schedule.gain_of_running_ahead()
+    if gained < LEAST_GAIN:
+        raise ValueError(
+            f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"
+            " for: use it with ZBV, ZBH2 or ZB2P, or clip and step as usual"
+        )
+
+
+def _votes(stage: _torch.Stage, group: dist.ProcessGroup | None) -> Votes | None:
+    """None if there are no other ranks."""
+    if dist.get_backend(group) == "fake" or dist.get_world_size(group) == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+    return Votes(stage.group_rank, stage.group_size, own)  # type: ignore[arg-type]
