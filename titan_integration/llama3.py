@@ -1,7 +1,7 @@
 """Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
 
-Everything that is not set here is as in TorchTitan's own config of the model. `titan_integration.memory` does the
-arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, without what an op
+Everything that is not set here is as in TorchTitan's own config of the model. `zbpipe.titan.memory` does the
+arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, with what an op
 needs while it runs.
 
 All large jobs have in common:
@@ -39,7 +39,7 @@ class Hardware(NamedTuple):
     gpus: int
     """The fewest; with a multiple of it, FSDP shards the rest, and each GPU needs less memory."""
     kind: str
-    """The smallest kind, one of `titan_integration.memory.GPUS`."""
+    """The smallest kind, one of `zbpipe.titan.memory.GPUS`."""
 
 
 HARDWARE = {
@@ -66,12 +66,13 @@ def llama3_debug() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 52 GiB.
+    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 55 GiB.
 
     1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 22 bytes each (bf16 copy
     2, float32 gradient 4, parameter, reduced gradient and AdamW's moments 16) are 35 GiB. The other ranks have 0.9 to
     1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB a layer and microbatch from F to I (selective), 1.06 GiB from I
-    to W, at most 32 GiB, and 17 on rank 0.
+    to W, at most 32 GiB, and 20 on rank 0, logits and their
+    gradients included.
     """
     return _pipelined(titan.llama3_8b(), "ZBV", pp=8, tp=1, checkpointing="selective")
 
@@ -106,7 +107,7 @@ def llama3_70b_80gb() -> Trainer.Config:
 
 
 def llama3_405b() -> Trainer.Config:
-    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 105 GiB (64 nodes, FSDP 4: 69 GiB).
+    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 105 GiB (64 nodes, FSDP 4: 70 GiB).
 
     126 layers, embedding and head are 128, which is 4 for each of the 32 stages. 25.5 billion parameters a rank, 3.2
     billion on a GPU, with 22 bytes each: 65 GiB (10 bytes with FSDP 4: 30 GiB). 64 microbatches: 0.5 GiB a layer and
@@ -117,7 +118,7 @@ def llama3_405b() -> Trainer.Config:
 
 
 def llama3_405b_288gb() -> Trainer.Config:
-    """The same on MI355X, where ZBV fits: 235 GiB (64 nodes, FSDP 4: 200 GiB).
+    """The same on MI355X, where ZBV fits: 236 GiB (64 nodes, FSDP 4: 200 GiB).
 
     By the simulator ZBV's step is 7 % shorter than V-Half's at 16 ranks and 64 microbatches.
     """

@@ -31,14 +31,24 @@ from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.runtime.substitution import replaced
-from zbpipe.titan import cpu, plug
+from zbpipe.titan import cpu, cut, plug
 from zbpipe.titan.check import check
+from zbpipe.transformer import Checkpointing
 
 logger = logging.getLogger(__name__)
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
-    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
+    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`.
+
+    Raises:
+        ValueError: an option that needs TorchTitan 0.3.
+    """
+    if options.optimizer_step != "synchronous":
+        raise ValueError(
+            f"--zbpipe.optimizer-step {options.optimizer_step} needs TorchTitan 0.3, and this is 0.2: leave it out, or"
+            " use zbpipe.OptimizerStep in a trainer of your own"
+        )
     get_train_spec = train_spec.get_train_spec
 
     class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
@@ -91,7 +101,8 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
         algorithm = plug.known(name)
         config = job_config
         if algorithm is not None and algorithm.source == "zbpipe":
-            modules = _modules_of_stages(algorithm, job_config.parallelism, model_args)
+            whole = cut.Model(model, model_args, job_config.training.seq_len)
+            modules = _modules_of_stages(algorithm, job_config, whole)
             _require_modules(model, modules)
             config = _cut_by_hand(job_config, modules)
         with replaced(pipeline_parallel, **({} if algorithm is None else _helpers(algorithm, options))):
@@ -107,19 +118,25 @@ def pipeline_with(pipelining_fn: plug.PipeliningFunction, options: Options) -> p
     return pipeline
 
 
-def _modules_of_stages(algorithm: Algorithm, parallelism: Any, model_args: Any) -> list[list[str]]:
-    """The names of the modules in each stage: the user's own, or cut evenly as TorchTitan does."""
-    number = plug.num_stages(algorithm, parallelism, model_args.n_layers)
+def _modules_of_stages(algorithm: Algorithm, job_config: JobConfig, model: cut.Model) -> list[list[str]]:
+    """The names of the modules in each stage: the user's own, or cut by work."""
+    parallelism = job_config.parallelism
+    number = plug.num_stages(algorithm, parallelism, model.config.n_layers)
     by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
     if by_hand is not None:
         return by_hand
-    cut: list[list[str]] = pipeline_parallel.generate_llm_fqn_per_model_part(
-        number,
-        model_args.n_layers,
-        parallelism.pipeline_parallel_first_stage_less_layers,
-        parallelism.pipeline_parallel_last_stage_less_layers,
-    )
-    return cut
+    titans: cut.Cut = pipeline_parallel.generate_llm_fqn_per_model_part
+    placement = algorithm.place(parallelism.pipeline_parallel_degree)
+    generate = cut.cutting(titans, placement, parallelism, model, _checkpointing_of(job_config))
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    return generate(number, model.config.n_layers, first, last)
+
+
+def _checkpointing_of(job_config: JobConfig) -> Checkpointing:
+    """What a job's config says. A budget of the compiler's keeps some activations and recomputes others."""
+    mode = job_config.activation_checkpoint.mode
+    return Checkpointing(mode) if mode in list(Checkpointing) else Checkpointing.SELECTIVE
 
 
 def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
@@ -185,7 +202,8 @@ def _helpers(algorithm: Algorithm, options: Options) -> Mapping[str, Callable[..
     ) -> _torch.PipelineSchedule:
         parallelism = job_config.parallelism
         n_microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        built = plug.build(algorithm, stages, n_microbatches, loss_fn, options)
+        how = _checkpointing_of(job_config)
+        built = plug.build(algorithm, stages, n_microbatches, loss_fn, options, how)
         overlaps = parallelism.pipeline_parallel_expert_parallel_overlap
         if overlaps and isinstance(built, pipeline_parallel.ScheduleDualPipeV):
             built.register_custom_function(pipeline_parallel.OVERLAP_F_B, pipeline_parallel.overlap_callback)

@@ -6,7 +6,9 @@ import logging
 from functools import cache
 from typing import Any
 
-from zbpipe.registry import Algorithm, lookup
+from zbpipe.passes import unknown_costs
+from zbpipe.registry import Algorithm, generate, lookup
+from zbpipe.running_ahead import LEAST_GAIN, gain
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.validation import require_valid
@@ -43,6 +45,8 @@ def check(config: Any, options: Options) -> None:
     algorithm = lookup(name)
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
+    if options.optimizer_step == "validated":
+        _check_validated_step(algorithm, config)
     if has_pipeline:
         _check_schedule(algorithm, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
@@ -52,6 +56,26 @@ def check(config: Any, options: Options) -> None:
 
 def _spell(option: str) -> str:
     return f"--zbpipe.{option.replace('_', '-')}"
+
+
+def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
+    what = f"{_spell('optimizer_step')} validated"
+    ranks = config.parallelism.pipeline_parallel_degree
+    if ranks < 2:
+        raise ValueError(f"{what} saves a wait for other pipeline ranks, and this job has none: leave it out")
+    if algorithm.source == "torch":
+        raise ValueError(
+            f"{what} needs one of zbpipe's schedules, and {algorithm.name} is torch's own: use ZBV, or leave it out"
+        )
+    if algorithm.name == "Auto":
+        return
+    schedule = generate(algorithm.name, ranks, _microbatches(config), runs_ahead=True)
+    saved = gain(schedule, unknown_costs(schedule.placement))
+    if saved < LEAST_GAIN:
+        raise ValueError(
+            f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P, or"
+            " leave it out"
+        )
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import get_args
 
-from zbpipe.runtime.options import Options, add_arguments, from_arguments
+from zbpipe.runtime.options import IMPORTED, OptimizerSteps, Options, add_arguments, from_arguments
+from zbpipe.users import import_modules
 
 _PREFIX = "--zbpipe."
 
@@ -17,13 +19,18 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     >>> options.trace, rest
     ('step.json', ['--training.steps', '10'])
 
-    An unknown argument that begins with `--zbpipe.` ends the program with an error, as in TorchTitan's parser.
+    An unknown argument that begins with `--zbpipe.` ends the program with an error, as in TorchTitan's parser. Modules
+    that `--zbpipe.import` names are imported.
     """
     parser = _parser()
     found, rest = parser.parse_known_args(arguments)
     for argument in rest:
         if argument.startswith(_PREFIX):
             parser.error(f"unknown argument {argument}")
+    try:
+        import_modules(found.imported)
+    except ValueError as error:
+        parser.error(str(error))
     return from_arguments(vars(found)), rest
 
 
@@ -45,5 +52,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    add_arguments(parser, _PREFIX)
+    add = add_arguments(parser, _PREFIX)
+    add(f"{_PREFIX}import", **IMPORTED)
+    add(
+        f"{_PREFIX}optimizer-step",
+        dest="optimizer_step",
+        choices=get_args(OptimizerSteps),
+        default=Options.optimizer_step,
+        help="Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or"
+        " step when they are done, and validate the norm while the next step begins (validated). Default: %(default)s.",
+    )
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,6 +14,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.measure.trace import timelines
+from zbpipe.runtime.schedules import RegisteredSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,13 @@ class PipelineMetrics:
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
+            **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in _optimizer_steps(schedule).items()},
         }
+
+
+def _optimizer_steps(schedule: _torch.PipelineSchedule) -> Mapping[str, int]:
+    """How many of each kind there were, if zbpipe makes them."""
+    return schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
 
 
 class _Reported(NamedTuple):

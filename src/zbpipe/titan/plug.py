@@ -17,11 +17,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.registry import Algorithm, lookup
 from zbpipe.runtime import _torch, agreement, checks, job
-from zbpipe.runtime.build import require_splittable
+from zbpipe.runtime.build import require_splittable, schedule_class
+from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.titan import monitor
 from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
+from zbpipe.transformer import Checkpointing
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
@@ -67,9 +69,16 @@ def build(
     n_microbatches: int,
     loss_fn: Callable[..., Tensor],
     options: Options,
+    checkpointing: Checkpointing,
     **more: Any,
 ) -> _torch.PipelineSchedule:
-    """The schedule on this rank's stages. It does not scale gradients, because TorchTitan does."""
+    """The schedule on this rank's stages. It does not scale gradients, because TorchTitan does.
+
+    TorchTitan compares the ranks' schedules before a first step could: so the config says the checkpointing, not what
+    each rank sees in its own modules.
+    """
+    if issubclass(schedule_class(algorithm.name), LeanSchedule):
+        more["checkpointing"] = checkpointing
     logger.info(
         "Using %s's pipeline schedule %s with %d microbatches", algorithm.source, algorithm.name, n_microbatches
     )
@@ -81,6 +90,8 @@ def build(
             stages[0].num_stages,
         )
     built = job.build(algorithm, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
+    if isinstance(built, LeanSchedule):
+        logger.info("%s is made for %s activation checkpointing", algorithm.name, checkpointing)
     if isinstance(built, RegisteredSchedule):
         logger.info("Messages: %s receives, for the transport %r", built.receives, str(built.transport))
     return built

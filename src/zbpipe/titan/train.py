@@ -10,6 +10,7 @@ With torchtitan 0.2.2 these are `--job.config_file FILE` or `--model.name llama3
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -40,6 +41,9 @@ def _train() -> None:
     zbpipe.titan.plug_in(options)
     with shared_with_other_ranks():
         versions.installed().load().train()
+    # TorchTitan turns the collection off and leaves its trainer in circles. The interpreter would free the process
+    # groups while it ends, which aborts the process now and then.
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def installed() -> Version:
         ImportError: TorchTitan is not installed, zbpipe does not know the version, or torch is too old for it.
     """
     found, torch = _torchtitan_release(), version("torch")
-    fitting = [f"pip install torchtitan=={each.name}" for each in KNOWN if each.torch <= _numbers(torch)][-1:]
+    fitting = [_fitting()] if _fitting() else []
     titan = next((each for each in KNOWN if each.releases[0] <= _numbers(found) < each.releases[1]), None)
     if titan is None:
         known = " and ".join(each.name for each in KNOWN)
@@ -70,11 +70,17 @@ def installed() -> Version:
     return titan
 
 
+def _fitting() -> str:
+    """The command that installs the newest known TorchTitan for the installed torch; nothing if there is none."""
+    torch = _numbers(version("torch"))
+    return next((f"pip install torchtitan=={each.name}" for each in reversed(KNOWN) if each.torch <= torch), "")
+
+
 def _torchtitan_release() -> str:
     """The release of a source tree on Python's path, else of the package that pip has installed."""
     spec = find_spec("torchtitan")
     if spec is None:
-        raise ImportError("torchtitan is not installed: pip install 'zbpipe[titan]'")
+        raise ImportError(f"torchtitan is not installed: {_fitting() or 'install torch 2.11 or newer first'}")
     for folder in spec.submodule_search_locations or ():
         release = Path(folder).parent / "assets" / "version.txt"
         if release.is_file():
