@@ -5,19 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from rich.text import Text
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.timeline import Span, Timeline
-from zbpipe.views.style import KIND_WORDS, Paint, kinds, most_stages, number, paint, paints, shortest_to_show, ticks
+from zbpipe.views.style import (
+    KIND_WORDS,
+    Paint,
+    kinds,
+    lanes,
+    most_stages,
+    number,
+    paint,
+    paints,
+    shortest_to_show,
+    ticks,
+)
 
 IDLE = "·"
 _BETWEEN_TICKS = 10
 """Columns."""
 _MOST_COLUMNS = 2**16
 """Of a timeline that is far longer than its ops, or has very many of them."""
+_MOST_SCREENS = 3
+"""Of one picture: of a longer one nobody sees the whole."""
+_LEVELS = "▁▂▃▄▅▆▇█"
+"""Of how busy a rank is in the time of a column."""
+_PLAIN = 0.6
+"""The share of a column's work from which on one kind gives it its colour."""
 
 _Cell = tuple[str, str]
 """A character and its style."""
@@ -45,7 +62,9 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
-    `height`; a timeline that is too long for one line continues in a band below.
+    `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
+    lines more, for its copies out to the host and in again. Of what would fill several screens there is one line per
+    rank alone, as high in each column as the rank is busy then.
 
         >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
         >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -57,18 +76,68 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
         height: its lines.
     """
     label = len(f"rank {timeline.schedule.num_ranks - 1} ")
-    last_tick = len(number(timeline.makespan))
-    scale = _fitting(timeline, max(width - label - last_tick, 20), height)
+    columns = max(width - label - len(number(timeline.makespan)), 20)
+    scale = _fitting(timeline, columns, height)
+    if _lines(timeline, scale) > _MOST_SCREENS * height:
+        lines = _overview(timeline, columns, width, label)
+    else:
+        lines = [*_bands(timeline, scale, label), *_packed(_legend(timeline), width), *_left_out(timeline, scale)]
+    return Text("\n").join(lines)
+
+
+def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
+    """All ops, and a time axis below each band."""
     colours = paints(timeline)
-    rows = [_cells(spans, scale, colours) for spans in timeline.spans]
-    lines = []
+    rows = [
+        (name, _cells(spans, scale, colours))
+        for rank, computed in enumerate(timeline.spans)
+        for name, spans in ((f"rank {rank} ", computed), *_lanes(timeline, rank, label))
+    ]
     for begin in range(0, scale.columns, scale.band):
         end = min(begin + scale.band, scale.columns)
-        for rank, row in enumerate(rows):
-            lines.append(Text(f"rank {rank} ".ljust(label)).append_text(_line(row[begin:end])))
-        lines.append(Text(" " * label + _axis(timeline, scale, begin, end), "dim"))
-    lines += [*_packed(_legend(timeline), width), *_left_out(timeline, scale)]
-    return Text("\n").join(lines)
+        for name, row in rows:
+            yield Text(name.ljust(label)).append_text(_line(row[begin:end]))
+        yield Text(" " * label + _axis(timeline, scale, begin, end), "dim")
+
+
+def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[Text]:
+    """A line per rank: a column is as high as the rank is busy then, in the colour of what it mostly does."""
+    scale = _Scale(columns / timeline.makespan, columns, columns)
+    lines = [
+        Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale))))
+        for rank, spans in enumerate(timeline.spans)
+    ]
+    lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
+    keys = [Text.assemble(("██", paint(kind, 0, 1).fill), f" mostly {KIND_WORDS[kind]}") for kind in kinds(timeline)]
+    words = (f"a column: {number(timeline.makespan / columns)}", "its height: how busy the rank is", "all ops: --html")
+    rest = [Text("██ a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
+    return lines + _packed([*keys, *rest], width)
+
+
+def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
+    """A cell per column."""
+    work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
+    for span in spans:
+        begin, end = span.start * scale.per_second, min(span.end * scale.per_second, scale.columns)
+        for column in range(int(begin), math.ceil(end)):
+            share = min(end, column + 1) - max(begin, column)
+            work[column][span.op.kind] = work[column].get(span.op.kind, 0.0) + share
+    for shares in work:
+        yield _level(shares)
+
+
+def _level(shares: dict[OpKind, float]) -> _Cell:
+    """Of a column in which each kind runs for such a share of the time."""
+    busy = sum(shares.values())
+    level = min(round(busy * len(_LEVELS)), len(_LEVELS))
+    if not level:
+        return IDLE, ""
+    kind = max(shares, key=lambda kind: shares[kind])
+    return _LEVELS[level - 1], paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
+
+
+def _lanes(timeline: Timeline, rank: int, label: int) -> Iterator[tuple[str, tuple[Span, ...]]]:
+    return ((f"{name} ".rjust(label), spans) for name, spans in lanes(timeline, rank))
 
 
 def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
@@ -79,10 +148,14 @@ def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
     shortest = max(shortest, timeline.makespan * (with_number + 1) / _MOST_COLUMNS)
     scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
     numbered = min(reversed(scales[with_number - 1 :]), key=lambda scale: scale.bands)
-    lines = numbered.bands * (timeline.schedule.num_ranks + 1) + 4
-    if numbered.bands == 1 or lines <= height:
+    if numbered.bands == 1 or _lines(timeline, numbered) <= height:
         return numbered
     return min(reversed(scales[: with_number - 1]), key=lambda scale: scale.bands)
+
+
+def _lines(timeline: Timeline, scale: _Scale) -> int:
+    """Of the picture, with a legend of four."""
+    return scale.bands * (timeline.schedule.num_ranks * (3 if timeline.copies else 1) + 1) + 4
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
@@ -146,5 +219,6 @@ def _packed(entries: Iterable[Text], width: int) -> list[Text]:
 
 
 def _left_out(timeline: Timeline, scale: _Scale) -> list[Text]:
-    count = sum(scale.column(span.start) == scale.column(span.end) for spans in timeline.spans for span in spans)
+    everything = chain.from_iterable((*timeline.spans, *timeline.copies))
+    count = sum(scale.column(span.start) == scale.column(span.end) for span in everything)
     return [Text(f"{count} ops are too short for a column; --html has them all", "italic")] if count else []

@@ -1,64 +1,166 @@
-"""A timeline as one self-contained HTML page to zoom, pan and point at: `page.html` with the data in it."""
+"""A timeline as one HTML page to zoom, pan and point at: `page.html` with style, script and data in it."""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbpipe.timeline import Timeline
+from zbpipe.ir import OpKind
+from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import (
+    DARK,
     KIND_WORDS,
+    LIGHT,
     UNIT_OF_ACTIVATIONS,
+    Theme,
     kinds,
-    memory_profile,
+    lanes,
+    memory,
     most_stages,
     nth_stage,
+    number,
     outcome,
     paint,
+    percent,
     size,
 )
 
+_TICKS = 2**32
+"""Of a makespan: whole numbers pack well, and six digits of the shortest op stay true."""
 
-def html(timeline: Timeline) -> str:
+
+def html(timeline: Timeline, drawn_with: str = "") -> str:
     """The page: the grid of all ranks, the activations each holds over time below it, and the critical path on demand.
 
-    It needs no network and no other file.
+    It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
+    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and tell of each box. Tables say
+    the same. `drawn_with` says in words which costs these are.
 
         >>> "4 ranks, 8 microbatches" in html(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
         True
     """
-    page = files("zbpipe.views").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(_data(timeline), separators=(",", ":"))
-    parts = {"title": escape(timeline.schedule.name), "size": size(timeline), "outcome": outcome(timeline)}
-    before, after = page.split("{{data}}")
-    for name, text in parts.items():
-        before = before.replace("{{" + name + "}}", text)
-    return before + data + after
+    sizes = size(timeline) + (f"; {drawn_with}" if drawn_with else "")
+    return filled(
+        "page.html",
+        title=escape(timeline.schedule.name),
+        size=escape(sizes),
+        outcome=outcome(timeline),
+        ranks="\n".join(_table(timeline)),
+        data=packed(drawing(timeline)),
+    )
 
 
-def _data(timeline: Timeline) -> dict[str, Any]:
-    """What the script draws. Ops are lists, not objects, because a page may show 100 000 of them."""
+def filled(name: str, **parts: str) -> str:
+    """A page of this folder with these parts, and those that all pages share, in the places that it has for them."""
+    shared = {"style": f"{_variables()}\n{_read('page.css')}", "script": _read("timeline.js")}
+    everything = shared | parts
+    # In one pass, so that nobody's text is taken for a place.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: everything[place[1]], _read(name))
+
+
+def _read(name: str) -> str:
+    return files("zbpipe.views").joinpath(name).read_text(encoding="utf-8").rstrip()
+
+
+def _variables() -> str:
+    """The colours of both themes, for CSS."""
+
+    def rules(theme: Theme) -> str:
+        return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())
+
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {rules(DARK)} }} }}"
+    return f"  :root {{ color-scheme: light dark; {rules(LIGHT)} }}\n  {dark}"
+
+
+def packed(data: Any) -> str:
+    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back.
+
+    >>> packed([1])
+    'eNqLNowFAAHTAOo='
+    """
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return base64.b64encode(zlib.compress(text, 9)).decode()
+
+
+def drawing(timeline: Timeline) -> dict[str, Any]:
+    """What the script draws, as JSON takes it.
+
+    Kinds are numbers, and times whole ticks. `changes` tells by kind and stage what an op takes at its start and frees
+    at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
+    """
     placement = timeline.schedule.placement
-    stages = most_stages(placement)
+    stages, present = most_stages(placement), kinds(timeline)
+    places = {id(span): n for spans in timeline.spans for n, span in enumerate(spans)}
     return {
         "makespan": timeline.makespan,
+        "tick": _tick(timeline),
         "unitOfActivations": UNIT_OF_ACTIVATIONS,
         "stagesPerRank": stages,
-        "kinds": {kind: KIND_WORDS[kind] for kind in kinds(timeline)},
-        "paints": {kind: [paint(kind, nth, stages) for nth in range(stages)] for kind in kinds(timeline)},
+        "kinds": [[kind, KIND_WORDS[kind]] for kind in present],
+        "paints": [[paint(kind, nth, stages) for nth in range(stages)] for kind in present],
         "nthStage": nth_stage(placement),
-        "ranks": [_rank(timeline, rank) for rank in range(len(timeline.spans))],
-        "criticalPath": [
-            [placement.rank_of[span.op.stage], str(span.op), span.step] for span in timeline.critical_path
-        ],
+        "changes": [_changes(timeline, kind) for kind in present],
+        "ranks": [_rank(timeline, rank, present) for rank in range(len(timeline.spans))],
+        "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
     }
 
 
-def _rank(timeline: Timeline, rank: int) -> dict[str, Any]:
+def _tick(timeline: Timeline) -> float:
+    return (timeline.makespan or 1.0) / _TICKS
+
+
+def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
+    costs, placement = timeline.costs, timeline.schedule.placement
+    found = []
+    for stage, rank in enumerate(placement.rank_of):
+        share = sum(costs.activations[each] for each in placement.stages_on(rank)) or 1.0
+        taken = costs.needs(stage, kind)
+        found.append((taken / share, (taken - costs.adds(stage, kind)) / share))
+    return found
+
+
+def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str, Any]:
+    def columns(spans: tuple[Span, ...]) -> dict[str, list[int]]:
+        tick, end = _tick(timeline), 0
+        gaps, lengths = [], []
+        for span in spans:
+            first, last = round(span.start / tick), round(span.end / tick)
+            gaps.append(first - end)
+            lengths.append(last - first)
+            end = last
+        return {
+            "gap": gaps,
+            "length": lengths,
+            "kind": [present.index(span.op.kind) for span in spans],
+            "stage": [span.op.stage for span in spans],
+            "microbatch": [span.op.microbatch for span in spans],
+            "step": [span.step for span in spans],
+        }
+
     return {
         "peak": timeline.peak_activations[rank],
-        "ops": [[str(span.op), span.start, span.end, span.step] for span in timeline.spans[rank]],
-        "memory": memory_profile(timeline, rank),
+        "ops": columns(timeline.spans[rank]),
+        "lanes": [columns(spans) for _, spans in lanes(timeline, rank)],
     }
+
+
+def _table(timeline: Timeline) -> Iterator[str]:
+    """The ranks, for readers who cannot see the picture."""
+    heads = ("rank", "busy", "idle", "bubble", "peak activations")
+    yield "<table><caption>Ranks</caption>"
+    head = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    yield f"<thead><tr>{head}</tr></thead><tbody>"
+    for rank, busy in enumerate(timeline.busy):
+        idle = max(timeline.makespan - busy, 0.0)
+        bubble = percent(idle / timeline.makespan if timeline.makespan else 0.0)
+        cells = (number(busy), number(idle), bubble, memory(timeline.peak_activations[rank]))
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        yield f'<tr><th scope="row">{rank}</th>{row}</tr>'
+    yield "</tbody></table>"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbpipe.ir import OpKind, users
 from zbpipe.timeline import Span, Timeline
-from zbpipe.views.style import memory_profile, summary
+from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6
 """In a second."""
@@ -20,8 +22,8 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
     """JSON in the trace-event format, times in microseconds.
 
     Per rank one process with a complete event per op, named in torch's text form (`3F0`), and a counter of the
-    activations that it holds, in its share of one microbatch. Arrows lead from each op to the one on another rank that
-    takes its result.
+    activations that it holds, in its share of one microbatch; copies to its host and back have threads of their own.
+    Arrows lead from each op to the one on another rank that takes its result.
 
         >>> trace = json.loads(perfetto(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))))
         >>> sorted(trace)
@@ -44,8 +46,23 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
             "displayTimeUnit": "ms",
             "otherData": {name or "summary": summary(each) for name, each in every.items()},
             "traceEvents": [*events, *(event for row in rows for event in _transfers(row))],
-        }
+        },
+        separators=(",", ":"),
     )
+
+
+def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> None:
+    """Write `perfetto(timeline, **others)` to a file; gzipped, to a tenth or less, if its name ends in `.gz`.
+
+        >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
+        >>> write_perfetto("zbv.json.gz", timeline)  # doctest: +SKIP
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = perfetto(timeline, **others).encode()
+    # Without the time of writing: the same timeline gives the same file.
+    Path(file).write_bytes(gzip.compress(data, mtime=0) if Path(file).suffix == ".gz" else data)
 
 
 class _Row(NamedTuple):
@@ -65,17 +82,21 @@ def _names(row: _Row, rank: int) -> Iterator[_Event]:
     name = f"rank {rank} {row.name}".strip()
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    yield {"ph": "M", "pid": process, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}
+    names = ("compute", *(f"copies {name}" for name, _ in lanes(row.timeline, rank)))
+    for thread, name in enumerate(names):
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
 
 
 def _ops(row: _Row, rank: int) -> Iterator[_Event]:
     timeline = row.timeline
-    for span in timeline.spans[rank]:
+    copies = (spans for _, spans in lanes(timeline, rank))
+    threads = ((thread, span) for thread, spans in enumerate((timeline.spans[rank], *copies)) for span in spans)
+    for thread, span in threads:
         stage, kind, microbatch = span.op
         yield {
             "ph": "X",
             "pid": row.process(rank),
-            "tid": 0,
+            "tid": thread,
             "name": str(span.op),
             "cat": str(kind),
             "ts": span.start * _MICROSECONDS,

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs import CostModel
+from zbpipe.ir import OpKind
 from zbpipe.job_costs import JobCosts
+from zbpipe.registry import Algorithm, schedules
+from zbpipe.running_ahead import period_of
 from zbpipe.timeline import Timeline
-from zbpipe.views.style import UNIT_OF_ACTIVATIONS, memory, most_stages, number, percent, summary
+from zbpipe.views.style import memory, most_stages, number, percent, summary
+
+Vary = Callable[[Timeline], Mapping[str, float]]
+"""Mean and quantiles of a schedule's step times, where times vary (`zbpipe.jitter.StepTimes.record`)."""
 
 _ROUNDING = 1e-9
 """What floating point may add to a sum of times or activations, as a share of it."""
 
 
-def record(timeline: Timeline) -> dict[str, Any]:
+def record(timeline: Timeline, yardstick: float | None = None) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
+
+    `memory_to_1f1b` is the worst rank's peak by `yardstick`, that of 1F1B's worst rank; None where that is not known.
 
     >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
     25.5
@@ -34,32 +42,34 @@ def record(timeline: Timeline) -> dict[str, Any]:
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
+        "memory_to_1f1b": max(timeline.peak_memory) / yardstick if yardstick else None,
         "lower_bound": timeline.lower_bound,
-        "longest_rank_span": timeline.longest_rank_span,
+        "period": period_of(timeline),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
 
 
-def report(timeline: Timeline) -> str:
-    """The record for people: the summary, what bounds the makespan, and a table of the ranks.
+def report(timeline: Timeline, yardstick: float | None = None) -> str:
+    """The record for people: the summary, the memory beside 1F1B's, what bounds the makespan, and a table of the ranks.
 
     >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
     ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
     """
-    gap = ComparedSchedule.of(timeline, None).gap
+    compared = ComparedSchedule.of(timeline, None, yardstick)
+    peaks = timeline.peak_memory
     rows = [
-        (f"rank {rank}", number(busy), *map(_without_rounding, idle), number(peak))
-        for rank, (busy, idle, peak) in enumerate(
-            zip(timeline.busy, timeline.idle, timeline.peak_activations, strict=True)
-        )
+        (f"rank {rank}", number(busy), *map(_without_rounding, idle), memory(peak))
+        for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
+    beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(yardstick)})" if yardstick else ""
     return "\n".join(
         [
             summary(timeline),
-            f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(gap)};"
-            f" longest time from a rank's first op to its last {number(timeline.longest_rank_span)}",
+            f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
+            f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
+            f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
             "",
-            *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak activations"), rows),
+            *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak"), rows),
         ]
     )
 
@@ -96,14 +106,42 @@ class ComparedSchedule:
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
     """By rank the most activations that it may hold, in the unit of the costs' activations."""
+    splits: bool
+    """Whether it has I and W."""
+    jitter: Mapping[str, float] | None = None
+    """Mean and quantiles of its step times where times vary, in seconds; None where they do not."""
 
     @classmethod
-    def of(cls, timeline: Timeline, limits: tuple[float, ...] | None) -> ComparedSchedule:
-        return cls(record(timeline), limits)
+    def of(
+        cls,
+        timeline: Timeline,
+        limits: tuple[float, ...] | None,
+        yardstick: float | None = None,
+        vary: Vary | None = None,
+    ) -> ComparedSchedule:
+        splits = any(op.kind is OpKind.I for ops in timeline.schedule for op in ops)
+        return cls(record(timeline, yardstick), limits, splits, vary(timeline) if vary else None)
 
     @property
     def peak(self) -> float:
-        return float(max(self.figures["peak_activations"]))
+        """Of the worst rank, in the unit of the costs' activations."""
+        return float(max(self.figures["peak_memory"]))
+
+    @property
+    def memory(self) -> str:
+        """The same by that of 1F1B's worst rank: `1.94x`."""
+        share = self.figures["memory_to_1f1b"]
+        return "" if share is None else f"{share:.2f}x"
+
+    @property
+    def source(self) -> str:
+        """Whose class runs it: "torch" or "zbpipe"."""
+        algorithm = schedules().get(self.figures["schedule"].lower())
+        return "zbpipe" if algorithm is None else algorithm.source
+
+    @property
+    def has_torchs_split(self) -> bool:
+        return self.splits and self.source == "torch"
 
     @property
     def gap(self) -> float:
@@ -126,18 +164,59 @@ class ComparedSchedule:
         return max(excess)[1] if excess else None
 
     @property
-    def sort_key(self) -> tuple[bool, float, float, str]:
-        """The lower the better: what fits comes first, then what is short, then what takes little memory."""
-        makespan = float(f"{self.figures['makespan']:.9g}")
-        return not self.fits, makespan, float(f"{self.peak:.9g}"), self.figures["schedule"].lower()
+    def sort_key(self) -> tuple[bool, float, float, bool, str]:
+        """The lower the better: what fits comes first, then what is short, small, and has a split that works."""
+        seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
+        makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
+        return not self.fits, makespan, peak, self.has_torchs_split, self.figures["schedule"].lower()
 
     def record(self) -> dict[str, Any]:
-        return {**self.figures, "gap": self.gap, "fits": self.fits}
+        figures = {**self.figures, "source": self.source, "gap": self.gap, "fits": self.fits}
+        return figures if self.jitter is None else {**figures, "jitter": dict(self.jitter)}
 
 
-def compare(timelines: Iterable[Timeline], limits: tuple[float, ...] | None) -> list[ComparedSchedule]:
+def compare(
+    timelines: Iterable[Timeline],
+    limits: tuple[float, ...] | None,
+    yardstick: float | None,
+    vary: Vary | None = None,
+) -> list[ComparedSchedule]:
     """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
-    return sorted((ComparedSchedule.of(timeline, limits) for timeline in timelines), key=lambda each: each.sort_key)
+    compared = (ComparedSchedule.of(timeline, limits, yardstick, vary) for timeline in timelines)
+    return sorted(compared, key=lambda each: each.sort_key)
+
+
+def listed(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
+    """Schedules by name, with the length of the step and the memory by 1F1B's; None where that is not known."""
+    by_name = {each.figures["schedule"]: each.figures for each in compared}
+    usual = by_name.get("1F1B", {}).get("makespan")
+
+    def one(algorithm: Algorithm) -> dict[str, Any]:
+        figures = by_name.get(algorithm.name, {})
+        return {
+            **{key: getattr(algorithm, key) for key in ("name", "stages_per_rank", "placement", "source", "summary")},
+            "step_to_1f1b": figures["makespan"] / usual if figures and usual else None,
+            "memory_to_1f1b": figures.get("memory_to_1f1b"),
+        }
+
+    return [one(each) for each in known]
+
+
+def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of the table of `listed`."""
+    rows = [
+        (
+            algorithm.name,
+            algorithm.source,
+            f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}",
+            algorithm.placement,
+            "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1),
+            "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x",
+            algorithm.summary,
+        )
+        for algorithm, each in zip(known, listed, strict=True)
+    ]
+    return table(("schedule", "from", "stages per rank", "placement", "step", "memory", "summary"), rows, left=7)
 
 
 def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
@@ -145,18 +224,48 @@ def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
     rows = [
         (
             each.figures["schedule"],
+            _from(each),
             str(each.figures["stages_per_rank"]),
             number(each.figures["makespan"]),
             percent(each.figures["bubble"]),
-            number(each.peak),
+            each.memory,
+            memory(each.peak),
             percent(each.gap),
+            *_quantiles(each),
             *_mark(each),
         )
         for each in compared
     ]
-    yield from table(("schedule", "stages", "makespan", "bubble", "peak", "gap"), rows)
+    heads = ("schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap")
+    vary = any(each.jitter for each in compared)
+    yield from table((*heads, *_QUANTILES) if vary else heads, rows, left=2)
     yield ""
-    yield f"stages: per rank; peak: activations on the worst rank ({UNIT_OF_ACTIVATIONS}); gap: to the lower bound"
+    yield f"{_LEGEND}; gap: to the lower bound{_OF_QUANTILES if vary else ''}"
+    yield from _of_torchs_split(compared)
+
+
+_QUANTILES = ("p50", "p95")
+_OF_QUANTILES = "; p50 and p95: seconds that so many percent of the steps do not exceed, where times vary"
+_LEGEND = (
+    "from: whose class runs it; stages: per rank; memory: of the worst rank, to 1F1B's; peak: the same in the unit of"
+    " --memory-limit"
+)
+
+
+def _from(each: ComparedSchedule) -> str:
+    return each.source + "*" * each.has_torchs_split
+
+
+def _of_torchs_split(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
+    if any(each.has_torchs_split for each in compared):
+        yield (
+            "* torch's own split: it fails under selective checkpointing, recomputes for each W under full, and takes"
+            " more memory than is shown"
+        )
+
+
+def _quantiles(each: ComparedSchedule) -> list[str]:
+    return [number(each.jitter[quantile]) for quantile in _QUANTILES] if each.jitter else []
 
 
 def _mark(each: ComparedSchedule) -> Iterator[str]:
@@ -169,22 +278,25 @@ def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterat
     rows = [
         (
             each.figures["schedule"],
+            _from(each),
             str(each.figures["stages_per_rank"]),
             number(each.figures["makespan"]),
             "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"]),
-            number(each.figures["longest_rank_span"]),
+            number(each.figures["period"]),
             percent(each.figures["bubble"]),
-            number(each.peak),
+            each.memory,
+            memory(each.peak),
+            *_quantiles(each),
             *_mark(each),
         )
         for each in sorted((plan, *others), key=lambda each: each.sort_key)
     ]
-    yield from table(("schedule", "stages", "makespan", "to the plan", "span", "bubble", "peak"), rows)
+    heads = ("schedule", "from", "stages", "makespan", "to the plan", "period", "bubble", "memory", "peak")
+    yield from table((*heads, *_QUANTILES) if plan.jitter else heads, rows, left=2)
     yield ""
-    yield (
-        "stages: per rank; span: the longest time from a rank's first op to its last; peak: activations on the worst"
-        f" rank ({UNIT_OF_ACTIVATIONS})"
-    )
+    quantiles = _OF_QUANTILES if plan.jitter else ""
+    yield f"{_LEGEND}; period: from step to step with zbpipe.OptimizerStep{quantiles}"
+    yield from _of_torchs_split(others)
 
 
 def longer(time: float, than: float) -> str:

@@ -4,29 +4,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbpipe.ir import OpKind, Placement
-from zbpipe.timeline import Timeline
+from zbpipe.ir import OFFLOADS, RELOADS, OpKind, Placement
+from zbpipe.timeline import Span, Timeline
 
 KIND_WORDS = {
     OpKind.F: "forward",
     OpKind.I: "backward for the input",
     OpKind.W: "backward for the weights",
     OpKind.B: "full backward",
+    OpKind.OF: "offload for I",
+    OpKind.RF: "reload for I",
+    OpKind.OI: "offload for W",
+    OpKind.RI: "reload for W",
 }
 UNIT_OF_ACTIVATIONS = "1 = a rank's share of one microbatch"
 
 _Rgb = tuple[int, int, int]
-# Apart from each other with every common kind of colour blindness, and in grey.
-_BASE: dict[OpKind, _Rgb] = {
-    OpKind.F: (44, 107, 178),
-    OpKind.I: (240, 158, 46),
-    OpKind.W: (33, 145, 106),
-    OpKind.B: (170, 62, 134),
+_SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
+    OpKind.F: ((46, 58, 178), (126, 150, 248)),
+    OpKind.I: ((178, 92, 0), (255, 226, 92)),
+    OpKind.W: ((0, 112, 108), (138, 222, 170)),
+    OpKind.B: ((102, 8, 60), (206, 160, 190)),
+    OpKind.OF: ((110, 70, 40), (176, 140, 110)),
+    OpKind.RF: ((70, 120, 200), (160, 200, 250)),
+    OpKind.OI: ((40, 50, 60), (110, 122, 134)),
+    OpKind.RI: ((150, 215, 190), (205, 240, 225)),
 }
-_PALEST = 0.5
-"""How far the last stage of a rank fades towards white."""
+"""The colours of the first and the last stage of a rank. Those of a picture stay apart with every kind of colour
+blindness, by hue or by lightness."""
+_LANES = (("out", OFFLOADS), ("in", RELOADS))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of everything but the ops, as #rrggbb."""
+
+    paper: str
+    ink: str
+    faint: str
+    """Of what matters less."""
+    line: str
+    panel: str
+    """Of buttons, and below curves."""
+    curve: str
+    path: str
+    """Of the critical path."""
+    idle: str
+    stripe: str
+    """Across what is idle: the bubble has to be seen at a glance, and is told from ops without colours."""
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1f2328",
+    faint="#59636e",
+    line="#d1d9e0",
+    panel="#eef1f4",
+    curve="#2e3ab2",
+    path="#d1002f",
+    idle="#dfe3e8",
+    stripe="#6e7781",
+)
+DARK = Theme(
+    paper="#0d1117",
+    ink="#e6edf3",
+    faint="#9da7b3",
+    line="#3d444d",
+    panel="#1c232c",
+    curve="#7e96f8",
+    path="#ff6b81",
+    idle="#262c36",
+    stripe="#8b949e",
+)
 
 
 class Paint(NamedTuple):
@@ -38,10 +90,27 @@ class Paint(NamedTuple):
 
 def paint(kind: OpKind, nth: int, of: int) -> Paint:
     """The colours of an op of the `nth` (from 0) `of` so many stages of its rank: the later, the paler."""
-    fade = _PALEST * nth / (of - 1) if of > 1 else 0.0
-    red, green, blue = (round(part + (255 - part) * fade) for part in _BASE[kind])
-    luminance = 0.299 * red + 0.587 * green + 0.114 * blue
-    return Paint(f"#{red:02x}{green:02x}{blue:02x}", "#1c1c1c" if luminance > 140 else "#ffffff")
+    share = nth / (of - 1) if of > 1 else 0.0
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(*_SHADES[kind], strict=True))
+    fill = f"#{red:02x}{green:02x}{blue:02x}"
+    return Paint(fill, max("#000000", "#ffffff", key=lambda text: contrast(fill, text)))
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3.
+
+    >>> round(contrast("#000000", "#ffffff"))
+    21
+    """
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    """From 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
+    parts = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
@@ -75,6 +144,15 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
     return tuple(kind for kind in OpKind if kind in present)
 
 
+def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], ...]:
+    """A rank's copies as (name, copies): out to its host, and in from there; none where nobody offloads."""
+    if not timeline.copies:
+        return ()
+    return tuple(
+        (name, tuple(span for span in timeline.copies[rank] if span.op.kind in kinds)) for name, kinds in _LANES
+    )
+
+
 def number(value: float) -> str:
     """With at most six digits.
 
@@ -86,7 +164,7 @@ def number(value: float) -> str:
 
 def memory(value: float) -> str:
     """In the unit of the costs' activations: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
-    return f"{value / 2**30:.3g} GiB" if value >= 2**20 else number(value)
+    return f"{value / 2**30:.3g} GiB" if value >= 2**20 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
@@ -122,7 +200,7 @@ def outcome(timeline: Timeline) -> str:
     """Makespan, bubble, and the peak of activations on the worst rank."""
     return (
         f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble)},"
-        f" peak activations {number(max(timeline.peak_activations))} ({UNIT_OF_ACTIVATIONS})"
+        f" peak activations {memory(max(timeline.peak_activations))} ({UNIT_OF_ACTIVATIONS})"
     )
 
 

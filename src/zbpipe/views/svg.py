@@ -11,8 +11,13 @@ from zbpipe.costs import CostModel
 from zbpipe.ir import Placement
 from zbpipe.timeline import Span, Timeline
 from zbpipe.views.style import (
+    DARK,
     KIND_WORDS,
+    LIGHT,
+    Theme,
     kinds,
+    lanes,
+    memory,
     most_stages,
     nth_stage,
     number,
@@ -25,11 +30,16 @@ from zbpipe.views.style import (
 
 # All lengths are pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 84, 88, 74
-_ROW, _BOX = 32, 26
+_ROW, _BOX, _STRIP = 32, 26, 3
 _FONT, _LETTER = 12, 6.9
-_PLOT_MAX = 12_000
+_PLOT_MAX = 6_000
 _PLOT_MIN = 560
 _BETWEEN_TICKS = 70
+_MOST_BOXES = 3_000
+"""Of a picture in which each op is an element with its own tooltip; of more, a row is a few paths."""
+_TENTHS = 10
+"""Of a pixel, the unit of these paths: whole numbers are short."""
+_BUBBLE = "zbp-bubble"
 _FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 
@@ -47,24 +57,28 @@ class _Scale:
         return _LEFT + time * self.per_second
 
 
-def svg(timeline: Timeline, *below: Timeline) -> str:
+def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
+    `drawn_with` says in words which costs these are; by default the times, if they are the same on all ranks.
+
     A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
-    where there is room. Pointing at it shows the op's name and times. Further timelines stand below the first one, all
-    on one time scale, so that a shorter step is a shorter picture.
+    where there is room; what is idle is hatched. Pointing at a box shows the op's name and times, unless there are
+    thousands. Further timelines stand below the first one, all on one time scale, so that a shorter step is a shorter
+    picture. Where ranks offload, thin boxes below an op's show the copies out to the host, and below these the copies
+    in again. The picture is dark where the reader prefers that.
 
         >>> svg(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).startswith("<svg")
         True
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
-    pictures = [_picture(each, per_second) for each in (timeline, *below)]
+    pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
     if not below:
         return pictures[0].text()
     width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
     tops = accumulate((picture.height for picture in pictures), initial=0.0)
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
-    paper = f'<rect width="{_px(width)}" height="{_px(height)}" fill="#fff"/>'
+    paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
     return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
 
 
@@ -87,22 +101,23 @@ class _Picture:
 
 def _opening(width: float, height: float) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp" width="{_px(width)}" height="{_px(height)}"'
         f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
 
 
-def _picture(timeline: Timeline, per_second: float) -> _Picture:
+def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture:
     scale = _Scale(per_second, timeline.makespan or 1.0)
+    headings = _headings(timeline, drawn_with)
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
-    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in _headings(timeline)))
+    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in headings))
     width = max(width, legend_width)
     height = _TOP + _ROW * len(timeline.spans) + _BOTTOM
     content = [
         f"<title>{escape(timeline.schedule.name)}, {size(timeline)}</title>",
         *_styles(timeline),
         f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
-        *_heading(timeline),
+        *_heading(timeline.schedule.name, headings),
         *_axis(scale, len(timeline.spans)),
         *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
         *legend,
@@ -122,27 +137,42 @@ def _px(length: float) -> str:
 
 
 def _styles(timeline: Timeline) -> Iterator[str]:
+    """All rules are for pictures of zbpipe alone: a page may hold the picture as a part of its own."""
     stages = most_stages(timeline.schedule.placement)
     yield "<style>"
-    yield ".paper{fill:#fff} .idle{fill:#eceef1} .grid{stroke:#d5d8dd} text{fill:#24292f} .faint{fill:#656d76}"
-    yield f".ops text{{text-anchor:middle;font-size:{_FONT - 1}px}} .ops rect,.key{{stroke:#fff;stroke-width:1}}"
+    yield f".zbp .ops text{{text-anchor:middle;font-size:{_FONT - 1}px}}"
+    yield f".zbp .ops path{{fill:none;stroke-width:{_BOX}}} .zbp .idle{{fill:url(#{_BUBBLE})}}"
+    yield from _theme(LIGHT)
+    yield "@media (prefers-color-scheme:dark){"
+    yield from _theme(DARK)
+    yield "}"
     for kind in kinds(timeline):
         for nth in range(stages):
             fill, text = paint(kind, nth, stages)
-            yield f"rect.{kind}{nth}{{fill:{fill}}} text.{kind}{nth}{{fill:{text}}}"
+            name = f"{kind}{nth}"
+            yield f".zbp rect.{name}{{fill:{fill}}} .zbp path.{name}{{stroke:{fill}}} .zbp text.{name}{{fill:{text}}}"
     yield "</style>"
+    yield f'<pattern id="{_BUBBLE}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    yield '<rect class="ground" width="6" height="6"/><rect class="stripe" width="2" height="6"/></pattern>'
 
 
-def _headings(timeline: Timeline) -> tuple[str, str]:
-    times = _times(timeline.costs, timeline.schedule.placement)
-    return outcome(timeline), size(timeline) + (f"; {times}" if times else "")
+def _theme(theme: Theme) -> Iterator[str]:
+    yield f".zbp .paper{{fill:{theme.paper}}} .zbp .grid{{stroke:{theme.line}}}"
+    yield f".zbp .ground{{fill:{theme.idle}}} .zbp .stripe{{fill:{theme.stripe}}}"
+    yield f".zbp text{{fill:{theme.ink}}} .zbp .faint{{fill:{theme.faint}}}"
+    yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
 
 
-def _heading(timeline: Timeline) -> Iterator[str]:
-    result, sizes = _headings(timeline)
-    yield f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(timeline.schedule.name)}</text>'
+def _headings(timeline: Timeline, drawn_with: str) -> tuple[str, str]:
+    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
+    return outcome(timeline), size(timeline) + (f"; {costs}" if costs else "")
+
+
+def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:
+    result, sizes = headings
+    yield f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(name)}</text>'
     yield f'<text x="24" y="54">{result}</text>'
-    yield f'<text class="faint" x="24" y="72">{sizes}</text>'
+    yield f'<text class="faint" x="24" y="72">{escape(sizes)}</text>'
 
 
 def _times(costs: CostModel, placement: Placement) -> str:
@@ -173,25 +203,66 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     y = _TOP + _ROW * rank
     middle = y + _BOX / 2 + 4
     nth = nth_stage(timeline.schedule.placement)
-    peak = number(timeline.peak_activations[rank])
+    peak = memory(timeline.peak_activations[rank])
     yield f'<text x="{_LEFT - 8}" y="{_px(middle)}" text-anchor="end">rank {rank}</text>'
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_px(scale.plot)}" height="{_BOX}"/>'
     yield f'<text class="faint" x="{_px(scale.x(scale.makespan) + 8)}" y="{_px(middle)}">peak {peak}</text>'
     yield '<g class="ops">'
+    if sum(map(len, timeline.spans)) > _MOST_BOXES:
+        yield from _paths(timeline.spans[rank], nth, scale, y)
+    else:
+        for span in timeline.spans[rank]:
+            yield _box(span, nth[span.op.stage], scale, y)
     for span in timeline.spans[rank]:
-        yield from _box(span, nth[span.op.stage], scale, y)
+        yield from _microbatch(span, nth[span.op.stage], scale, y)
     yield "</g>"
+    for lane, (name, copies) in enumerate(lanes(timeline, rank)):
+        yield f'<g class="copies {name}">'
+        for span in copies:
+            yield _strip(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP)
+        yield "</g>"
 
 
-def _box(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
-    begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
-    style, microbatch = f"{span.op.kind}{nth}", str(span.op.microbatch)
-    yield (
-        f'<rect class="{style}" x="{_px(begin)}" y="{y}" width="{_px(width)}" height="{_BOX}">'
+def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: float) -> Iterator[str]:
+    """A rank's ops as one path per colour: a stroke as thick as a box is high for each op, and a move to the next."""
+    unit = scale.per_second * _TENTHS
+    paths: dict[str, list[str]] = {}
+    ends: dict[str, int] = {}
+    for span in spans:
+        style = f"{span.op.kind}{nth[span.op.stage]}"
+        begin, end = round(span.start * unit), round(span.end * unit)
+        # Wide boxes leave a seam, as the strokes around boxes do.
+        end -= _TENTHS if end - begin >= 6 * _TENTHS else 0
+        paths.setdefault(style, []).append(f"m{begin - ends.get(style, 0)} 0h{end - begin}")
+        ends[style] = end
+    place = f"translate({_LEFT} {_px(y + _BOX / 2)}) scale({1 / _TENTHS:g} 1)"
+    for style, strokes in paths.items():
+        yield f'<path class="{style}" transform="{place}" d="M0 0{"".join(strokes)}"/>'
+
+
+def _strip(span: Span, nth: int, scale: _Scale, y: float) -> str:
+    return (
+        f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
+        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{_STRIP}">'
         f"<title>{span.op}: {number(span.start)} to {number(span.end)}</title></rect>"
     )
+
+
+def _box(span: Span, nth: int, scale: _Scale, y: float) -> str:
+    return (
+        f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{y}"'
+        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{_BOX}">'
+        f"<title>{span.op}: {number(span.start)} to {number(span.end)}</title></rect>"
+    )
+
+
+def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
+    """On its box, if that is wide enough."""
+    begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
+    microbatch = str(span.op.microbatch)
     if width >= len(microbatch) * _LETTER + 2:
-        yield f'<text class="{style}" x="{_px(begin + width / 2)}" y="{_px(y + _BOX / 2 + 4)}">{microbatch}</text>'
+        middle = f'x="{_px(begin + width / 2)}" y="{_px(y + _BOX / 2 + 4)}"'
+        yield f'<text class="{span.op.kind}{nth}" {middle}>{microbatch}</text>'
 
 
 def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
@@ -209,7 +280,7 @@ def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
 
     for kind in kinds(timeline):
         entry([f"key {kind}{nth}" for nth in range(stages)], f"{kind} {KIND_WORDS[kind]}")
-    entry(["idle"], "idle")
+    entry(["idle"], "idle: the bubble")
     if stages > 1:
         entry([], "paler: later stages of a rank")
     return [*lines, "</g>"], x

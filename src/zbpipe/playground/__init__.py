@@ -1,0 +1,1 @@
+"""What `zbpipe playground` serves and writes: schedules side by side, for any costs."""

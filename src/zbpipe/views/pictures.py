@@ -1,0 +1,46 @@
+"""What a timeline's own methods draw: in the terminal, into files, and in notebooks."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+
+from zbpipe.ir import Schedule
+from zbpipe.simulation import simulate
+from zbpipe.timeline import Timeline
+from zbpipe.views.grid import grid
+from zbpipe.views.html import html
+from zbpipe.views.svg import svg
+
+_MOST_OPS = 20_000
+"""Of a picture in a notebook, which keeps it in its file."""
+
+
+def show(timeline: Timeline) -> None:
+    """Draw it in the terminal, as wide and high as that is."""
+    console = Console(highlight=False)
+    console.print(grid(timeline, console.width, console.height))
+
+
+def write_svg(timeline: Timeline, file: str | Path) -> None:
+    """Draw it into a file."""
+    Path(file).write_text(svg(timeline), encoding="utf-8")
+
+
+def write_html(timeline: Timeline, file: str | Path) -> None:
+    """Write the page to zoom, pan and point at."""
+    Path(file).write_text(html(timeline), encoding="utf-8")
+
+
+def in_a_notebook(thing: Schedule | Timeline) -> str:
+    """Its `repr`, and the picture below; a schedule with a second for each of F, I and W."""
+    text = f"<code>{escape(repr(thing))}</code>"
+    schedule = thing if isinstance(thing, Schedule) else thing.schedule
+    if sum(map(len, schedule)) > _MOST_OPS:
+        return text
+    try:
+        return text + svg(simulate(thing) if isinstance(thing, Schedule) else thing)
+    except ValueError:  # a schedule that cannot run is data all the same
+        return text
