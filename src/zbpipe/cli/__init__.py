@@ -7,25 +7,36 @@ parameter for each of its options, which is why some have more than 7.
 import click
 
 from zbpipe import __version__
-from zbpipe.cli.base import Group
+from zbpipe.cli.base import Group, in_one_line
 from zbpipe.cli.demo import demo
 from zbpipe.cli.planning import plan
+from zbpipe.cli.playground import playground
 from zbpipe.cli.show import compare, list_, show, simulate
 from zbpipe.cli.tables import export, validate
+from zbpipe.users import import_modules
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zbpipe")
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Import this module first, which registers schedules; it may be in the current folder.",
+)
 @click.pass_context
-def main(context: click.Context) -> None:
+def main(context: click.Context, modules: tuple[str, ...]) -> None:
     """Zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.
 
-    NAME is the name of a schedule, in any case (`zbpipe list` has them), or the path of a .csv file in torch's
-    compute-only format.
+    NAME is the name of a schedule, in any case (`zbpipe list` has them), the path of a .csv file in torch's
+    compute-only format, or file.py:function for a schedule of your own.
     """
+    with in_one_line(ValueError):
+        import_modules(modules)
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, plan, export, validate, demo):
+for command in (list_, show, simulate, compare, plan, export, validate, playground, demo):
     main.add_command(command)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from zbpipe.costs import MOST, is_amount
 from zbpipe.transport import Transport
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,66 +70,12 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
-class Times(NamedTuple):
-    """How long a rank works on one microbatch, in seconds."""
-
-    f: float
-    i: float
-    w: float
-
-
-def _times(context: click.Context, option: click.Parameter, text: str) -> Times:
-    """Parse `--costs`."""
-    try:
-        times = Times(*map(float, text.split(",")))
-    except (TypeError, ValueError):
-        if text.endswith((".toml", ".json")):
-            raise click.BadParameter(f"{text!r} names a file; write `zbpipe plan --costs-file {text}`") from None
-        raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8") from None
-    # Pictures divide by the longest.
-    if not all(map(is_amount, times)) or max(times) < 1 / MOST:
-        raise click.BadParameter(
-            f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
-        )
-    return times
-
-
 def _transport(context: click.Context, option: click.Parameter, text: str) -> Transport:
     """Parse `--transport`."""
     try:
         return Transport.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-
-
-def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Check `--comm`."""
-    if not is_amount(value):
-        raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
-    return value
-
-
-_BYTES = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-
-
-def _memory(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    """Parse `--memory-limit`: a number in the unit of the costs, or bytes where these are measured."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(.*?)\s*([kmg]i?b)?\s*", text, re.IGNORECASE)
-    number, suffix = match.groups() if match else (text, None)
-    try:
-        amount = float(number) * _BYTES[(suffix or "").lower()]
-    except ValueError:
-        amount = -1.0
-    if not is_amount(amount):
-        raise click.BadParameter(f"{text!r} is no amount; write a number from zero to {MOST:g}, for example 5.5")
-    if suffix and context.params.get("costs_file") is None:
-        raise click.BadParameter(
-            f"{text!r} is in bytes, but nothing here was measured in bytes: write a number, 1 is a rank's share of one"
-            " microbatch, or use measured costs with `zbpipe plan --costs-file`"
-        )
-    return amount
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
@@ -169,15 +114,28 @@ class _Count(click.IntRange):
 
 
 COUNT = _Count(min=1)
-name_argument = click.argument("name")
+
+
+def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
+    """For the shell: schedules by name, in any case, and files."""
+    from zbpipe.registry import schedules
+
+    fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
+    files = [CompletionItem(typed, type="file")] if typed else []
+    return [*(CompletionItem(each.name, help=each.summary) for each in fitting), *files]
+
+
+name_argument = click.argument("name", shell_complete=complete_name)
 size_options = options(
     click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
     click.option(
         "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has its own."
     ),
 )
-required_size = options(
-    click.option("-p", "--ranks", type=COUNT, metavar="P", required=True, help="Pipeline ranks."),
+compared_size = options(
+    click.option(
+        "-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of has its own."
+    ),
     click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step."),
 )
 stages_option = click.option(
@@ -187,24 +145,6 @@ stages_option = click.option(
     metavar="V",
     help="Stages on each rank, for schedules that take any number; default: the schedule's own.",
 )
-cost_options = options(
-    click.option(
-        "--costs",
-        metavar="F,I,W",
-        callback=_times,
-        default="1,1,1",
-        show_default=True,
-        help="Seconds (or any other unit) that a rank takes for F, I and W of one microbatch.",
-    ),
-    click.option(
-        "--comm",
-        type=float,
-        callback=_seconds,
-        default=0.0,
-        show_default=True,
-        help="Seconds that a transfer between two ranks takes.",
-    ),
-)
 transport_option = click.option(
     "--transport",
     callback=_transport,
@@ -213,13 +153,6 @@ transport_option = click.option(
     show_default=True,
     help="What messages wait for: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or shared-with-compute"
     " (AMD's worst case). Receives are posted where they are best.",
-)
-memory_limit_option = click.option(
-    "--memory-limit",
-    callback=_memory,
-    metavar="X",
-    help="Activations that a rank can hold, in the unit of the costs: 1 is a rank's share of one microbatch, of which"
-    " 1F1B holds p. With measured costs (`plan --costs-file`) bytes, also as 6500MB or 6.5GiB.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -1,9 +1,10 @@
-"""`demo`: a short training run with each of three schedules, on this machine's CPU."""
+"""`demo`: short training runs with each of three schedules, and 8 ranks of stages that sleep, on this machine's CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,36 +18,56 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--steps", default=10, show_default=True, type=click.IntRange(2, 10_000), help="Training steps of each run."
+    "--steps", default=6, show_default=True, type=click.IntRange(3, 10_000), help="Training steps of each run."
 )
+@click.option("--html", "html_file", type=OutputFile(), help="The page with the picture; default: a temporary file.")
 @click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, readable=True, writable=True, path_type=Path),
     help="Keep checkpoints and the ranks' output in this folder.",
 )
-def demo(steps: int, json_file: Path | None, keep: Path | None) -> None:
+def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path | None) -> None:
     """Train TorchTitan's Llama on this machine's CPU, with torch's schedules and with zbpipe's.
 
-    TorchTitan's Llama 3 debug model learns the source text of Python's standard library, on 2 pipeline ranks, with
-    TorchTitan's default selective activation checkpointing, once with each of 1F1B and ZBVZeroBubble (torch) and ZBV
-    (zbpipe), from the same weights and on the same data. Takes about two minutes.
+    First, TorchTitan's Llama 3 debug model learns the source text of Python's standard library, on 2 pipeline ranks,
+    with TorchTitan's default selective activation checkpointing, with each of 1F1B and ZBVZeroBubble (torch) and ZBV
+    (zbpipe) in turns, from the same weights and on the same data. Then 1F1B and ZBV run on 8 ranks whose stages sleep
+    in place of computing: the more ranks, the more bubble there is to fill. Takes some minutes.
     """
-    from zbpipe.demo.comparison import DemoError, as_json, run_demo
-    from zbpipe.demo.console import ConsoleProgress, print_table
+    from zbpipe.demo.comparison import as_json, run_demo
+    from zbpipe.demo.console import ConsoleProgress, announce_emulated, print_emulated, print_table
+    from zbpipe.demo.emulated import ROUNDS, SCHEDULES, DemoError, emulate
+    from zbpipe.demo.page import planned_and_measured
 
     if keep is not None:
         _require_new(keep)
     try:
         with ConsoleProgress() as progress:
             runs = run_demo(steps, progress, keep)
+        print_table(runs)
+        announce_emulated()
+        with ConsoleProgress() as progress:
+            progress.started("8 ranks that sleep", ROUNDS * len(SCHEDULES))
+            emulated = emulate(on_step=progress.ran)
     except DemoError as error:
         raise click.ClickException(str(error)) from None
-    print_table(runs)
-    if json_file is not None:
-        with in_one_line(OSError):
-            json_file.write_text(json.dumps(as_json(runs), indent=2) + "\n", encoding="utf-8")
+    print_emulated(emulated)
+    shown = emulated[-1]
+    with in_one_line(OSError):
+        file = html_file or _temporary("zbpipe-demo-", ".html")
+        file.write_text(planned_and_measured(shown.planned, shown.measured), encoding="utf-8")
+        click.echo(f"\nThe same as a page to zoom: {file}")
+        if json_file is not None:
+            json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")
     raise SystemExit(_exit_code(runs))
+
+
+def _temporary(prefix: str, suffix: str) -> Path:
+    """A new file that stays."""
+    handle, name = tempfile.mkstemp(suffix, prefix)
+    os.close(handle)
+    return Path(name)
 
 
 def _require_new(folder: Path) -> None:

@@ -6,22 +6,29 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, cost_options, memory_limit_option, transport_option
-from zbpipe.cli.named import all_simulated, uniform
+from zbpipe.cli.base import Command, OutputFile, compared_size, transport_option
+from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
+from zbpipe.cli.jitter import jitter_option, vary
+from zbpipe.cli.named import all_simulated
 
 if TYPE_CHECKING:
     from zbpipe.ir import Placement
-    from zbpipe.job_costs import JobCosts
     from zbpipe.planner.result import Plan
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
+_SHORT = 2e7
+"""Ops that the search for a wave may time: a fraction of a second."""
+_WORTH_A_LINE = 0.995
+"""What a wave takes of the plan's time at most to be named."""
+_DRAWS = 1000
+"""Steps for the quantiles of the table."""
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
@@ -46,17 +53,9 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 
 
 @click.command(cls=Command)
-@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of has its own.")
-@click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step.")
-@cost_options
+@compared_size
+@cost_options()
 @transport_option
-@click.option(
-    "--costs-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    is_eager=True,  # --memory-limit asks whether it is there
-    help="Times, bytes and links of stages or layers, in place of --costs and --comm (docs/costs-file.md).",
-)
 @memory_limit_option
 @click.option(
     "--placement",
@@ -69,16 +68,31 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 )
 @click.option(
     "--objective",
-    type=click.Choice(["makespan", "longest_rank_span"]),
+    type=click.Choice(["makespan", "period"]),
     default="makespan",
     show_default=True,
-    help="The time to minimise: of a synchronous step, or the longest of one rank, which counts when each rank starts"
-    " its next step as soon as it is done.",
+    help="The time to minimise: of a synchronous step, or from step to step where zbpipe.OptimizerStep lets ranks run"
+    " ahead of the validation.",
 )
 @click.option(
     "--budget", type=float, metavar="N", help="How many ops the search may time; default: what takes a second or so."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option(
+    "--offload",
+    type=click.Choice(["pairs", "activations", "all"]),
+    help="What may go to the host's memory for a while: what waits for W, what F leaves, or both. It needs"
+    " --host-bandwidth, or [host] in the cost file.",
+)
+@jitter_option
+@click.option(
+    "--quantile",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.95,
+    show_default=True,
+    metavar="Q",
+    help="With --jitter: the share of the steps that the time to minimise is not exceeded by.",
+)
 @click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
 @click.option(
     "-o",
@@ -97,21 +111,20 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     help="Print JSON, or write it to a file.",
 )
 @click.pass_context
-def plan(
-    context: click.Context, /, *, costs_file: Path | None, output: Path | None, json_file: Path | None, **asked: Any
-) -> None:
+def plan(context: click.Context, /, *, costs: Costs, output: Path | None, json_file: Path | None, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.
 
     Prints it beside the named schedules, and how far it is at most from the best possible. With costs of layers it also
-    says which layers each stage should get.
+    says which layers each stage should get. Where times vary (--jitter), it looks for the shortest time that 95 % of
+    the steps do not exceed.
 
     \b
     Examples:
-      zbpipe plan -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05 --memory-limit 5.5 -o plan.csv
+      zbpipe plan -p 8 -m 32 --memory-limit 1.0x -o plan.csv
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
+      zbpipe plan -p 8 -m 32 --jitter ops=0.1,delay=0.5 -o plan.csv
     """
-    job = None if costs_file is None else _read(costs_file, context)
-    found, named = _search(context, job, **asked)
+    found, named = _search(context, costs, **asked)
     if output is not None:
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
     if json_file is None:
@@ -124,50 +137,62 @@ def plan(
             click.echo(f"wrote {written}", err=json_file == _STANDARD_OUTPUT)
 
 
-def _read(file: Path, context: click.Context) -> JobCosts:
-    """The cost file, unless other options contradict it."""
-    from zbpipe.costs_file import load_costs
+@dataclass(frozen=True)
+class _Named:
+    """The plan, as a table has it, and the schedules with a name."""
 
-    for name in ("costs", "comm"):
-        if _is_given(context, name):
-            raise click.UsageError(f"--{name} and --costs-file {file} exclude each other: leave one out", context)
-    job = load_costs(file)
-    if job.placement is not None and _is_given(context, "placements"):
-        raise click.UsageError(f"--placement and the rank_of in {file} exclude each other: leave one out", context)
-    return job
-
-
-def _is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    plan: ComparedSchedule
+    others: list[ComparedSchedule]
+    words: str
+    """Of what the costs are."""
+    wave: Plan | None
+    """One on the placement with four stages a rank, if it was not asked for and is better."""
 
 
-def _search(context: click.Context, job: JobCosts | None, **asked: Any) -> tuple[Plan, list[ComparedSchedule]]:
+def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _Named]:
     """The best schedule, and the named ones: for the same stages, or those of the even split of the layers."""
+    from zbpipe.ir import require_size
     from zbpipe.planner.plan import plan
     from zbpipe.views.report import ComparedSchedule
 
-    by_rank = uniform(asked.pop("costs"), asked.pop("comm"))
-    costs_of = by_rank if job is None else job.on
-    if job is not None and job.placement is not None:
-        asked["ranks"] = asked["ranks"] or job.placement.num_ranks
-    if asked["ranks"] is None:
-        raise click.UsageError("Missing option '-p' / '--ranks'", context)
-    asked["placements"] = asked["placements"] or None
-    if not _is_given(context, "transport"):
+    job = costs.job
+    if job is not None and job.placement is not None and asked["placements"]:
+        raise click.UsageError(
+            f"--placement and the rank_of in {costs.file} exclude each other: leave one out", context
+        )
+    ranks, microbatches = costs.required_ranks(asked["ranks"]), asked["microbatches"]
+    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
+    asked |= {"ranks": ranks, "placements": asked["placements"] or None}
+    limit, asked["memory_limit"] = asked["memory_limit"], costs.limit(asked["memory_limit"], ranks, microbatches)
+    if not is_given(context, "transport"):
         asked["transport"] = None
+    jitter = asked.pop("jitter")
     with _progress_bar() as progress:
-        found = plan(costs=job or costs_of, **asked, progress=progress)
+        found = plan(costs=job or costs.of, **asked, robust=jitter, progress=progress)
+    yardstick = costs.peak_of_1f1b(ranks, microbatches)
+    varied = vary(jitter, _DRAWS) if jitter else None
+    named = all_simulated(ranks, microbatches, costs, limit, transport=found.timeline.transport)
+    return found, _Named(
+        ComparedSchedule.of(found.timeline, found.limits, yardstick, varied),
+        [ComparedSchedule.of(timeline, found.limits, yardstick, varied) for timeline in named],
+        costs.words,
+        None if job or jitter or asked["offload"] else _better_wave(found, costs, **asked),
+    )
 
-    def has_costs(placement: Placement) -> bool:
-        try:
-            costs_of(placement)
-        except ValueError:
-            return False
-        return True
 
-    transport = found.timeline.transport
-    named = all_simulated(asked["ranks"], asked["microbatches"], costs_of, has_costs, transport=transport)
-    return found, [ComparedSchedule.of(timeline, found.limits) for timeline in named]
+def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
+    """A short search with four stages a rank, which many models can have; None if it was asked for, or is no better."""
+    from zbpipe.planner.plan import plan
+
+    if asked["placements"]:
+        return None
+    try:
+        wave = plan(
+            costs=costs.of, **asked | {"placements": "wave", "budget": asked["budget"] or _SHORT, "exact": False}
+        )
+    except ValueError:  # too large for four stages a rank, or for the limit
+        return None
+    return wave if wave.reached < found.reached * _WORTH_A_LINE else None
 
 
 @contextmanager
@@ -185,13 +210,11 @@ def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
         yield lambda share, best: bar.update(task, completed=share, best=f"{best:.6g}")
 
 
-def _record(found: Plan, named: list[ComparedSchedule]) -> dict[str, Any]:
+def _record(found: Plan, named: _Named) -> dict[str, Any]:
     """The keys of `simulate --json` and more; the lower bound holds for all placements tried, and knows the limit."""
-    from zbpipe.views.report import record
-
     parts = found.module_fqns_per_model_part
     return {
-        **record(found.timeline),
+        **named.plan.figures,
         "lower_bound": found.lower_bound,
         "gap": found.gap,
         "placement": found.placement,
@@ -200,25 +223,32 @@ def _record(found: Plan, named: list[ComparedSchedule]) -> dict[str, Any]:
         "objective": found.objective,
         "found_by": found.found_by,
         "bounds": dict(found.bounds),
+        **({} if named.plan.jitter is None else {"jitter": dict(named.plan.jitter)}),
+        "wave": None if named.wave is None else named.wave.reached,
         **({} if parts is None else {"module_fqns_per_model_part": parts}),
-        "named": [standing.record() for standing in named],
+        "named": [standing.record() for standing in named.others],
     }
 
 
-def _text(found: Plan, named: list[ComparedSchedule]) -> Iterator[str]:
+def _text(found: Plan, named: _Named) -> Iterator[str]:
     """What the search found, and the table."""
-    from zbpipe.views.report import ComparedSchedule, beside
+    from zbpipe.views.report import beside
     from zbpipe.views.style import number, percent, summary
 
     yield summary(found.timeline)
     yield f"placement {found.placement}, found by {found.found_by}"
-    what = "makespan" if found.objective == "makespan" else "longest time of a rank"
     yield (
-        f"no schedule on {', '.join(found.bounds)} has a {what} below {number(found.lower_bound)}:"
+        f"no schedule on {', '.join(found.bounds)} has a {found.objective} below {number(found.lower_bound)}:"
         f" this one is at most {percent(found.gap)} above the best"
     )
+    if named.wave is not None:
+        yield (
+            f"with four stages a rank a plan takes {number(named.wave.reached)}"
+            f" ({named.wave.reached / found.reached - 1:+.1%}): --placement wave, if the model has layers enough"
+        )
     yield ""
-    yield from beside(ComparedSchedule.of(found.timeline, found.limits), named)
+    yield from beside(named.plan, named.others)
+    yield named.words
     if found.layers is not None:
         yield "named schedules: with TorchTitan's even split of the layers"
         yield ""

@@ -11,74 +11,79 @@ from zbpipe.cli.base import (
     COUNT,
     Command,
     OutputFile,
-    Times,
-    cost_options,
+    compared_size,
     json_option,
-    memory_limit_option,
     name_argument,
     print_json,
-    required_size,
     size_options,
     stages_option,
     transport_option,
 )
-from zbpipe.cli.named import all_simulated, simulated, uniform
+from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option, memory_limit_option
+from zbpipe.cli.jitter import jitter_options, vary
+from zbpipe.cli.named import all_simulated, simulated
 
 if TYPE_CHECKING:
+    from zbpipe.jitter import Jitter
+    from zbpipe.limits import Limit
     from zbpipe.timeline import Timeline
     from zbpipe.transport import Transport
 
 
 @click.command("list", cls=Command)
+@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks; default: 4, or those of a cost file.")
+@click.option("-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Of a step.")
+@cost_options()
 @json_option
-def list_(as_json: bool) -> None:
-    """List all schedules, with those of installed packages.
+def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
+    """List all schedules, with those of installed packages, their step times and memory beside 1F1B's.
 
     \b
-    Example:
+    Examples:
       zbpipe list
+      zbpipe list --checkpointing full
     """
+    from zbpipe.ir import require_size
     from zbpipe.registry import schedules
-    from zbpipe.views.report import table
+    from zbpipe.views import report
 
+    ranks = costs.required_ranks(ranks or (None if costs.ranks(None) else 4))
+    require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
+    yardstick = costs.peak_of_1f1b(ranks, microbatches)
+    compared = report.compare(all_simulated(ranks, microbatches, costs), None, yardstick)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
+    listed = report.listed(known, compared)
     if as_json:
-        keys = ("name", "stages_per_rank", "placement", "source", "summary")
-        print_json([{key: getattr(algorithm, key) for key in keys} for algorithm in known])
+        print_json(listed)
         return
-    rows = [
-        (
-            algorithm.name,
-            f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}",
-            algorithm.placement,
-            algorithm.source,
-            algorithm.summary,
-        )
-        for algorithm in known
-    ]
-    for line in table(("schedule", "stages per rank", "placement", "runs as", "summary"), rows, left=5):
+    for line in report.listing(known, listed):
         click.echo(line)
+    click.echo(f"\nstep and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}")
 
 
 @click.command(cls=Command)
 @name_argument
 @size_options
 @stages_option
-@cost_options
+@cost_options(times="1,1,1")
 @transport_option
+@fitted_limit_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
-    "--perfetto", "perfetto_file", type=OutputFile(), help="Write a trace for ui.perfetto.dev or chrome://tracing."
+    "--perfetto",
+    "perfetto_file",
+    type=OutputFile(),
+    help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
     name: str,
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
-    costs: Times,
-    comm: float,
+    costs: Costs,
     transport: Transport,
+    memory_limit: Limit | None,
     svg_file: Path | None,
     html_file: Path | None,
     perfetto_file: Path | None,
@@ -86,7 +91,8 @@ def show(
     """Draw a schedule, in the terminal or into files.
 
     Time runs from left to right. F is a forward, I the backward for the input, W the backward for the weights, B a full
-    backward; the numbers are microbatches.
+    backward; the numbers are microbatches. Times are equal unless you give others, as in the papers: so the pattern is
+    best seen. `--costs typical` has those of a transformer.
 
     \b
     Examples:
@@ -96,8 +102,9 @@ def show(
     """
     from zbpipe.views.style import summary
 
-    timeline = simulated(name, ranks, microbatches, uniform(costs, comm), stages_per_rank, transport=transport)
-    written = _write_pictures(timeline, svg_file, html_file, perfetto_file)
+    transport = costs.transport(transport, click.get_current_context())
+    timeline = simulated(name, ranks, microbatches, costs, stages_per_rank, memory_limit, transport=transport)
+    written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
     if not written:
         from rich.console import Console
 
@@ -106,115 +113,144 @@ def show(
         console = Console(highlight=False)
         console.print(grid(timeline, console.width, console.height))
     click.echo(summary(timeline))
+    click.echo(f"drawn with {costs.words}")
     for file in written:
         click.echo(f"wrote {file}")
 
 
 def _write_pictures(
-    timeline: Timeline, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
+    timeline: Timeline, drawn_with: str, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> list[Path]:
     """Write the files that are named, and tell which."""
-    written: list[Path] = []
-
-    def write(file: Path, text: str) -> None:
-        file.write_text(text, encoding="utf-8")
-        written.append(file)
-
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
-        write(svg_file, svg(timeline))
+        svg_file.write_text(svg(timeline, drawn_with=drawn_with), encoding="utf-8")
     if html_file is not None:
         from zbpipe.views.html import html
 
-        write(html_file, html(timeline))
+        html_file.write_text(html(timeline, drawn_with), encoding="utf-8")
     if perfetto_file is not None:
-        from zbpipe.views.perfetto import perfetto
+        from zbpipe.views.perfetto import write_perfetto
 
-        write(perfetto_file, perfetto(timeline))
-    return written
+        write_perfetto(perfetto_file, timeline)
+    return [file for file in (svg_file, html_file, perfetto_file) if file is not None]
 
 
 @click.command(cls=Command)
 @name_argument
 @size_options
 @stages_option
-@cost_options
+@cost_options()
 @transport_option
+@fitted_limit_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
+@jitter_options
 @json_option
 def simulate(
     name: str,
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
-    costs: Times,
-    comm: float,
+    costs: Costs,
     transport: Transport,
+    memory_limit: Limit | None,
     steps: int,
     no_sync: bool,
+    jitter: Jitter | None,
+    draws: int,
     as_json: bool,
 ) -> None:
-    """Simulate a schedule: makespan, bubble, peak activations.
+    """Simulate a schedule: makespan, bubble, memory.
 
     Also prints the idle time of each rank, and a lower bound of the makespan for this placement and these times.
 
     \b
     Examples:
       zbpipe simulate ZBV -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05
+      zbpipe simulate ZBV -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe simulate ZBH2 -p 8 -m 32 --steps 4 --no-sync --json
     """
     from zbpipe.views.report import record, report
+    from zbpipe.views.style import number
 
+    if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
+        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: leave the others out")
     timeline = simulated(
         name,
         ranks,
         microbatches,
-        uniform(costs, comm),
+        costs,
         stages_per_rank,
+        memory_limit,
         num_steps=steps,
         synchronous=not no_sync,
-        transport=transport,
+        transport=costs.transport(transport, click.get_current_context()),
     )
+    schedule = timeline.schedule
+    yardstick = costs.peak_of_1f1b(schedule.num_ranks, schedule.num_microbatches)
+    varied = vary(jitter, draws)(timeline) if jitter else None
     if as_json:
-        print_json(record(timeline))
-    else:
-        click.echo(report(timeline))
+        print_json(record(timeline, yardstick) | ({"jitter": varied} if varied else {}))
+        return
+    click.echo(report(timeline, yardstick))
+    if varied:
+        words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
+        click.echo(f"\nwhere times vary, {draws} steps: {words}")
+    click.echo(f"\n{costs.words}")
 
 
 @click.command(cls=Command)
-@required_size
-@cost_options
+@compared_size
+@cost_options()
 @transport_option
 @memory_limit_option
+@jitter_options
 @json_option
 def compare(
-    ranks: int,
+    ranks: int | None,
     microbatches: int,
-    costs: Times,
-    comm: float,
+    costs: Costs,
     transport: Transport,
-    memory_limit: float | None,
+    memory_limit: Limit | None,
+    jitter: Jitter | None,
+    draws: int,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    Schedules over the memory limit come last, with a mark.
+    Of equally long ones that with less memory comes first, then the one whose split works: torch's own fails under
+    selective checkpointing. Schedules over the memory limit come last, with a mark. Where times vary (--jitter), the
+    step that 95 % do not exceed decides.
 
     \b
     Examples:
       zbpipe compare -p 8 -m 32
+      zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
+      zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
     """
+    from zbpipe.costs import limits_by_rank
+    from zbpipe.ir import require_size
     from zbpipe.views import report
 
-    limits = None if memory_limit is None else (memory_limit,) * ranks
-    standings = report.compare(all_simulated(ranks, microbatches, uniform(costs, comm), transport=transport), limits)
+    ranks = costs.required_ranks(ranks)
+    transport = costs.transport(transport, click.get_current_context())
+    require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
+    limit = costs.limit(memory_limit, ranks, microbatches)
+    ours = costs.job.memory_limit if limit is None and costs.job else limit
+    limits = None if ours is None else limits_by_rank(ours, ranks)
+    yardstick = costs.peak_of_1f1b(ranks, microbatches)
+    if jitter and transport is not transport.IDEAL:
+        raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
+    timelines = all_simulated(ranks, microbatches, costs, memory_limit, transport=transport)
+    standings = report.compare(timelines, limits, yardstick, vary(jitter, draws) if jitter else None)
     if as_json:
         print_json([standing.record() for standing in standings])
         return
     for line in report.comparison(standings):
         click.echo(line)
+    click.echo(costs.words)

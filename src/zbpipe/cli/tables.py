@@ -10,29 +10,39 @@ import click
 from zbpipe.cli.base import (
     Command,
     OutputFile,
-    Times,
-    memory_limit_option,
     name_argument,
     one_line,
     size_options,
     stages_option,
 )
-from zbpipe.cli.named import generated, made, uniform
+from zbpipe.cli.costs import Costs, cost_options, equal, fitted_limit_option, memory_limit_option
+from zbpipe.cli.named import generated, made
 
 if TYPE_CHECKING:
     from zbpipe.ir import Schedule
+    from zbpipe.limits import Limit
 
 
 @click.command(cls=Command)
 @name_argument
 @size_options
 @stages_option
+@cost_options()
+@fitted_limit_option
 @click.option("-o", "--output", type=OutputFile(), required=True, help="The CSV file to write.")
-def export(name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None, output: Path) -> None:
+def export(
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    costs: Costs,
+    memory_limit: Limit | None,
+    output: Path,
+) -> None:
     """Write a schedule as torch's compute-only CSV.
 
     One row for each rank, one cell for each op. torch and TorchTitan load it unchanged, for example with
-    --parallelism.pipeline_parallel_schedule_csv.
+    --parallelism.pipeline_parallel_schedule_csv. Costs matter only to schedules that fit themselves to them.
 
     \b
     Example:
@@ -40,7 +50,7 @@ def export(name: str, ranks: int | None, microbatches: int | None, stages_per_ra
     """
     from zbpipe.views.style import counted
 
-    schedule, _ = generated(name, ranks, microbatches, uniform(Times(1, 1, 1), 0), stages_per_rank)
+    schedule, _ = generated(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
     output.write_text(schedule.to_csv(), encoding="utf-8")
     ops = sum(map(len, schedule))
     click.echo(f"wrote {output}: {schedule.name}, {counted(schedule.num_ranks, 'rank')}, {counted(ops, 'op')}")
@@ -64,13 +74,14 @@ def validate(
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
-    memory_limit: float | None,
+    memory_limit: Limit | None,
 ) -> None:
     """Check a schedule, by its name or in a CSV file.
 
     It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. Prints each
-    finding on a line; the exit code is 1 if there is any.
+    finding on a line; the exit code is 1 if there is any. A memory limit counts activations as without checkpointing:
+    1 is a rank's share of one microbatch. `compare` and `simulate` know what checkpointing changes.
 
     \b
     Examples:
@@ -82,12 +93,15 @@ def validate(
     from zbpipe.validation import validate as findings_of
     from zbpipe.views.style import counted
 
+    if memory_limit is not None and memory_limit.unit:
+        raise click.UsageError(f"--memory-limit {memory_limit.text!r}: `validate` counts activations; write a number")
+    limit = None if memory_limit is None else memory_limit.amount
     if isinstance(name, str):
-        schedule, _ = made(name, ranks, microbatches, uniform(Times(1, 1, 1), 0), stages_per_rank)
-        findings = findings_of(schedule, memory_limit)
+        schedule, _ = made(name, ranks, microbatches, equal(), stages_per_rank)
+        findings = findings_of(schedule, limit)
     else:
         try:
-            schedule, findings = check_table(read_text(name), str(name), memory_limit)
+            schedule, findings = check_table(read_text(name), str(name), limit)
         except ValueError as error:
             click.echo(f"table: {one_line(str(error))}")
             raise SystemExit(1) from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, Protocol
 
+from zbpipe.demo.emulated import DemoError, Emulated
 from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.registry import lookup
 from zbpipe.titan.versions import installed
@@ -15,6 +17,10 @@ from zbpipe.titan.versions import installed
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
 RANKS = 2
 ACTIVATION_CHECKPOINT = "selective"  # TorchTitan's default
+ROUNDS = 2
+"""So many times each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
+WARM_UP = 2
+"""Steps of a job that set everything up, and are left out of speed and bubble."""
 _TIMEOUT = 300.0
 
 
@@ -26,8 +32,11 @@ class Run:
     source: Literal["torch", "zbpipe"]
     activation_checkpoint: str
     losses: list[float]
+    """Of the first round."""
     tokens_per_second: float | None
-    """Of the whole job: the median over all steps but the first, which sets everything up."""
+    """Of the whole job: the median of all rounds' steps after `WARM_UP`."""
+    bubble: float | None
+    """The share of both ranks' time in which they wait, measured: the median of the same steps."""
     status: Literal["ok", "failed"]
     error: str | None
 
@@ -39,20 +48,17 @@ class Progress(Protocol):
 
     def stepped(self, step: int, loss: float) -> None: ...
 
-    def ended(self, run: Run | None) -> None: ...
+    def ended(self, failed: bool) -> None: ...
 
 
-class DemoError(RuntimeError):
-    """The demo could not start."""
-
-
-def run_demo(steps: int, progress: Progress, folder: Path | None = None) -> list[Run]:
-    """Train once with each of `SCHEDULES`, on `RANKS` processes, all from one seed checkpoint.
+def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds: int = ROUNDS) -> list[Run]:
+    """Train with each of `SCHEDULES` in turns, on `RANKS` processes, all from one seed checkpoint.
 
     Args:
-        steps: optimizer steps of each run.
+        steps: optimizer steps of each job.
         progress: called at every step.
         folder: where checkpoints and logs go; default: a temporary one.
+        rounds: jobs of each schedule; one that fails is not repeated.
 
     Raises:
         DemoError: TorchTitan is not installed, zbpipe does not know its version, or the seed checkpoint failed.
@@ -61,24 +67,30 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None) -> list
         installed()
     except ImportError as error:
         raise DemoError(f"the demo trains with TorchTitan: {error}") from None
+    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in SCHEDULES}
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as temporary:
         base = folder or Path(temporary)
         seed = _make_seed_checkpoint(base / "seed", progress)
-        return [_train(schedule, steps, seed, base / schedule, progress) for schedule in SCHEDULES]
+        for number in range(rounds):
+            for schedule in SCHEDULES if number % 2 == 0 else SCHEDULES[::-1]:
+                if all(outcome.error is None for outcome in outcomes[schedule]):
+                    name = schedule if number == 0 else f"{schedule}, round {number + 1}"
+                    outcomes[schedule].append(_train(schedule, steps, seed, base / name, progress))
+    return [_summary(schedule, each) for schedule, each in outcomes.items()]
 
 
 def _make_seed_checkpoint(folder: Path, progress: Progress) -> Path:
     progress.started("seed checkpoint", 0)
     checkpoint = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
     outcome = train_on_cpu(checkpoint, num_ranks=1, folder=folder, timeout=_TIMEOUT)
-    progress.ended(None)
+    progress.ended(outcome.error is not None)
     if outcome.error is not None:
         raise DemoError(f"TorchTitan could not make the seed checkpoint: {outcome.error}")
     return folder / "checkpoint" / "step-0"
 
 
-def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progress) -> Run:
-    progress.started(schedule, steps)
+def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progress) -> JobOutcome:
+    progress.started(folder.name, steps)
     outcome = train_on_cpu(
         [
             *("--training.steps", str(steps)),
@@ -92,23 +104,30 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
         timeout=_TIMEOUT,
         on_step=lambda step: progress.stepped(step["step"], step["loss_metrics/global_avg_loss"]),
     )
-    run = _summary(schedule, outcome)
-    progress.ended(run)
-    return run
+    progress.ended(outcome.error is not None)
+    return outcome
 
 
-def _summary(schedule: str, outcome: JobOutcome) -> Run:
+def _summary(schedule: str, rounds: Sequence[JobOutcome]) -> Run:
+    measured = [step for outcome in rounds for step in outcome.steps[WARM_UP:]]
     # TorchTitan gives tokens per second and device, and all devices of a pipeline work on the same tokens.
-    rates = [RANKS * step["throughput(tps)"] for step in outcome.steps[1:]]
+    rates = [RANKS * step["throughput(tps)"] for step in measured]
+    bubbles = [step[BUBBLE] / 100 for step in measured if BUBBLE in step]
+    error = next((outcome.error for outcome in rounds if outcome.error is not None), None)
     return Run(
         schedule,
         lookup(schedule).source,
         ACTIVATION_CHECKPOINT,
-        outcome.losses,
+        rounds[0].losses,
         median(rates) if rates else None,
-        "ok" if outcome.error is None else "failed",
-        outcome.error,
+        median(bubbles) if bubbles else None,
+        "ok" if error is None else "failed",
+        error,
     )
+
+
+BUBBLE = "zbpipe/bubble(%)"
+"""Among the metrics of a job."""
 
 
 def largest_difference(runs: list[Run]) -> float | None:
@@ -119,6 +138,6 @@ def largest_difference(runs: list[Run]) -> float | None:
     return max(abs(b - a) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
 
 
-def as_json(runs: list[Run]) -> dict[str, Any]:
+def as_json(runs: list[Run], emulated: list[Emulated]) -> dict[str, Any]:
     """What `zbpipe demo --json FILE` writes."""
-    return {"runs": [asdict(run) for run in runs]}
+    return {"runs": [asdict(run) for run in runs], "emulated": [each.figures() for each in emulated]}

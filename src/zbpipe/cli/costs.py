@@ -1,0 +1,283 @@
+"""What the commands simulate with: the options for costs, and a memory limit in their unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from zbpipe.costs import MOST, is_amount
+from zbpipe.limits import Limit
+
+if TYPE_CHECKING:
+    from zbpipe.ir import Placement
+    from zbpipe.job_costs import JobCosts
+    from zbpipe.transport import Transport
+    from zbpipe.yardstick import CostsOf
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+CHECKPOINTING = ("none", "selective", "full")
+"""The names of `zbpipe.transformer.Checkpointing`, which `--help` need not import."""
+
+
+class Times(NamedTuple):
+    """How long a rank works on one microbatch, in seconds."""
+
+    f: float
+    i: float
+    w: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the options of a command choose."""
+
+    of: CostsOf
+    words: str
+    """Where times and memory come from, for people."""
+    job: JobCosts | None = None
+    """What `--costs-file` holds."""
+    file: Path | None = None
+
+    def has(self, placement: Placement) -> bool:
+        """Whether there are costs for its stages."""
+        try:
+            self.of(placement)
+        except ValueError:
+            return False
+        return True
+
+    def ranks(self, given: int | None) -> int | None:
+        """The given number of ranks, or the cost file's.
+
+        Raises:
+            ValueError: the cost file is for another number.
+        """
+        if self.job is None:
+            return given
+        if given is None:
+            return self.job.placement.num_ranks if self.job.placement else None
+        self.job.require_ranks(given)
+        return given
+
+    def required_ranks(self, given: int | None) -> int:
+        """The same, where a command needs it."""
+        found = self.ranks(given)
+        if found is None:
+            raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
+        return found
+
+    def transport(self, chosen: Transport, context: click.Context) -> Transport:
+        """The cost file's, unless the command line has one."""
+        if self.job is None or self.job.transport is None or is_given(context, "transport"):
+            return chosen
+        return self.job.transport
+
+    def peak_of_1f1b(self, ranks: int, microbatches: int) -> float | None:
+        """In the unit of the costs; None if these are costs of stages from which 1F1B's cannot be put together."""
+        from zbpipe.costs import CostModel
+        from zbpipe.yardstick import peak_of_1f1b
+
+        measured = self.job.costs if self.job and isinstance(self.job.costs, CostModel) else None
+        return peak_of_1f1b(self.of, ranks, microbatches, measured)
+
+    def limit(self, asked: Limit | None, ranks: int, microbatches: int) -> float | None:
+        """What is asked for in the unit of the costs.
+
+        Raises:
+            click.UsageError: bytes where nothing is measured in bytes, or a multiple of 1F1B's peak that is not known.
+        """
+        if asked is None:
+            return None
+        if asked.unit == "bytes" and self.job is None:
+            raise click.UsageError(
+                f"--memory-limit {asked.text!r} is in bytes, but nothing here was measured in bytes: write a number"
+                " (1 is a rank's share of one microbatch), a multiple of 1F1B's memory such as 1.0x, or use measured"
+                " costs with --costs-file"
+            )
+        if asked.unit != "x":
+            return asked.amount
+        peak = self.peak_of_1f1b(ranks, microbatches)
+        if peak is None:
+            raise click.UsageError(
+                f"--memory-limit {asked.text!r} is a multiple of 1F1B's memory, which the cost file does not tell: its"
+                f" stages cannot be shared equally by {ranks} ranks; write bytes, for example 40GiB"
+            )
+        return asked.amount * peak
+
+
+def equal() -> Costs:
+    """F, I and W take equal time, and memory counts activations: what the papers draw."""
+    from zbpipe.costs import CostModel
+
+    return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
+
+
+def typical(times: Times | None, comm: float, checkpointing: str, host_bandwidth: float | None = None) -> Costs:
+    """Of a transformer with these times, or its typical ones."""
+    from zbpipe.costs import Link
+    from zbpipe.transformer import typical_costs, typical_times
+
+    f, i, w = typical_times(checkpointing) if times is None else times
+    host = None if host_bandwidth is None else Link(bandwidth=host_bandwidth)
+    copies = "" if host_bandwidth is None else f"; {host_bandwidth:.6g} to the host"
+    what = "times and memory" if times is None else "memory"
+    how = "without checkpointing" if checkpointing == "none" else f"with {checkpointing} checkpointing"
+    return Costs(
+        partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
+        f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how}{copies}",
+    )
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether the command line has this option."""
+    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _from_file(file: Path, context: click.Context) -> Costs:
+    """The cost file, unless other options contradict it."""
+    from zbpipe.costs_file import load_costs
+
+    reasons = {"costs": "times", "comm": "the times of messages", "checkpointing": "the memory of its checkpointing"}
+    reasons["host_bandwidth"] = "room for it, as bandwidth under [host]"
+    for name, what in reasons.items():
+        if is_given(context, name):
+            option = name.replace("_", "-")
+            raise click.UsageError(
+                f"--{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
+                context,
+            )
+    job = load_costs(file)
+    return Costs(job.on, f"costs of {file}", job, file)
+
+
+def _times(context: click.Context, option: click.Parameter, text: str) -> Times | None:
+    """Parse `--costs`; None for the typical times."""
+    if text == "typical":
+        return None
+    try:
+        times = Times(*map(float, text.split(",")))
+    except (TypeError, ValueError):
+        if text.endswith((".toml", ".json")):
+            raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
+        raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
+    # Pictures divide by the longest.
+    if not all(map(is_amount, times)) or max(times) < 1 / MOST:
+        raise click.BadParameter(
+            f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
+        )
+    return times
+
+
+def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Check `--comm`."""
+    if not is_amount(value):
+        raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
+    return value
+
+
+def _bandwidth(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """Check `--host-bandwidth`."""
+    if value is not None and not (is_amount(value) and value >= 1 / MOST):
+        raise click.BadParameter(f"{value} is no bandwidth; write a number above zero, for example 0.5")
+    return value
+
+
+def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
+    """The options, which the command gets as one argument `costs`; the default of `--costs` is `times`."""
+    options = (
+        click.option(
+            "--costs",
+            metavar="F,I,W",
+            callback=_times,
+            default=times,
+            show_default=True,
+            help="Seconds (or any other unit) that a rank takes for F, I (with what it recomputes) and W of one"
+            " microbatch; or `typical`, those of a transformer with the chosen checkpointing.",
+        ),
+        click.option(
+            "--checkpointing",
+            type=click.Choice(CHECKPOINTING),
+            default="selective",
+            show_default=True,
+            help="Activation checkpointing of a typical transformer, which decides the memory; selective is"
+            " TorchTitan's default.",
+        ),
+        click.option(
+            "--comm",
+            type=float,
+            callback=_seconds,
+            default=0.0,
+            show_default=True,
+            help="Seconds that a transfer between two ranks takes.",
+        ),
+        click.option(
+            "--host-bandwidth",
+            type=float,
+            callback=_bandwidth,
+            metavar="X",
+            help="For schedules that offload: how much goes to a rank's host per unit of time, and as much back. 1 is"
+            " what F keeps of a rank's share of one microbatch.",
+        ),
+        click.option(
+            "--costs-file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Measured times, bytes and links of stages or layers, in place of those above (docs/costs-file.md).",
+        ),
+    )
+
+    def add(command: _Function) -> _Function:
+        @wraps(command)
+        def with_costs(
+            *,
+            costs: Times | None,
+            checkpointing: str,
+            comm: float,
+            host_bandwidth: float | None,
+            costs_file: Path | None,
+            **others: Any,
+        ) -> Any:
+            context = click.get_current_context()
+            if costs_file:
+                chosen = _from_file(costs_file, context)
+            else:
+                chosen = typical(costs, comm, checkpointing, host_bandwidth)
+            return command(costs=chosen, **others)
+
+        wrapped: Any = with_costs
+        for option in reversed(options):
+            wrapped = option(wrapped)
+        return wrapped  # type: ignore[no-any-return]
+
+    return add
+
+
+def _memory(context: click.Context, option: click.Parameter, text: str | None) -> Limit | None:
+    """Parse `--memory-limit`."""
+    try:
+        return None if text is None else Limit.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_UNITS_OF_LIMIT = (
+    "a multiple of what 1F1B's worst rank holds under the same costs, such as 1.0x; or in the unit of the costs: 1 is"
+    " what F keeps of a rank's share of one microbatch, of which 1F1B holds p; with --costs-file bytes, also as 6500MB"
+    " or 6.5GiB."
+)
+
+
+def _limit_option(what: str) -> Callable[[_Function], _Function]:
+    return click.option("--memory-limit", callback=_memory, metavar="X", help=f"{what}: {_UNITS_OF_LIMIT}")
+
+
+memory_limit_option = _limit_option("What a rank can hold of activations")
+fitted_limit_option = _limit_option(
+    "For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold"
+)

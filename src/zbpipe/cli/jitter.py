@@ -1,0 +1,60 @@
+"""The options of commands that vary times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zbpipe.cli.base import COUNT, one_line
+
+if TYPE_CHECKING:
+    from zbpipe.jitter import Jitter
+    from zbpipe.timeline import Timeline
+    from zbpipe.views.report import Vary
+
+
+def _parsed(context: click.Context, option: click.Parameter, text: str | None) -> Jitter | None:
+    if text is None:
+        return None
+    from zbpipe.jitter import Jitter
+
+    try:
+        return Jitter.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(one_line(str(error)), context, option) from None
+
+
+jitter_option = click.option(
+    "--jitter",
+    callback=_parsed,
+    metavar="WORDS",
+    help="What varies, with commas between: ops=0.1 (standard deviation of an op's time, as a share), links=0.5 (of a"
+    " message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank or a link"
+    " is slow for a step) with burst-factor=2 and burst-delay=1, slow-rank=3:1.2, slow-link=0-1:0.5 (docs/jitter.md).",
+)
+_draws_option = click.option(
+    "--draws",
+    type=COUNT,
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="How many steps to simulate with --jitter.",
+)
+
+
+def jitter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--jitter and --draws."""
+    return jitter_option(_draws_option(command))
+
+
+def vary(jitter: Jitter, draws: int) -> Vary:
+    """What gives the step times of a timeline's schedule."""
+
+    def varied(timeline: Timeline) -> dict[str, float]:
+        from zbpipe.jitter import step_times
+
+        return step_times(timeline.schedule, timeline.costs, jitter, draws=draws).record()
+
+    return varied
