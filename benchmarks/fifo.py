@@ -60,8 +60,8 @@ class FifoGroup(dist.ProcessGroup):
         self._queue_of = BACKENDS[backend]
         self._queues: dict[Hashable, _Queue] = {}
         self._limit = timeout.total_seconds()
-        self.latency = 0.0
-        """Seconds that a message takes beyond the copy."""
+        self.late: Callable[[], float] = lambda: 0.0
+        """Seconds by which the next message that this rank receives is late, though it holds up none behind it."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
         """Post a send to rank `peer` of this group."""
@@ -99,14 +99,16 @@ class FifoGroup(dist.ProcessGroup):
             running[queue.add(partial(self._run, queue, together))] = together
         return Message(running, self._limit)
 
-    def _run(self, queue: _Queue, together: list[_Transfer]) -> None:
+    def _run(self, queue: _Queue, together: list[_Transfer]) -> float:
+        """When it arrives, by the monotonic clock."""
         with torch.no_grad():
             works = [transfer.begin(self._gloo, queue.stream(transfer.tensor.device)) for transfer in together]
             for work in works:
                 work.wait()
-            time.sleep(self.latency)
             for transfer in together:
                 transfer.arrived(queue.stream(transfer.tensor.device))
+            receives = any(isinstance(transfer, _Receive) for transfer in together)
+            return time.monotonic() + (self.late() if receives else 0.0)
 
 
 _OLDER_NAMES = {
@@ -127,7 +129,7 @@ for _name in _COLLECTIVES:
 class Message:
     """What was posted together, and can be waited for as `torch.distributed.Work` can."""
 
-    def __init__(self, running: dict[Future[None], list[_Transfer]], limit: float) -> None:
+    def __init__(self, running: dict[Future[float], list[_Transfer]], limit: float) -> None:
         self._running = running
         self._limit = limit
 
@@ -146,10 +148,11 @@ class Message:
         while self._running:
             future, transfers = next(iter(self._running.items()))
             try:
-                future.result(deadline - time.monotonic())
+                arrives = future.result(deadline - time.monotonic())
             except TimeoutError:
                 names = ", ".join(map(str, transfers))
                 raise RuntimeError(f"fifo: {names}: not met within {limit:g} s") from None
+            time.sleep(max(0.0, arrives - time.monotonic()))
             for transfer in transfers:
                 transfer.waited_for()
             del self._running[future]
@@ -164,14 +167,14 @@ class _Queue:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._error: BaseException | None = None
 
-    def add(self, run: Callable[[], None]) -> Future[None]:
+    def add(self, run: Callable[[], float]) -> Future[float]:
         return self._thread.submit(self._run, run)
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[[], float]) -> float:
         if self._error is not None:
             raise RuntimeError(f"fifo: a message before this one failed: {self._error}")
         try:
-            run()
+            return run()
         except BaseException as error:
             self._error = error
             raise
@@ -228,7 +231,7 @@ class _Send(_Transfer):
     def waited_for(self) -> None:
         _wait_for(self.done)
         del self.data
-        storage, _ = place_in_memory(self.tensor)
+        storage, *_ = place_in_memory(self.tensor)
         alone = storage is not None and num_holders(storage) == 1
         if alone and self.tensor.is_floating_point() and not self.tensor.requires_grad:
             spoil(self.tensor)

@@ -1,56 +1,49 @@
 """Step times by the clock beside the simulated ones: real schedules, processes and messages, stages that sleep.
 
-A stage holds one number and sleeps for the times of its F, I and W, so that the cores of the machine, few as they may
-be, do not count: what is measured is how torch's executor, the sends and receives of gloo and the order of the actions
-keep up with the simulator, which gets the same times. Run it from anywhere: `python benchmarks/wall_clock.py --help`.
+Stages sleep (`zbpipe.demo.sleeping`), so that the cores of the machine, few as they may be, do not count. What is
+measured is how torch's executor, the sends and receives of gloo and the order of the actions keep up with the
+simulator, which gets the same times. Run it from anywhere: `python benchmarks/wall_clock.py --help`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import run_ranks
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, Op, OpKind, Placement
+from zbpipe import CostModel, OpKind, Placement
+from zbpipe.demo.sleeping import Runner, message_seconds
+from zbpipe.jitter import Jitter, step_times
 from zbpipe.registry import lookup
+from zbpipe.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.transport import Receives
 
-Times = tuple[float, float, float]
-"""Of F, I and W: a rank's for one microbatch, shared equally by its stages."""
+Times = tuple[float, float, float] | Checkpointing
+"""Of F, I and W: a rank's for one microbatch, shared equally by its stages. With a checkpointing it is a typical
+transformer's, whose memory decides what lean schedules run."""
 
 PLANS: dict[str, Callable[[int], float]] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
 """By name, the memory limit for p ranks."""
+ROBUST: dict[str, Callable[[int], float]] = {"robust plan, p": lambda p: p, "robust plan, 2p": lambda p: 2 * p}
+"""The same, of plans that stand late messages."""
+PLANNED = PLANS | ROBUST
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 YARDSTICK = "1F1B"
-METHODS = {
-    OpKind.F: "forward_one_chunk",
-    OpKind.B: "backward_one_chunk",  # and I
-    OpKind.W: "backward_weight_one_chunk",
-}
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 GOAL = 0.05
 """How far a measured time may be from the simulated one, relative to it."""
-LATE = 1e-4
-"""Seconds by which `time.sleep` usually comes back late. More than that is not spent awake, for the cores are few."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +62,8 @@ class Job:
     """Seconds for all of it."""
     backend: str = "gloo"
     """Or one of benchmarks/fifo.py, where messages wait for each other."""
+    late: float = 0.0
+    """By how much each message comes late on average, exponentially. For the backends of benchmarks/fifo.py."""
 
 
 @dataclass(frozen=True)
@@ -98,188 +93,26 @@ class Result:
         return self.seconds / self.simulated
 
 
-# One stage.
-
-
-def sleep_until(end: float) -> None:
-    """Return at `end` of `time.monotonic`, as exactly as the machine allows."""
-    time.sleep(max(0.0, end - LATE - time.monotonic()))
-    while time.monotonic() < end:
-        pass
-
-
-class SleepingLayer(nn.Linear):
-    """One number times a weight. F sleeps in the forward, I and W on the ways of dX and dW.
-
-    So each sleeps in the action that computes its gradient, whoever splits the backward: I and W both in torch's B,
-    one after the other in torch's split, and in zbpipe's, which runs the linear layer's own deferral.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(1, 1, bias=False)
-        self.seconds = dict.fromkeys((OpKind.F, OpKind.I, OpKind.W), 0.0)
-        self.slept: list[tuple[OpKind, float]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._sleep(OpKind.F)
-        # The batch needs no gradient. In a model there are more layers, and all but the very first compute dX.
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        return F.linear(self._sleeping(x, OpKind.I), self._sleeping(self.weight, OpKind.W))
-
-    def _sleeping(self, tensor: Tensor, kind: OpKind) -> Tensor:
-        """`tensor`, whose gradient takes its time. The I of a deferral hands on None where W will compute dW."""
-        view = tensor.view_as(tensor)
-        view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))
-        return view
-
-    def _sleep(self, kind: OpKind) -> None:
-        start = time.monotonic()
-        sleep_until(start + self.seconds[kind])
-        self.slept.append((kind, time.monotonic() - start))
-
-
-class Ran(NamedTuple):
-    """An op that ran, and the sleeps during it."""
-
-    op: Op
-    start: float
-    end: float
-    slept: tuple[tuple[OpKind, float], ...]
-    """Of which kind (F, I, W), and how many seconds."""
-
-
-def follow(stage: PipelineStage, ran: list[Ran]) -> None:
-    """Add to `ran` what `stage` runs from now on."""
-    layer = cast(SleepingLayer, stage.submod)
-
-    def followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        kind = OpKind.I if kwargs.get("full_backward") is False else usual
-        layer.slept = []
-        start = time.monotonic()
-        result = run(microbatch, *args, **kwargs)
-        ran.append(Ran(Op(stage.stage_index, kind, microbatch), start, time.monotonic(), tuple(layer.slept)))
-        return result
-
-    for kind, method in METHODS.items():
-        setattr(stage, method, partial(followed, getattr(stage, method), kind))
-
-
-def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
-    """Raise unless exactly `ops` ran, in this order, and slept for what belongs to them, once and long enough.
-
-    With torch's split the first stage, whose input needs no gradient, runs its whole backward in W.
-    """
-    if [each.op for each in ran] != list(ops):
-        raise AssertionError(f"ran {' '.join(str(each.op) for each in ran)} instead of {' '.join(map(str, ops))}")
-    for op, _, _, slept in ran:
-        late = torchs_split and op.stage == 0
-        belongs = {OpKind.B: "IW", OpKind.I: "" if late else "I", OpKind.W: "IW" if late else "W"}
-        short = any(seconds < costs.seconds(op.stage, kind) - 1e-9 for kind, seconds in slept)
-        if sorted(kind for kind, _ in slept) != list(belongs.get(op.kind, "F")) or short:
-            raise AssertionError(f"{op} slept {slept}")
-
-
 # One rank.
-
-
-def message_seconds(messages: int = 100) -> float:
-    """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
-    rank, taken = dist.get_rank(), []
-    for number in range(messages if rank < 2 else 0):
-        sender = number % 2
-        sent_at = torch.zeros(1, dtype=torch.float64)
-        if rank == sender:
-            # As in a pipeline, the receiver has been waiting for some time, and is asleep.
-            sleep_until(time.monotonic() + 0.005)
-            sent_at[0] = time.monotonic()
-            dist.send(sent_at, 1 - rank)
-        else:
-            dist.recv(sent_at, sender)
-            taken.append(time.monotonic() - sent_at.item())
-    median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
-    dist.broadcast(median, 0)
-    return median.item()
-
-
-class Runner:
-    """One schedule on this rank, ready to run steps."""
-
-    def __init__(self, source: str, receives: str | None, costs: CostModel, job: Job) -> None:
-        rank, last = dist.get_rank(), costs.num_stages - 1
-        indices = zbpipe.stage_indices(source, rank=rank, num_ranks=job.ranks)
-        layers = {index: SleepingLayer() for index in indices}
-        stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
-        self.torchs = lookup(source).source == "torch"
-        options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
-        self.schedule = zbpipe.build_pipeline_schedule(source, stages, job.microbatches, _loss, **options)
-        self.costs = costs
-        self.ops = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs).ops[rank]
-        self.ran: list[Ran] = []
-        self.within: list[float] = []
-        self.between: list[float] = []
-        for stage in stages:
-            follow(stage, self.ran)
-        batch = torch.ones(job.microbatches, 1)
-        self.arguments = [batch] if 0 in indices else []
-        self.target = batch if last in indices else None
-        self._run()  # without sleep: shapes, and whatever else the first step prepares
-        for index, layer in layers.items():
-            layer.seconds = {kind: costs.seconds(index, kind) for kind in layer.seconds}
-
-    def seconds(self) -> float:
-        """Of one step, from a start common to all ranks to the end of the last one."""
-        self.ran.clear()
-        gc.collect()
-        gc.disable()  # as trainers do, who collect garbage between steps
-        start = _common_start()
-        sleep_until(start)
-        self._run()
-        taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
-        gc.enable()
-        check(self.ran, self.ops, self.costs, self.torchs)
-        self.within += [each.end - each.start - sum(seconds for _, seconds in each.slept) for each in self.ran]
-        self.between += [after.start - before.end for before, after in pairwise(self.ran)]
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
-
-    @property
-    def overhead(self) -> float:
-        """Seconds of this rank for an op beside its sleep: within it, and from it to the next.
-
-        Medians, because some ops wait for a message first.
-        """
-        return statistics.median(self.within) + statistics.median(self.between)
-
-    def _run(self) -> None:
-        self.schedule.step(*self.arguments, target=self.target, return_outputs=False)
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def _common_start() -> float:
-    """A time a little ahead, the same on all ranks, which share one clock."""
-    dist.barrier()
-    start = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)
-    dist.broadcast(start, 0)
-    return start.item()
 
 
 def uniform_costs(placement: Placement, times: Times, unit: float, latency: float) -> CostModel:
     """What stages on `placement` sleep, and how long messages take."""
+    if isinstance(times, Checkpointing):
+        return typical_costs(placement, times, times=[unit * time for time in typical_times(times)], comm=latency)
     return CostModel.uniform(placement, *(unit * time for time in times), comm=latency)
 
 
 def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
     """The schedule's name, or the CSV file of the plan, which rank 0 makes for all."""
     name = name.partition("@")[0]
-    if name not in PLANS:
+    if name not in PLANNED:
         return name
-    limit = PLANS[name](job.ranks)
-    file = directory / f"plan-{limit:g}.csv"
+    limit = PLANNED[name](job.ranks)
+    file = directory / f"{'robust-' if name in ROBUST else ''}plan-{limit:g}.csv"
     if dist.get_rank() == 0:
-        file.write_text(zbpipe.plan(job.ranks, job.microbatches, costs, limit).schedule.to_csv())
+        robust = Jitter(delay=job.late * job.unit) if name in ROBUST else None
+        file.write_text(zbpipe.plan(job.ranks, job.microbatches, costs, limit, robust=robust).schedule.to_csv())
     dist.barrier()
     return str(file)
 
@@ -301,18 +134,26 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
         i=tuple(seconds + overhead for seconds in costs.i),
         w=tuple(seconds + overhead * split for seconds in costs.w),  # a B is one op
     )
+    if job.late:
+        return step_times(schedule, longer, Jitter(delay=job.late * job.unit)).p50
     return zbpipe.simulate(schedule, longer).makespan
 
 
 def run_rank(job: Job, directory: Path) -> Iterator[Result]:
     """All schedules with all times, in rounds of one step each, whose order changes."""
     latency = message_seconds()
+    if job.late:
+        cast(Any, dist.group.WORLD).late = partial(
+            random.Random(dist.get_rank()).expovariate, 1 / (job.late * job.unit)
+        )
     shuffled = random.Random(0)
     for times in job.times:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
         sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
         placed = {name: costs(lookup(source).place(job.ranks)) for name, source in sources.items()}
-        runners = {name: Runner(source, receives_of(name), placed[name], job) for name, source in sources.items()}
+        runners = {
+            name: Runner(source, placed[name], job.microbatches, receives_of(name)) for name, source in sources.items()
+        }
         measured: dict[str, list[float]] = {name: [] for name in job.schedules}
         for _ in range(job.rounds):
             for name in shuffled.sample(job.schedules, len(job.schedules)):
@@ -347,16 +188,20 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         rival = next(r for r in results if r.schedule == YARDSTICK and _cell(r) == _cell(result))
         name = result.schedule.partition("@")[0]
-        whose = "zbpipe" if name in PLANS else lookup(name).source
+        whose = "zbpipe" if name in PLANNED else lookup(name).source
         ratio = f"{result.ratio:.3f}"
         lines.append(
-            f"| {result.ranks}, {result.microbatches} | {', '.join(f'{each:g}' for each in result.times)}"
+            f"| {result.ranks}, {result.microbatches} | {in_words(result.times)}"
             f" | {result.schedule} | {whose} | {result.simulated:.3f} | {result.seconds:.3f}"
             f" | {f'**{ratio}**' if missed(result) else ratio} | {result.seconds / result.with_overhead:.3f}"
             f" | {100 * (rival.seconds / result.seconds - 1):+.1f} %"
             f" | {100 * (rival.simulated / result.simulated - 1):+.1f} % |"
         )
     return "\n".join(lines)
+
+
+def in_words(times: Times) -> str:
+    return times if isinstance(times, Checkpointing) else ", ".join(f"{each:g}" for each in times)
 
 
 def _cell(result: Result) -> tuple[int, int, Times]:
@@ -385,18 +230,34 @@ def parse_arguments() -> argparse.Namespace:
         "--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue (default: %(default)s)"
     )
     parser.add_argument(
-        "--times", nargs="+", type=_times, default=list(TIMES), metavar="F,I,W", help="default: 1,1,1 1,1.2,0.8 1,2,1"
+        "--times",
+        nargs="+",
+        type=_times,
+        default=list(TIMES),
+        metavar="F,I,W",
+        help="or none, selective, full: a transformer's with this checkpointing (default: 1,1,1 1,1.2,0.8 1,2,1)",
+    )
+    parser.add_argument(
+        "--late",
+        type=float,
+        default=0.0,
+        help="messages come late by this time on average, with --backend fifo_queue_per_edge; simulated is the median"
+        " then (default: not at all)",
     )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for each p (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
     arguments.microbatches = arguments.microbatches or [2 * ranks for ranks in arguments.ranks]
+    if arguments.late and not arguments.backend.startswith("fifo"):
+        parser.error("--late needs a backend of benchmarks/fifo.py: --backend fifo_queue_per_edge")
     if len(arguments.microbatches) != len(arguments.ranks):
         parser.error("--microbatches takes one number for each of the --ranks")
     return arguments
 
 
 def _times(text: str) -> Times:
+    if text in list(Checkpointing):
+        return Checkpointing(text)
     f, i, w = map(float, text.split(","))
     return f, i, w
 
@@ -408,13 +269,13 @@ def _known(text: str) -> str:
 
 def main() -> int:
     arguments = parse_arguments()
-    names = [name if name in PLANS else _known(name) for name in arguments.schedules]
+    names = [name if name in PLANNED else _known(name) for name in arguments.schedules]
     names = [YARDSTICK, *(name for name in names if name != YARDSTICK)]
     results: list[Result] = []
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
         times = tuple(arguments.times)
-        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout, arguments.backend
+        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout, arguments.backend, arguments.late
         job = Job(ranks, microbatches, *how)
         found = measure(job)
         overhead = statistics.median(result.overhead for result in found)
