@@ -3,22 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes others quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-demo: $(VENV)/titan  ## set up and train TorchTitan's Llama with 1F1B, ZBVZeroBubble and zbpipe's ZBV
+demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubble and ZBV, and show what 8 ranks gain
 	$(BIN)/zbpipe demo
+	@$(ACTIVATE)
 
 test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(MAKE) -j2 --output-sync=target types processes others
+	$(MAKE) -j3 --output-sync=target types processes others paper
+	@$(ACTIVATE)
 
-# Side by side, because most tests use one core. These start processes, jobs or the compiler.
+# Side by side, because most tests use one core or wait for other ranks. These start jobs or the compiler,
 PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits faults fifo first_run)
+# and these are about schedules on paper.
+PAPER := $(patsubst %,tests/test_%.py,cli cli_plan gallery jitter layer_costs lean pages planner playground schedules simulation testing validation views zbv)
 
 types:
 	$(BIN)/mypy
@@ -26,8 +32,11 @@ types:
 processes:
 	$(BIN)/pytest -q $(PROCESSES)
 
+paper:
+	$(BIN)/pytest -q $(PAPER)
+
 others:
-	$(BIN)/pytest -q $(PROCESSES:%=--ignore=%)
+	$(BIN)/pytest -q $(PROCESSES:%=--ignore=%) $(PAPER:%=--ignore=%)
 
 quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
@@ -35,7 +44,7 @@ quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs_file ir layer_costs actions registry split split_page validation waiting zbv
 OF_SCHEDULES := bubble_and_memory v_half v_min dualpipe_v
-RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks actions refusals split steps torch waiting warm_up
+RUN_ON_TORCH := accumulation buffers capture compile data_parallel faults frameworks actions refusals split split_memory steps torch waiting warm_up
 
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
 	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py)

@@ -94,9 +94,11 @@ def _on_one_rank() -> dict[str, Any]:
     device = torch.device("cpu")
     stages = [PipelineStage(nn.Linear(8, 8), index, 2, device) for index in range(2)]
     schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    batch, target = torch.randn(16, 8), torch.randn(16, 8)
     return {
+        **{"stages": stages, "data": [(batch, target)] * 2},
         **{"torch": torch, "zbpipe": zbpipe, "PipelineStage": PipelineStage, "device": device, "schedule": schedule},
-        **{"rank": 0, "num_ranks": 1, "n_microbatches": 4, "batch": torch.randn(16, 8), "target": torch.randn(16, 8)},
+        **{"rank": 0, "num_ranks": 1, "n_microbatches": 4, "batch": batch, "target": target},
         **{"loss_fn": nn.functional.mse_loss, "build_part": lambda index: nn.Linear(8, 8)},
     }
 

@@ -15,12 +15,17 @@ from xml.etree import ElementTree
 import click
 import pytest
 from click.testing import CliRunner, Result
+from pages import page_data
 
 import zbpipe
-from zbpipe import cli, generate, registry
+from zbpipe import JobCosts, OpKind, Placement, cli, dump_costs, generate, load_costs, registry
 from zbpipe.costs import CostModel
+from zbpipe.demo.emulated import Emulated
 from zbpipe.ir import Schedule
+from zbpipe.running_ahead import period
 from zbpipe.simulation import simulate
+from zbpipe.transformer import Checkpointing, typical_costs
+from zbpipe.transport import Transport
 
 SIMULATE_KEYS = {
     "schedule",
@@ -68,8 +73,9 @@ def extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_list_has_all_schedules() -> None:
-    lines = answer("list").splitlines()
+    *lines, _, words = answer("list").splitlines()
     assert len(lines) == 1 + len(registry.schedules())
+    assert words.endswith("times and memory typical of a transformer with selective checkpointing")
     for algorithm in registry.schedules().values():
         assert any(line.startswith(f"{algorithm.name} ") and line.endswith(algorithm.summary) for line in lines)
 
@@ -77,9 +83,32 @@ def test_list_has_all_schedules() -> None:
 def test_list_as_json() -> None:
     listed = json_of("list")
     assert {entry["name"] for entry in listed} == {algorithm.name for algorithm in registry.schedules().values()}
-    assert all(set(entry) == {"name", "stages_per_rank", "placement", "source", "summary"} for entry in listed)
+    keys = {"name", "stages_per_rank", "placement", "source", "summary", "step_to_1f1b", "memory_to_1f1b"}
+    assert all(set(entry) == keys for entry in listed)
     zbv = next(entry for entry in listed if entry["name"] == "ZBV")
     assert (zbv["stages_per_rank"], zbv["placement"], zbv["source"]) == (2, "v", "zbpipe")
+    compared = {entry["schedule"]: entry for entry in json_of("compare -p 4 -m 16")}
+    assert zbv["memory_to_1f1b"] == compared["ZBV"]["memory_to_1f1b"] > 1.5
+    assert zbv["step_to_1f1b"] == compared["ZBV"]["makespan"] / compared["1F1B"]["makespan"] < 0.9
+
+
+def test_list_knows_checkpointing_and_cost_files(two_stages: str) -> None:
+    full = {entry["name"]: entry for entry in json_of("list --checkpointing full -p 8 -m 32")}
+    assert full["ZBV"]["memory_to_1f1b"] > 5
+    measured = {entry["name"]: entry for entry in json_of(f"list --costs-file {two_stages}")}
+    assert measured["1F1B"]["memory_to_1f1b"] == 1
+    assert measured["ZBV"]["memory_to_1f1b"] is None, "it has four stages, and two were measured"
+
+
+@pytest.mark.usefixtures("extra")
+def test_list_has_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    @zbpipe.register("Odd", summary="for odd numbers")
+    def odd(ranks: int, microbatches: int) -> Schedule:
+        raise ValueError("Odd needs an odd number of ranks")
+
+    result = run("list")
+    assert result.exit_code == 0
+    assert re.search(r"^Odd +zbpipe +1 +loop +for odd numbers$", result.stdout, re.MULTILINE)
 
 
 # show
@@ -88,16 +117,26 @@ def test_list_as_json() -> None:
 def test_show_draws_and_sums_up() -> None:
     shown = answer("show 1f1b -p 2 -m 2")
     assert "rank 0 F0 F1 ······B0    ···B1" in shown
-    assert shown.splitlines()[-1].startswith(
-        "1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%, peak activations 2"
+    assert shown.splitlines()[-2].startswith(
+        "1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%, peak activations 2.32"
     )
+    assert shown.splitlines()[-1] == (
+        "drawn with F 1, I 1, W 1, transfer 0; memory typical of a transformer with selective checkpointing"
+    )
+
+
+def test_pictures_say_what_they_are_drawn_with(here: Path) -> None:
+    answer("show ZBV -p 2 -m 3 --costs typical --checkpointing full --svg a.svg --html a.html")
+    words = "F 1, I 1.99, W 0.67, transfer 0; times and memory typical of a transformer with full checkpointing"
+    assert words in (here / "a.svg").read_text()
+    assert words in (here / "a.html").read_text()
 
 
 def test_show_writes_the_files_that_it_is_asked_for(here: Path) -> None:
     output = answer("show ZBV -p 2 -m 3 --costs 1,2,0.5 --comm 0.1 --svg a.svg --html b.html --perfetto c.json")
-    assert [line.split()[0] for line in output.splitlines()] == ["ZBV,", "wrote", "wrote", "wrote"]
+    assert [line.split()[0] for line in output.splitlines()] == ["ZBV,", "drawn", "wrote", "wrote", "wrote"]
     assert ElementTree.fromstring((here / "a.svg").read_text()).tag.endswith("svg")
-    assert '"1F2"' in (here / "b.html").read_text()
+    assert len(page_data((here / "b.html").read_text())["ranks"]) == 2
     assert json.loads((here / "c.json").read_text())["traceEvents"]
     assert "rank 0" not in output, "the picture is in the files"
 
@@ -105,8 +144,8 @@ def test_show_writes_the_files_that_it_is_asked_for(here: Path) -> None:
 def test_a_long_way_makes_no_endless_picture() -> None:
     """Nearly all of the timeline is idle."""
     shown = answer("show ZBV -p 2 -m 2 --comm 1e50")
-    assert len(shown) < 1e6
-    assert "24 ops are too short for a column" in shown
+    assert len(shown.splitlines()) < 12
+    assert "its height: how busy the rank is" in shown
 
 
 def test_stages_per_rank_reach_the_schedule() -> None:
@@ -118,26 +157,97 @@ def test_stages_per_rank_reach_the_schedule() -> None:
 
 def test_simulate_as_json() -> None:
     schedule = registry.generate("ZBV", 4, 8)
-    expected = simulate(schedule, CostModel.uniform(schedule.placement, 1, 1.2, 0.8, comm=0.1))
+    expected = simulate(schedule, typical_costs(schedule.placement, times=(1, 1.2, 0.8), comm=0.1))
+    usual = generate("1F1B", 4, 8)
+    peak = max(simulate(usual, typical_costs(usual.placement, times=(1, 1.2, 0.8))).peak_memory)
     record = json_of("simulate zbv -p 4 -m 8 --costs 1,1.2,0.8 --comm 0.1")
-    assert record.keys() >= SIMULATE_KEYS | {"idle", "longest_rank_span"}
+    assert record.keys() >= SIMULATE_KEYS | {"idle", "period"}
     assert (record["schedule"], record["ranks"], record["microbatches"]) == ("ZBV", 4, 8)
     assert record["stages_per_rank"] == 2
     assert record["makespan"] == pytest.approx(expected.makespan)
     assert record["bubble"] == pytest.approx(expected.bubble)
     assert record["peak_activations"] == pytest.approx(list(expected.peak_activations))
+    assert record["peak_memory"] == pytest.approx(list(expected.peak_memory))
+    assert record["memory_to_1f1b"] == pytest.approx(max(expected.peak_memory) / peak)
     assert record["lower_bound"] == pytest.approx(expected.lower_bound)
-    assert record["longest_rank_span"] == pytest.approx(expected.longest_rank_span)
+    assert record["period"] == pytest.approx(period(schedule, expected.costs))
     assert [list(idle.values()) for idle in record["idle"]] == [pytest.approx(list(idle)) for idle in expected.idle]
 
 
 def test_simulate_for_people() -> None:
-    lines = answer("simulate 1F1B -p 2 -m 2").splitlines()
+    lines = answer("simulate 1F1B -p 2 -m 2 --costs 1,1,1").splitlines()
     assert lines[0].startswith("1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%")
-    assert [re.split(r"\s{2,}", line) for line in lines[-2:]] == [
-        ["rank 0", "6", "2", "0", "1", "2"],
-        ["rank 1", "6", "1", "0", "2", "1"],
+    assert lines[1] == "memory: the worst rank holds 2.32, 1.00x of what 1F1B's worst rank holds (2.32)"
+    assert [re.split(r"\s{2,}", line) for line in lines[-4:-2]] == [
+        ["rank 0", "6", "2", "0", "1", "2.32"],
+        ["rank 1", "6", "1", "0", "2", "1.32"],
     ]
+    assert lines[-1] == "F 1, I 1, W 1, transfer 0; memory typical of a transformer with selective checkpointing"
+
+
+def test_costs_are_the_typical_ones_of_selective_checkpointing() -> None:
+    schedule = generate("VHalf", 4, 8)
+    found = json_of("simulate VHalf -p 4 -m 8")
+    assert found["makespan"] == simulate(schedule, typical_costs(schedule.placement)).makespan
+    for checkpointing in Checkpointing:
+        expected = simulate(schedule, typical_costs(schedule.placement, checkpointing))
+        assert json_of(f"simulate VHalf -p 4 -m 8 --checkpointing {checkpointing}")["peak_memory"] == [
+            *expected.peak_memory
+        ]
+
+
+def test_what_the_papers_draw_is_in_reach() -> None:
+    """Equal times and no checkpointing: the same memory for 1F1B, ZBH1 and ZBV, half for VHalf."""
+    compared = {entry["schedule"]: entry for entry in json_of("compare -p 8 -m 24 --costs 1,1,1 --checkpointing none")}
+    memory = {name: entry["memory_to_1f1b"] for name, entry in compared.items()}
+    assert [memory[name] for name in ("1F1B", "ZBH1", "ZBV")] == pytest.approx([1, 1, 1], abs=0.02)
+    assert memory["VHalf"] == pytest.approx(5 / 8, abs=0.02)
+    assert compared["ZBV"]["bubble"] == pytest.approx(7 / (6 * 24 + 7))
+
+
+# Cost files
+
+
+@pytest.fixture
+def two_stages(tmp_path: Path) -> str:
+    """A cost file with a stage on each of two ranks, which has I and W in bytes, and a limit."""
+    gib = 2.0**30
+    stages = CostModel((1, 1), (2, 2), (0.5, 0.5), (gib, gib), freed_by_i=-1, working={OpKind.I: gib, OpKind.B: gib})
+    file = str(tmp_path / "two.toml")
+    dump_costs(JobCosts(stages, Placement.loop(2), memory_limit=4.5 * gib, transport=Transport.ONE_QUEUE), file)
+    return file
+
+
+def test_every_command_takes_a_cost_file(two_stages: str, tmp_path: Path) -> None:
+    """Ranks, times, transport and limit are the file's."""
+    file, costs = f"--costs-file {two_stages}", load_costs(two_stages).costs
+    assert isinstance(costs, CostModel)
+    expected = simulate(generate("ZBH1", 2, 4), costs, transport="one queue")
+    found = json_of(f"simulate ZBH1 -m 4 {file}")
+    assert (found["transport"], found["makespan"]) == ("one queue", expected.makespan)
+    assert found["peak_memory"] == [*expected.peak_memory]
+    assert json_of(f"simulate ZBH1 -m 4 {file} --transport ideal")["transport"] == "ideal"
+    assert f"drawn with costs of {two_stages}" in answer(f"show ZBH1 -m 4 {file}")
+    assert "8 op" not in answer(f"export ZB1P -m 4 {file} -o {tmp_path / 'a.csv'}")
+    compared = {entry["schedule"]: entry for entry in json_of(f"compare -m 4 {file}")}
+    assert {"1F1B", "ZBH1", "GPipe"} <= compared.keys()
+    assert "ZBV" not in compared
+    assert compared["1F1B"]["fits"]
+    assert not compared["GPipe"]["fits"], "the limit of the file"
+    assert re.search(r"^1F1B +torch +1 .* 1.00x +3 GiB ", answer(f"compare -m 4 {file}"), re.MULTILINE)
+
+
+def test_1f1b_is_put_together_from_the_stages_of_a_v(tmp_path: Path) -> None:
+    """Of four stages on two ranks: the first two on rank 0, whatever their own ranks."""
+    ones, sizes = (1.0,) * 4, (1e9, 2e9, 3e9, 4e9)
+    file = tmp_path / "v.toml"
+    dump_costs(JobCosts(CostModel(ones, ones, ones, sizes, working={OpKind.B: 1e8}), Placement.v(2)), file)
+    # 1F1B holds two microbatches on rank 0, and one on rank 1.
+    found = json_of(f"simulate ZBV -m 4 --costs-file {file}")
+    assert found["memory_to_1f1b"] == pytest.approx(max(found["peak_memory"]) / (7e9 + 1e8))
+    limited = json_of(f"compare -m 4 --memory-limit 1.5x --costs-file {file}")
+    for entry in limited:
+        assert entry["fits"] == (entry["memory_to_1f1b"] <= 1.5)
 
 
 def test_steps_in_a_row_may_overlap() -> None:
@@ -180,18 +290,40 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
         assert entry["fits"]
 
 
+def test_ties_go_to_less_memory_and_then_to_a_split_that_works() -> None:
+    compared = json_of("compare -p 4 -m 16")
+    names = [entry["schedule"] for entry in compared]
+    assert names.index("ZBV") + 1 == names.index("ZBVZeroBubble"), "the same ops"
+    assert names.index("1F1B") < names.index("GPipe"), "the same makespan"
+    lines = answer("compare -p 4 -m 16").splitlines()
+    assert [line.split()[1] for line in lines if line.startswith(("ZBV ", "ZBVZeroBubble ", "1F1B "))] == [
+        "zbpipe",
+        "torch*",
+        "torch",
+    ]
+    assert {entry["source"] for entry in compared} == {"torch", "zbpipe"}
+
+
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_a_limit_of_1f1bs_own_memory(checkpointing: str) -> None:
+    compared = json_of(f"compare -p 4 -m 8 --checkpointing {checkpointing} --memory-limit 1.0x")
+    for entry in compared:
+        assert entry["fits"] == (entry["memory_to_1f1b"] <= 1 + 1e-9)
+    assert next(entry for entry in compared if entry["schedule"] == "1F1B")["fits"]
+
+
 def test_what_exceeds_the_memory_limit_comes_last_and_is_marked() -> None:
-    limit = 4
+    limit = 4.5
     compared = json_of(f"compare -p 4 -m 8 --memory-limit {limit}")
     fits = [entry["fits"] for entry in compared]
     assert fits == sorted(fits, reverse=True)
     assert True in fits
     assert False in fits
     for entry in compared:
-        assert entry["fits"] == (max(entry["peak_activations"]) <= limit + 1e-6)
+        assert entry["fits"] == (max(entry["peak_memory"]) <= limit + 1e-6)
     lines = answer(f"compare -p 4 -m 8 --memory-limit {limit}").splitlines()[1 : 1 + len(compared)]
     assert [line.split()[0] for line in lines] == [entry["schedule"] for entry in compared]
-    assert [line.endswith("over the limit of 4") for line in lines] == [not fit for fit in fits]
+    assert [line.endswith("over the limit of 4.5") for line in lines] == [not fit for fit in fits]
 
 
 @pytest.mark.usefixtures("extra")
@@ -255,6 +387,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
         "show ZBV -p 2 -m 2 --svg",
         "plan -p 2 -m 2 -o",
         "demo --json",
+        "demo --html",
         "demo --keep",
     ):
         for file in ("new", "mine.csv"):
@@ -265,7 +398,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
 
 def test_a_result_of_the_demo_that_cannot_be_written_after_all(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbpipe.demo.comparison.run_demo", lambda *_: (here / "a").mkdir() or [])
-    result = run("demo --json a")
+    one = simulate(generate("ZBV", 2, 2), (1, 1, 1))
+    monkeypatch.setattr("zbpipe.demo.emulated.emulate", lambda **_: [Emulated("ZBV", "zbpipe", 1.0, one, one)])
+    result = run("demo --json a --html page.html")
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: a: Is a directory; name a file")
 
@@ -349,7 +484,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("simulate ZBV -m 2", "ZBV needs -p"),
         ("show ZBV -p two -m 2", "'two' is not a valid whole number."),
         ("compar -p 2 -m 2", "No such command 'compar'. Did you mean 'compare'? See `zbpipe --help`."),
-        ("show ZBV -p 2 -m 2 --costs a.toml", "'a.toml' names a file; write `zbpipe plan --costs-file a.toml`"),
+        ("show ZBV -p 2 -m 2 --costs a.toml", "'a.toml' names a file; write `--costs-file a.toml`"),
         ("show ZBV -p 0 -m 2", "0 is not in the range"),
         ("show ZBV -p 2 -m 2 --stages-per-rank 3", "stages_per_rank=3"),
         ("show ZBV -p 2 -m 2 --costs 1,2", "'1,2' is not three numbers; write for example 1,1,0.8"),
@@ -360,6 +495,23 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBV -p 2 -m 2 --comm -1", "-1.0 is no amount"),
         ("show ZBV -p 2 -m 2 --comm inf", "inf is no amount"),
         ("compare -p 2 -m 2 --memory-limit nan", "'nan' is no amount"),
+        ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is no amount; write a number from zero"),
+        ("compare -p 2 -m 2 --memory-limit x", "'x' is no amount"),
+        ("compare -p 2 -m 2 --memory-limit 2GiB", "'2GiB' is in bytes, but nothing here was measured in bytes"),
+        (
+            "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
+            "its stages cannot be shared equally by 2 ranks",
+        ),
+        ("validate ZBV -p 2 -m 2 --memory-limit 1.0x", "`validate` counts activations; write a number"),
+        ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
+        (
+            "compare -m 2 --checkpointing full --costs-file mine.toml",
+            "exclude each other: the file has the memory of its checkpointing already; leave one out",
+        ),
+        ("show ZBV -m 2 --costs 1,1,1 --costs-file mine.toml", "exclude each other: the file has times already"),
+        ("simulate ZBV -m 2 --comm 1 --costs-file mine.toml", "exclude each other: the file has the times of messages"),
+        ("list --costs-file none.toml", "'none.toml' does not exist"),
+        ("simulate ZBV -p 2 -m 2 --costs-file mine.toml", "the costs are for 3 stages, but the placement has 4"),
         ("simulate ZBV -p 2 -m 2 --steps 0", "0 is not in the range"),
         ("show none.csv", "'none.csv' cannot be read"),
         ("show mine.csv -p 2", "mine.csv is a table for 3 ranks, but the job has 2"),
@@ -406,6 +558,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
 )
 def test_errors_are_one_line_with_exit_code_2(here: Path, line: str, words: str) -> None:
     (here / "bad.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    dump_costs(JobCosts(CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)), here / "mine.toml")
     (here / "far.csv").write_text("0F99999999\n")
     (here / "twice.csv").write_text("0F0,0B0,1F0,1B0\n1F0,1B0\n")
     result = CliRunner().invoke(cli.main, shlex.split(line), prog_name="zbpipe")
@@ -474,3 +627,40 @@ def test_the_installed_command_draws_and_refuses(here: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr.startswith("Error: unknown schedule 'ZBW'")
     assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["ZBVLean", "ZBH1Lean"])
+def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
+    """By name, and in the comparison, where they would exceed the limit otherwise."""
+    costs = "-p 4 -m 8 --checkpointing full"
+    line = f"{costs} --memory-limit"
+    roomy, tight = (json_of(f"simulate {name} {line} {limit} --json") for limit in ("1.3x", "0.8x"))
+    assert tight["memory_to_1f1b"] <= 0.8
+    assert roomy["memory_to_1f1b"] <= 1.3
+    assert roomy["makespan"] < tight["makespan"]
+    (compared,) = (each for each in json_of(f"compare {line} 0.8x") if each["schedule"] == name)
+    assert compared["fits"]
+    assert compared["makespan"] == tight["makespan"]
+    answer(f"export {name} {line} 0.8x -o lean.csv")
+    assert json_of(f"simulate lean.csv {costs}")["makespan"] == tight["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "simulate ZBVLean -p 4 -m 8 --memory-limit 1",
+            "memory_limit = 1 is too small for ZBVLean: one microbatch peaks",
+        ),
+        ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "is too small for ZBH1Lean: one microbatch peaks at"),
+        (
+            "show ZBV -p 4 -m 8 --memory-limit 1x",
+            "--memory-limit is for the schedules that fit themselves to one, Auto, ZBH1",
+        ),
+        ("simulate VHalfLean -p 4 -m 8 --memory-limit 1x", "not for VHalfLean: leave it out"),
+    ],
+)
+def test_limits_that_are_refused(line: str, words: str) -> None:
+    result = run(line)
+    assert result.exit_code == 2
+    assert words in result.output

@@ -14,9 +14,10 @@ from documents import blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, Placement, dump_costs, load_costs
+from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, OpKind, Placement, dump_costs, load_costs
 from zbpipe.costs import as_cost_model
 from zbpipe.costs_file import from_data
+from zbpipe.ir import COMPUTATIONS
 from zbpipe.testing import placements
 from zbpipe.transport import Transport
 
@@ -30,6 +31,8 @@ shared = st.fixed_dictionaries(
         "link": links,
         "links": st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, 1)), links, max_size=3),
         "message_bytes": amounts,
+        "host": links,
+        "working": st.dictionaries(st.sampled_from(COMPUTATIONS), amounts),
     },
 )
 names = st.lists(
@@ -52,6 +55,7 @@ def jobs(draw: st.DrawFn) -> JobCosts:
     columns = [tuple(draw(st.lists(amounts, min_size=stages, max_size=stages))) for _ in range(4)]
     memory = draw(st.none() | amounts | st.lists(amounts, min_size=ranks, max_size=ranks).map(tuple))
     if draw(st.booleans()):
+        common["working"] = {OpKind.I: draw(amounts), OpKind.F: tuple(draw(amounts) for _ in range(stages))}
         common["freed_by_i"] = tuple(draw(st.lists(st.floats(-4, 1), min_size=stages, max_size=stages)))
     return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory, draw(transports))
 
@@ -189,6 +193,9 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ),
         ({"stages": STAGES, "link": {"bandwidth": 0}}, "bandwidth = 0: give a number above 0"),
         ({"stages": STAGES, "link": {"latency": "x"}}, "latency = 'x': give a number from 0"),
+        ({"stages": STAGES, "working": {"X": 1}}, "[working] X = 1: unknown key; known are F, I, W, B"),
+        ({"stages": STAGES, "working": {"I": [1]}}, "working[I] has to be one number, or one for each stage: got 1"),
+        ({"layers": [LAYER], "working": {"I": [1, 2]}}, "one number, or one for each layer: got 2 for 1"),
         ({"stages": STAGES, "links": [{"from": 0}]}, "[[links]] number 1 to is missing"),
         (
             {"stages": STAGES, "links": [{"from": 0, "to": 1}] * 2},

@@ -51,7 +51,8 @@ def mine(ranks, microbatches):
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     importlib.import_module("my_schedule")
     files = regenerate().files()
-    assert f"\n## Mine\n\n{docstring or 'one to learn from'}\n\nBubble 27.3%" in files["README.md"]
+    text = docstring or "one to learn from"
+    assert f"\n## Mine\n\n{text}\n\nBubble 27.3% with equal times. Memory" in files["README.md"]
     assert {"Mine.svg", "Mine-p2-m4.csv", "Mine-p4-m8.csv", "Mine-p8-m16.csv"} <= files.keys()
 
 

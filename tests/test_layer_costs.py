@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from titan_jobs import require_titan
 
 from zbpipe import Link, Placement, plan, simulate, validate
+from zbpipe.balance import balanced
 from zbpipe.costs import least_room
 from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, split_of
-from zbpipe.planner.partition import balanced, split_layers
+from zbpipe.planner.partition import split_layers
 from zbpipe.planner.request import PLACEMENTS, Request
 
 LITTLE = 1e5
@@ -91,7 +92,23 @@ def test_balance_lightens_the_heaviest_rank(costs: LayerCosts, ranks: int, name:
     placement = PLACEMENTS[name](ranks)
     assume(placement.num_stages <= len(costs.layers))
     even = split_of(even_sizes(len(costs.layers), placement.num_stages))
-    assert max(work(split_of(balanced(costs, placement)), placement, costs)) <= max(work(even, placement, costs))
+    heaviest = max(work(split_of(balanced(costs, placement)), placement, costs))
+    assert heaviest <= max(work(even, placement, costs)) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head", "ranks", "by_stage"),
+    [
+        (6, 0.55, 2, (3, 1, 2, 2)),
+        (32, 2.4, 8, (3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1)),
+        (6, 0.55, 4, (1,) * 8),
+    ],
+)
+def test_a_v_has_the_head_where_the_embedding_is(
+    blocks: int, head: float, ranks: int, by_stage: tuple[int, ...]
+) -> None:
+    """So the rank with both has fewer blocks, and the stages are about alike."""
+    assert balanced(llm(blocks, head), Placement.v(ranks)) == by_stage
 
 
 @given(costs=layer_costs, data=st.data())

@@ -103,7 +103,7 @@ def test_schedules_need_no_torch() -> None:
             lambda: zbpipe.generate("ZB1P", 4, 2, costs=(1, -1, 1)),
             "uniform costs cannot have i = -1",
         ),
-        (lambda: zbpipe.generate(3, 4, 2), "a schedule is named by a string, for example 'ZBV', got 3"),
+        (lambda: zbpipe.generate(3, 4, 2), "for example 'ZBV', or is a zbpipe.Schedule or zbpipe.Plan, got 3"),
         (lambda: zbpipe.register("x.csv"), "names ending in .csv are files"),
         (lambda: zbpipe.register("X.CSV"), "names ending in .csv are files"),
         (lambda: zbpipe.register(""), "'' cannot be the name of a schedule"),

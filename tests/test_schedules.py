@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from zbpipe import Op, Placement, Schedule, generate, registry
 from zbpipe.costs import CostModel, least_room, rank_shares
 from zbpipe.planner.search import best_within
+from zbpipe.running_ahead import period
 from zbpipe.runtime._torch import lower
 from zbpipe.simulation import simulate
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
@@ -151,6 +152,7 @@ def test_zbh2_and_zbv_have_no_bubble_within_a_rank(ranks: int, microbatches: int
         for name in ("ZBH2", "ZBV"):
             timeline = uniform(name, ranks, microbatches)
             assert timeline.longest_rank_span == 3 * microbatches
+            assert period(timeline.schedule, timeline.costs) == 3 * microbatches
             assert timeline.makespan == timeline.lower_bound
 
 

@@ -246,7 +246,8 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     if op.kind is OpKind.I:  # it holds the more of what it finds and what it leaves
         halves += max(run.costs.waits(op.stage) - run.costs.activations[op.stage], 0)
     freed = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.B, m) in before)
-    return whole + halves - freed
+    working = run.costs.working.get(op.kind, 0.0)
+    return whole + halves - freed + (working[op.stage] if isinstance(working, tuple) else working)
 
 
 @sixty
@@ -309,10 +310,23 @@ def test_more_may_wait_for_w_than_f_has_left() -> None:
     assert (costs.waits(0), costs.waits(1)) == (1, 0.25)
 
 
+def test_ops_hold_more_while_they_run() -> None:
+    """I needs 4 on top of what waits after it, B 2 and what it frees."""
+    costs = CostModel.uniform(
+        Placement.loop(1), freed_by_i=-0.5, working={OpKind.F: 0.5, OpKind.I: (4.0,), OpKind.B: 2}
+    )
+    split = simulate(Schedule.from_csv("0F0,0I0,0W0\n"), costs)
+    assert split.memory(0) == [(0, 0), (0, 1.5), (1, 1), (1, 5.5), (2, 1.5), (3, 0)]
+    assert simulate(Schedule.from_csv("0F0,0B0\n"), costs).memory(0) == [(0, 0), (0, 1.5), (1, 1), (1, 3), (3, 0)]
+    assert (split.peak_memory, least_room(Placement.loop(1), costs)) == ((5.5,), (3,))
+
+
 def test_the_least_room_is_what_one_microbatch_takes_alone() -> None:
     placement = Placement.v(2)
     costs = CostModel(*((1.0,) * 4,) * 3, activations=(4, 1, 1, 2), freed_by_i=(-1.0, -0.5, 0.5, -2.0))
-    assert least_room(placement, costs) == (10, 2)
+    assert least_room(placement, costs) == (6, 2)  # a full backward on all stages but the third
+    working = {OpKind.B: 7}
+    assert least_room(placement, replace(costs, working=working)) == (10, 2)
 
 
 def test_each_link_has_its_own_time() -> None:
@@ -358,7 +372,7 @@ def test_wrong_arguments_are_refused() -> None:
         simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
 
 
-COSTS = [field.name for field in fields(CostModel) if field.name not in ("link", "links")]
+COSTS = [field.name for field in fields(CostModel) if field.name not in ("link", "links", "working", "host")]
 
 
 @pytest.mark.parametrize("name", COSTS)

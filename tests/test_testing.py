@@ -102,7 +102,8 @@ def test_costs_fit_the_placement_and_add_up_exactly(data: st.DataObject) -> None
     assert costs.num_stages == placement.num_stages
     assert min(costs.f) > 0
     hops = [costs.transfer(a, b) for a in range(placement.num_ranks) for b in range(placement.num_ranks)]
-    numbers = [*costs.f, *costs.i, *costs.w, *costs.activations, *hops]
+    working = [number for column in costs.working.values() for number in column]
+    numbers = [*costs.f, *costs.i, *costs.w, *costs.activations, *hops, *working]
     assert sum(numbers) == sum(map(Fraction, numbers))
     assert list(costs.activations) == [
         costs.waits(stage) - costs.adds(stage, OpKind.I) for stage in range(costs.num_stages)
@@ -115,16 +116,18 @@ def test_costs_differ_by_stage_and_link() -> None:
     assert find(cost_models(placement), lambda costs: costs.transfer(0, 1) != costs.transfer(1, 0), settings=patient)
     assert find(cost_models(placement), lambda costs: 0 in costs.i and costs.adds(0, OpKind.I) < 0, settings=patient)
     assert find(cost_models(placement), lambda costs: costs.adds(0, OpKind.I) > 0, settings=patient)
+    assert find(cost_models(placement), lambda costs: len(costs.working) == 4, settings=patient)
 
 
 def test_the_simplest_examples_are_simple() -> None:
-    assert find(schedules(max_ranks=6, max_microbatches=8), lambda _: True, settings=patient) == generate("1F1B", 1, 1)
+    assert find(schedules(max_ranks=3, max_microbatches=3), lambda _: True, settings=patient) == generate("1F1B", 1, 1)
     assert find(placements(), lambda _: True) == Placement.loop(1)
     costs = find(cost_models(Placement.loop(2)), lambda _: True)
     assert (costs.f, costs.i, costs.w) == ((0.125, 0.125),) * 3
     assert costs.transfer(0, 1) == 0
     assert not costs.links
-    sizes = schedules(max_ranks=6, max_microbatches=8)
+    assert not costs.working
+    sizes = schedules(max_ranks=4, max_microbatches=6)
     smallest = find(sizes, lambda schedule: schedule.num_ranks > 2 and schedule.num_microbatches > 4, settings=patient)
     assert smallest == generate("1F1B", 3, 5)
 

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import zbpipe
 from zbpipe import cli
-from zbpipe.demo import comparison, launch
+from zbpipe.demo import comparison, emulated, launch
 from zbpipe.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.runtime.options import ForTorch, Options
 from zbpipe.titan import monitor, versions
@@ -82,7 +82,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         ),
         (
             [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
-            "--zbpipe.memory-limit is for the schedule Auto, not for ZBV",
+            "--zbpipe.memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not",
         ),
         (
             [*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"],
@@ -102,7 +102,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             "and --zbpipe.check-gradients, or use one of zbpipe's schedules, for example ZBH1",
         ),
         ([*pipeline("ZBV"), "--zbpipe.check-gradients", "4"], "--zbpipe.check-gradients needs 4 steps"),
-        ([*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"], "memory_limit=0.5 is too small for Auto"),
+        (
+            [*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"],
+            "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1",
+        ),
         (
             [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
             "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
@@ -257,6 +260,13 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
+    job = titan.train(*pipeline("ZBVLean"), *versions.installed().checkpoint(checkpointing), num_ranks=2)
+    assert_trains_alike(job, titan.without_pipeline())
+    assert f"ZBVLean is made for {checkpointing} activation checkpointing" in job.log
+
+
 TORCHS_OPTIONS = inspect.signature(ScheduleInterleaved1F1B.__init__).parameters
 RUNTIME = ("defer-pp-recv on", "max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
 
@@ -292,8 +302,8 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     assert job.losses == pytest.approx(expected.losses, rel=1e-5)
     grad_norms = [[step["grad_norm"] for step in each.steps] for each in (job, expected)]
     assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-4)
-    assert "Auto: Auto-VHalf takes" in job.log
-    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with Auto-VHalf" in job.log
+    assert "Auto: a step took" in job.log
+    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with ZBVLean" in job.log
     assert "MiB after F" in job.log
     measured = zbpipe.load_costs(costs)
     assert measured.placement == zbpipe.Placement.v(2)
@@ -370,7 +380,7 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = (*pipeline("Auto"), *LONGER, *faulty("killed_in_step_3"))
     job = titan.train(*arguments, num_ranks=2, checkpoints=checkpoints)
     assert job.exit_codes == (1, -signal.SIGKILL), job.log
-    seen = r"rank 0, schedule Auto-VHalf, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer"
+    seen = r"rank 0, schedule Auto-ZBVLean, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer"
     assert re.search(seen, job.errors[0])
     assert [step["step"] for step in job.steps] == [1, 2]
     return checkpoints
@@ -524,19 +534,49 @@ def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: A
     if "ZBVZeroBubble" in arguments:
         return JobOutcome((), "RuntimeError: Trying to backward an extra time. [rank0] " + 20 * "And so on. ")
     steps = tuple(
-        {"step": step, "loss_metrics/global_avg_loss": 8.0 - step, "throughput(tps)": 100.0 * step}
-        for step in (1, 2, 3)
+        {
+            "step": step,
+            "loss_metrics/global_avg_loss": 8.0 - step,
+            "throughput(tps)": 100.0 * step,
+            "zbpipe/bubble(%)": 60.0 / step,
+        }
+        for step in (1, 2, 3, 4, 5)
     )
     for step in steps:
         on_step(step)
     return JobOutcome(steps, None)
 
 
+def fake_emulation(on_step: Any) -> list[emulated.Emulated]:
+    on_step(1)
+    found = []
+    for name in emulated.SCHEDULES:
+        costs = emulated.costs_of(name, 4, 1.0)
+        schedule = zbpipe.generate(name, 4, 8, costs=costs)
+        slower = zbpipe.simulate(schedule, emulated.costs_of(name, 4, 1.5))
+        found.append(emulated.Emulated(name, "zbpipe", slower.makespan, zbpipe.simulate(schedule, costs), slower))
+    return found
+
+
 def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparison, "train_on_cpu", fake_train)
-    file = tmp_path / "runs.json"
-    result = CliRunner().invoke(cli.main, ["demo", "--steps", "3", "--json", str(file)])
+    monkeypatch.setattr(emulated, "emulate", fake_emulation)
+    file, page = tmp_path / "runs.json", tmp_path / "demo.html"
+    arguments = ["demo", "--steps", "5", "--json", str(file), "--html", str(page), "--keep", str(tmp_path / "kept")]
+    result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 0, result.output
+    # The failed schedule is not repeated, and the second round goes backwards.
+    jobs = ["1F1B", "ZBVZeroBubble", "ZBV", "ZBV, round 2", "1F1B, round 2"]
+    started = re.findall(r"^(.*): starting$", result.output, re.MULTILINE)
+    assert started == ["seed checkpoint", *jobs, "8 ranks that sleep"]
+    assert re.search(r"^1F1B .* 49.50 s +27.3% +33.00 s +27.3%$", result.output, re.MULTILINE)
+    assert re.search(r"^ZBV .* 38.25 s +\+29% +5.9% +25.50 s +\+29% +5.9%$", result.output, re.MULTILINE)
+    assert re.search(
+        r"ZBV as planned, 25.5 s:\nrank 0 F.*ZBV as measured, 38.25 s:\nrank 0 F", result.output, re.DOTALL
+    )
+    assert f"The same as a page to zoom: {page}" in result.output
+    assert page.read_text().count("as measured") >= 1
+    assert [each["seconds"] for each in json.loads(file.read_text())["emulated"]] == [49.5, 38.25]
     runs = json.loads(file.read_text())["runs"]
     assert [(run["schedule"], run["source"], run["status"]) for run in runs] == [
         ("1F1B", "torch", "ok"),
@@ -547,8 +587,9 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "schedule": "ZBV",
         "source": "zbpipe",
         "activation_checkpoint": "selective",
-        "losses": [7.0, 6.0, 5.0],
-        "tokens_per_second": 500.0,
+        "losses": [7.0, 6.0, 5.0, 4.0, 3.0],
+        "tokens_per_second": 800.0,
+        "bubble": 0.15,
         "status": "ok",
         "error": None,
     }
@@ -563,6 +604,7 @@ def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> Non
         return JobOutcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
     monkeypatch.setattr(comparison, "train_on_cpu", fail_zbv)
+    monkeypatch.setattr(emulated, "emulate", fake_emulation)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1
 
 
@@ -570,7 +612,7 @@ def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.main, ["demo"])
     assert result.exit_code != 0
-    assert "pip install 'zbpipe[titan]'" in result.output
+    assert "torchtitan is not installed: pip install torchtitan==0.3.0" in result.output
     (tmp_path / "file").touch()
     for arguments, complaint in ((["--keep", str(tmp_path)], "not empty"), (["--json", "no/where.json"], "folder")):
         result = CliRunner().invoke(cli.main, ["demo", *arguments])

@@ -76,7 +76,7 @@ def parse(*arguments: str) -> Any:
 
 def look_at(file: Path) -> tuple[Told, bool]:
     """What the file's first lines should say, and whether its smallest GPU is large enough."""
-    from titan_integration import memory
+    from zbpipe.titan import memory
 
     config, told = parse("--job.config_file", str(file)), told_by(file)
     check.check(config, Options())
@@ -97,7 +97,7 @@ def parameters_by_rank(file: Path) -> tuple[list[int], list[int]]:
     from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from titan_integration import memory
+    from zbpipe.titan import memory
 
     config, told = parse("--job.config_file", str(file)), told_by(file)
     needs = memory.needs(config, told.pp * told.tp * told.fsdp)
@@ -121,7 +121,7 @@ def test_parameters_by_rank(with_titan: Callable[..., Any], name: str) -> None:
 
 
 def refuse_float32(file: Path) -> str:
-    from titan_integration import memory
+    from zbpipe.titan import memory
 
     config = parse("--job.config_file", str(file), "--training.dtype", "float32")
     assert memory.needs(config, 16)
@@ -142,9 +142,9 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from titan_integration import memory
     from zbpipe.runtime.split.layers import defer_weights
     from zbpipe.runtime.split.products import WeightGradients
+    from zbpipe.titan import memory
 
     # The tensors inside of DTensors and of pending collectives, which have storages of their own.
     live_bytes.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
@@ -155,7 +155,7 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     tokens = 256
     model, args = debug_model(tp, checkpointing, tokens)
     with torch.device("meta"):
-        told = memory._Block.of_titan_02(llama3.Transformer(args).layers["0"])
+        told = memory.block_of_titan_02(llama3.Transformer(args).layers["0"])
     block, gradients = model.layers["0"], WeightGradients()
     defer_weights(block, gradients)
     x = torch.randn(1, tokens // tp, told.dim, requires_grad=True)

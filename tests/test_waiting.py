@@ -116,9 +116,9 @@ def test_nothing_is_copied_that_nobody_else_holds(
 ) -> None:
     take_over, copied = ownership.take_over, []
 
-    def count(pending: list[PendingGradient], known: Any) -> None:
+    def count(pending: list[PendingGradient]) -> None:
         before = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
-        take_over(pending, known)
+        take_over(pending)
         after = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
         copied.append(sum(one != other for one, other in zip(before, after, strict=True)))
 

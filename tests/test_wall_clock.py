@@ -1,10 +1,13 @@
 """The benchmark of step times runs every schedule, and its stages sleep as often and as long as they should."""
 
+from dataclasses import replace
+
 import pytest
 import wall_clock
-from wall_clock import Job, Ran, Result, check
+from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
+from zbpipe.demo.sleeping import Ran, check
 
 JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=60)
 
@@ -70,3 +73,13 @@ def test_a_step_that_is_off_is_marked() -> None:
     rows = [[cell.strip() for cell in line.split("|")] for line in wall_clock.table([right, wrong]).splitlines()[2:]]
     assert [row[7] for row in rows] == ["1.040", "**0.940**"]
     assert [row[9] for row in rows] == ["+0.0 %", "+10.6 %"]
+
+
+def test_messages_come_late() -> None:
+    """Steps are longer by it, and are simulated to be; the plan for late messages runs."""
+    names = ("1F1B", "robust plan, 2p")
+    late = replace(JOB, schedules=names, late=50, backend="fifo_queue_per_edge")
+    results = wall_clock.measure(late)
+    assert [result.schedule for result in results] == list(names)
+    for result in results:
+        assert min(*result.measured, result.simulated) > 2 * 3 * (JOB.microbatches + 1) * JOB.unit

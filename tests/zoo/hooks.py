@@ -110,6 +110,25 @@ def removed_after_one(s: Any) -> None:
     handle = s.a.weight.register_hook(hook)
 
 
+def zeroed(kept: list[Tensor], new: Tensor) -> None:
+    """What is kept of the microbatch before is changed when the next one comes."""
+    with torch.no_grad():
+        for old in kept:
+            old.zero_()
+    kept[:] = [new]
+
+
+def keeps_input(s: Any, x: Tensor) -> Tensor:
+    """Keeps what the stage received."""
+    zeroed(s.kept, x)
+    return s.a(x) + s.b(torch.tanh(x))
+
+
+def hook_that_keeps(s: Any, x: Tensor) -> Tensor:
+    """On the stage's output, whose gradient the next stage sent."""
+    return hooked(s.a(x) + s.b(torch.tanh(x)), lambda gradient: zeroed(s.kept, gradient))
+
+
 class Overwrites(torch.autograd.Function):
     """Doubles its gradient in place."""
 
@@ -373,7 +392,21 @@ _ALL = (
         with_hooks(lambda s: setattr(s, "kept", []), lambda s, x: Keeps.apply(s.a(x), s.kept) + s.b(torch.tanh(x))),
         modes=EAGER,
         schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
+        most_ranks=2,
+    ),
+    Case(
+        "an input that is kept",
+        with_hooks(lambda s: setattr(s, "kept", []), keeps_input),
+        modes=("eager",),
+        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
         most_ranks=1,
+    ),
+    Case(
+        "a hook that keeps y's gradient",
+        with_hooks(lambda s: setattr(s, "kept", []), hook_that_keeps),
+        modes=EAGER,
+        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
+        most_ranks=2,
     ),
     Case(
         "a backward with one buffer",

@@ -1,0 +1,102 @@
+"""Where TorchTitan's models are cut: by what their layers multiply, unless the user said how."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zbpipe import Placement
+from zbpipe.titan import cut
+from zbpipe.transformer import LLAMA_3_8B, Checkpointing
+
+DIM, VOCABULARY = 8, 100
+BLOCKS = 6
+
+
+class Experts(nn.Module):
+    """2 of 8 experts for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 8, bias=False)
+        self.router.top_k, self.router.num_experts = 2, 8  # type: ignore[assignment]
+        self.w = nn.Parameter(torch.empty(8, DIM, 3 * DIM))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleDict({str(n): nn.Linear(DIM, 3 * DIM) for n in range(BLOCKS)})
+        self.norm = nn.LayerNorm(DIM)
+        self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """As TorchTitan's configs have it, for heads that are DIM wide together."""
+        logging.info("this is said when a job starts, and not by zbpipe")
+        products = sum(p.numel() for p in model.parameters())
+        return products, 6 * products + 6 * BLOCKS * 2 * DIM * seq_len
+
+
+def titans(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> list[list[str]]:
+    """TorchTitan's for one stage; for more it says how it was asked."""
+    names = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "lm_head"]
+    return [names] if num_stages == 1 else [[f"{num_stages} {first} {last}"]]
+
+
+def cutting(how: Checkpointing = Checkpointing.NONE, seq_len: int = 4, per_stage: int | None = None) -> cut.Cut:
+    with torch.device("meta"):
+        model = Decoder()
+    parallelism = SimpleNamespace(pipeline_parallel_layers_per_stage=per_stage)
+    return cut.cutting(titans, Placement.v(2), parallelism, cut.Model(model, model, seq_len), how)
+
+
+def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
+    """A block multiplies by 192 elements and attends with 32, the head by 800."""
+    with caplog.at_level(logging.INFO):
+        parts = cutting()(4, BLOCKS)
+    assert parts == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2", "layers.3"],
+        ["layers.4", "layers.5"],
+        ["norm", "lm_head"],
+    ]
+    (line,) = caplog.messages
+    assert line.startswith(
+        "Layers by stage (by work; norm+lm_head counts as 3.6 blocks): tok_embeddings layers.0 |"
+        " layers.1-3 | layers.4-5 | norm lm_head."
+    )
+    assert "module_fqns_per_model_part" in line
+
+
+@pytest.mark.parametrize("given", [(0, 0), (1, 2)])
+def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
+    assert cutting()(4, BLOCKS, *given) == [[f"4 {given[0]} {given[1]}"]]
+    assert cutting(per_stage=2)(4, BLOCKS, 1, 1) == [["4 1 1"]]
+
+
+@pytest.mark.parametrize(
+    ("how", "again"), [("none", 0.0), ("selective", LLAMA_3_8B.recomputed("selective")), ("full", 1.0)]
+)
+def test_what_is_recomputed_counts_for_the_blocks_alone(how: str, again: float) -> None:
+    names: list[Any] = titans(1, BLOCKS)[0]
+    first, *blocks, head = cut.layers_of(Decoder(), names, 32.0, Checkpointing(how))
+    assert first.seconds == 0
+    assert [block.seconds for block in blocks] == pytest.approx([224 * (3 + again)] * BLOCKS)
+    assert head.seconds == 3 * DIM * VOCABULARY
+    assert head.modules == ("norm", "lm_head")
+
+
+def test_a_token_goes_to_some_experts() -> None:
+    assert cut.products(Experts()) == DIM * 8 + DIM * 3 * DIM * 2
+
+
+def test_long_sequences_cost_attention() -> None:
+    with torch.device("meta"):
+        model = Decoder()
+    assert cut.attention_products(cut.Model(model, model, 1000)) == BLOCKS * DIM * 1000

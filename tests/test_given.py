@@ -1,0 +1,102 @@
+"""Schedules and plans as they are, without a name or a file: on one rank, and from the first rank to all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime.schedules import RegisteredSchedule, ScheduleZBV
+from zbpipe.runtime.words import tell
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(schedule: str | zbpipe.Schedule | zbpipe.Plan) -> tuple[RegisteredSchedule, list[torch.Tensor]]:
+    """On one rank; the weight gradients of its two stages."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate(parts)]
+    built = zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss)
+    built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    assert isinstance(built, RegisteredSchedule)
+    return built, [part.weight.grad for part in parts if part.weight.grad is not None]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
+    _, expected = trained("ZBV")
+    schedule = zbpipe.generate("ZBV", 1, 4)
+    costs = zbpipe.CostModel.uniform(zbpipe.Placement.v(1), 1.0, 1.2, 0.8)
+    plan = zbpipe.plan(1, 4, costs, placements=["v"], budget=1e3)
+    for given, ops in ((schedule, schedule), (plan, plan.schedule)):
+        built, gradients = trained(given)
+        assert built.schedule == ops
+        assert len(gradients) == 2
+        torch.testing.assert_close(gradients, expected)
+    assert trained(plan)[0]._costs == costs
+    # A name means its own class, also after a schedule of that name was given.
+    assert type(trained("ZBV")[0]) is ScheduleZBV
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="ZBV is a table for 8 microbatches, but the job has 4"):
+        trained(zbpipe.generate("ZBV", 1, 8))
+    with pytest.raises(ValueError, match="ZBV is a table for 2 ranks, but the job has 1"):
+        trained(zbpipe.generate("ZBV", 2, 4))
+    with pytest.raises(ValueError, match=r"or is a zbpipe.Schedule or zbpipe.Plan, got 3"):
+        trained(3)  # type: ignore[arg-type]
+
+
+def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pytest.LogCaptureFixture) -> None:
+    quiet, usual = logging.getLogger("quiet.job"), logging.getLogger("usual.job")
+    quiet.setLevel(logging.WARNING)
+    usual.setLevel(logging.INFO)
+    tell(quiet, "found %d", 1)
+    tell(usual, "found %d", 2)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "found 1"),
+        ("INFO", "found 2"),
+    ]
+
+
+def from_the_first() -> list[str]:
+    def make() -> zbpipe.Plan:
+        assert dist.get_rank() == 0, "the others do not plan"
+        return zbpipe.plan(2, 4, (1, 1.2, 0.8), budget=1e3)
+
+    def fail() -> zbpipe.Schedule:
+        raise KeyError("costs")
+
+    found = [str(zbpipe.from_first_rank(make))]
+    for wrong in (fail, lambda: "ZBV"):
+        try:
+            zbpipe.from_first_rank(wrong)  # type: ignore[arg-type]
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_first_ranks_plan_reaches_all() -> None:
+    first, second = run_ranks(2, from_the_first)
+    assert first == second
+    assert first[0].startswith("rank 0: 0F0 ")
+    assert first[1:] == [
+        "the first rank has no schedule for the others: KeyError: 'costs'",
+        "the first rank has no schedule for the others: it made 'ZBV', not a zbpipe.Schedule or a zbpipe.Plan",
+    ]

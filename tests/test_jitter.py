@@ -1,0 +1,227 @@
+"""Steps where times vary: the same as the simulator's where nothing does, and by hand where something does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbpipe import CostModel, Placement, Schedule, cli, generate, plan, simulate, testing, validate
+from zbpipe.jitter import Jitter, StepTimes, step_times
+from zbpipe.planner.robust import with_slack
+
+ONE = generate("GPipe", 1, 1)
+"""An F and a B, which takes 2 seconds."""
+
+
+def seconds(schedule: Schedule, costs: Any, jitter: Jitter, draws: int = 2000) -> np.ndarray[Any, Any]:
+    return step_times(schedule, costs, jitter, draws=draws).seconds
+
+
+@given(testing.runnable_schedules(), st.data())
+def test_where_nothing_varies_it_is_the_simulator(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(testing.cost_models(schedule.placement))
+    assert seconds(schedule, costs, Jitter(), draws=3) == pytest.approx(simulate(schedule, costs).makespan)
+
+
+@given(testing.runnable_schedules(), st.data())
+def test_what_is_always_slow_is_as_if_the_costs_said_so(schedule: Schedule, data: st.DataObject) -> None:
+    """Slow ranks and links; and a plan's slack counts the same."""
+    costs = data.draw(testing.cost_models(schedule.placement))
+    ranks = range(schedule.num_ranks)
+    jitter = Jitter(
+        slow_ranks={rank: data.draw(st.sampled_from([1.0, 1.5, 3.0])) for rank in ranks},
+        slow_links={(one, other): data.draw(st.sampled_from([0.0, 0.25])) for one in ranks for other in range(one)},
+    )
+    expected = simulate(schedule, with_slack(schedule.placement, costs, jitter, slack=0)).makespan
+    assert seconds(schedule, costs, jitter, draws=2) == pytest.approx(expected)
+
+
+def test_slow_ones_by_hand() -> None:
+    two = generate("GPipe", 2, 1)
+    assert seconds(two, (1, 1, 1), Jitter(slow_ranks={1: 2}), draws=1) == pytest.approx(3 + 6)
+    assert seconds(two, (1, 1, 1), Jitter(slow_links={(1, 0): 0.5}), draws=1) == pytest.approx(6 + 2 * 0.5)
+
+
+def test_ops_vary_around_their_times() -> None:
+    found = seconds(ONE, (1, 0.5, 0.5), Jitter(ops=0.3), draws=20_000)
+    assert found.mean() == pytest.approx(2, rel=0.01)
+    assert found.std() == pytest.approx(0.3 * 2**0.5, rel=0.05)  # two ops of a second each
+    assert found.min() > 0
+
+
+def test_messages_vary_around_theirs() -> None:
+    two = generate("GPipe", 2, 1)
+    costs = CostModel.uniform(two.placement, comm=2)
+    for jitter, mean, deviation in ((Jitter(links=0.3), 4.0, 0.6), (Jitter(delay=0.5), 5.0, 0.5)):
+        found = seconds(two, costs, jitter, draws=20_000) - 6
+        assert found.mean() == pytest.approx(mean, rel=0.01)
+        assert found.std() == pytest.approx(deviation * 2**0.5, rel=0.05)
+
+
+def test_bursts_last_for_a_step() -> None:
+    found = seconds(ONE, (1, 1, 1), Jitter(burst=0.2, burst_factor=3), draws=20_000)
+    assert set(np.round(found, 9)) == {3.0, 9.0}
+    assert (found > 5).mean() == pytest.approx(0.2, rel=0.05)
+    two = generate("GPipe", 2, 4)
+    late = seconds(two, (1, 1, 1), Jitter(burst=0.5, burst_delay=1), draws=200)
+    assert set(np.round(late, 9)) == {15.0, 17.0}  # one way and the other
+
+
+def test_measured_factors_are_used_as_they_are() -> None:
+    timeline = simulate(ONE, (1, 1, 1))
+    ((f, b),) = timeline.spans
+    slower = replace(timeline, spans=((f._replace(end=2.0), b._replace(start=2.0, end=4.0)),))
+    assert Jitter.measured([timeline, slower]).factors == (1.0,) * 4
+    assert set(seconds(ONE, (1, 1, 1), Jitter(factors=(0.5, 2)))) <= {1.5, 3, 4.5, 6}
+    many = simulate(generate("GPipe", 1, 3), (1, 1, 1))
+    row = [span._replace(end=span.end + 0.5 * (span.op.microbatch == 2)) for span in many.spans[0]]
+    assert sorted(Jitter.measured([replace(many, spans=(tuple(row),))]).factors) == [1, 1, 1, 1, 1.25, 1.5]
+
+
+def test_a_seed_gives_the_same_luck_again() -> None:
+    schedule, jitter = generate("ZBV", 2, 4), Jitter(ops=0.2)
+    first, again, other = (step_times(schedule, (1, 1, 1), jitter, draws=50, seed=seed) for seed in (1, 1, 2))
+    assert (first.seconds == again.seconds).all()
+    assert not (first.seconds == other.seconds).any()
+
+
+def test_other_orders_have_the_same_luck() -> None:
+    """What GPipe and 1F1B take differs by their orders alone, and on one rank not at all."""
+    jitter = Jitter(ops=0.3)
+    gpipe, usual = (seconds(generate(name, 1, 6), (1, 1, 1), jitter, draws=20) for name in ("GPipe", "1F1B"))
+    assert gpipe == pytest.approx(usual)
+
+
+@given(testing.runnable_schedules())
+@settings(max_examples=20)
+def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
+    usual = simulate(schedule, (1, 1, 1)).makespan
+    times = step_times(schedule, (1, 1, 1), Jitter(ops=0.2, delay=0.1), draws=4000)
+    assert times.mean >= 0.98 * usual
+    assert times.p50 <= times.p95 <= times.p99 == times.quantile(0.99)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Jitter(ops=-0.1), "jitter's ops = -0.1 has to be 0 or more"),
+        (lambda: Jitter(burst=1.5), "burst = 1.5 is a chance: give at most 1"),
+        (lambda: Jitter(burst_factor=0), "a jitter's factor of 0"),
+        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan has to be 0 or more"),
+        (lambda: Jitter(ops=0.1, factors=(1.0,)), "exclude each other"),
+        (lambda: Jitter.parse("ops=0.1,lag=2"), "'lag=2' is not understood; it takes ops=X, links=X, delay=X"),
+        (lambda: Jitter.parse("slow-rank=1"), "'slow-rank=1' is not understood"),
+        (
+            lambda: step_times(ONE, (1, 1, 1), Jitter(slow_ranks={1: 2.0})),
+            "jitter names rank 1, but there are ranks 0 to 0",
+        ),
+        (lambda: step_times(ONE, (1, 1, 1), Jitter(), draws=0), "draws = 0 has to be from 1 to 100000"),
+        (lambda: step_times(ONE, (1, 1, 1), Jitter(), seed=-1), "seed = -1 has to be 0 or more"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), quantile=1.0), "quantile = 1.0 has to be between 0 and 1"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "leave objective, transport and exact out"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "leave out offload"),
+    ],
+)
+def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make()
+
+
+def test_what_is_something_else() -> None:
+    with pytest.raises(TypeError, match="jitter's ops = 'much' is no number"):
+        Jitter(ops="much")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.jitter\.Jitter"):
+        step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.jitter\.Jitter"):
+        plan(2, 4, (1, 1, 1), robust=0.1)  # type: ignore[arg-type]
+
+
+def test_what_was_parsed() -> None:
+    text = "ops=0.1, links=0.5,delay=0.2,burst=0.01,burst-factor=2,burst-delay=1,slow-rank=3:1.2,slow-link=1-0:0.5"
+    numbers = {"ops": 0.1, "links": 0.5, "delay": 0.2, "burst": 0.01, "burst_factor": 2.0, "burst_delay": 1.0}
+    assert Jitter.parse(text) == Jitter(**numbers, slow_ranks={3: 1.2}, slow_links={(0, 1): 0.5})  # type: ignore[arg-type]
+
+
+def test_slack_is_more_time_on_links() -> None:
+    placement = Placement.loop(2)
+    costs = CostModel.uniform(placement, comm=0.5)
+    jitter = Jitter(ops=0.1, links=0.2, delay=0.3, burst=0.5, burst_factor=3, burst_delay=1)
+    none, some = (with_slack(placement, costs, jitter, slack) for slack in (0, 2))
+    assert none.transfer(0, 1) == 0.5
+    assert some.transfer(1, 0) == pytest.approx(0.5 + 2 * (0.1 + 0.2 * 0.5 + 0.3 + 0.5 * (1 + 2)))
+    assert (some.f, some.i, some.w) == (costs.f, costs.i, costs.w)
+
+
+LATE = Jitter(ops=0.05, delay=1.0)
+
+
+def test_a_robust_plan_is_the_best_that_is_known() -> None:
+    """Within the limit, and where links are late better than a plan that does not know, and the named schedules."""
+    limit, costs = 4.0, (1, 1.2, 0.8)
+    found = plan(4, 8, costs, limit, robust=LATE, budget=3e6)
+    assert validate(found.schedule, limit) == []
+    assert found.step_times is not None
+    named = [generate(name, 4, 8) for name in ("1F1B", "ZBV", "ZBH1", "Interleaved1F1B")]
+    rivals = [plan(4, 8, costs, limit, budget=3e6).schedule, *(each for each in named if not validate(each, limit))]
+    assert len(rivals) >= 4
+
+    def p95(schedule: Schedule) -> float:
+        return step_times(schedule, costs, LATE, draws=2000, seed=5).p95
+
+    assert found.step_times.p95 == pytest.approx(p95(found.schedule), rel=0.03)
+    assert p95(found.schedule) < 0.985 * min(map(p95, rivals))
+    assert found.lower_bound <= found.makespan
+
+
+def test_without_jitter_a_robust_plan_is_as_good_as_another() -> None:
+    usual, robust = (plan(2, 6, (1, 1.2, 0.8), 2, budget=1e6, robust=each) for each in (None, Jitter()))
+    assert robust.makespan == pytest.approx(usual.makespan)
+    assert isinstance(robust.step_times, StepTimes)
+
+
+def test_all_schedules_by_the_quantile() -> None:
+    words = "ops=0.1,delay=0.5"
+    run = CliRunner().invoke(
+        cli.main, ["compare", "-p", "2", "-m", "4", "--costs", "1,1,1", "--jitter", words, "--json"]
+    )
+    rows = json.loads(run.stdout)
+    by_hand = step_times(generate("ZBV", 2, 4), (1, 1, 1), Jitter.parse(words))
+    (zbv,) = (row for row in rows if row["schedule"] == "ZBV")
+    assert zbv["jitter"] == pytest.approx(by_hand.record())
+    p95s = [row["jitter"]["p95"] for row in rows]
+    assert p95s == sorted(p95s)
+    table = CliRunner().invoke(cli.main, ["compare", "-p", "2", "-m", "4", "--jitter", words]).output
+    assert table.splitlines()[0].split()[-2:] == ["p50", "p95"]
+    one = CliRunner().invoke(cli.main, ["simulate", "ZBV", "-p", "2", "-m", "4", "--costs", "1,1,1", "--jitter", words])
+    assert f"where times vary, 1000 steps: mean {by_hand.mean:.6g}"[:-3] in one.output
+
+
+def test_a_robust_plan_on_the_command_line() -> None:
+    arguments = ["plan", "-p", "2", "-m", "4", "--jitter", "delay=1", "--budget", "1e5"]
+    run = CliRunner().invoke(cli.main, [*arguments, "--json"])
+    found = json.loads(run.stdout)
+    assert found["jitter"]["p95"] <= min(row["jitter"]["p95"] for row in found["named"] if row["fits"])
+    assert "p95" in CliRunner().invoke(cli.main, arguments).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["compare", "-p", "2", "-m", "4", "--jitter", "lag=1"], "'lag=1' is not understood"),
+        (["compare", "-p", "2", "-m", "4", "--jitter", "ops=1", "--transport", "one-queue"], "leave --transport out"),
+        (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "ops=1", "--steps", "2"], "one synchronous step"),
+        (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "slow-rank=2:2"], "names rank 2"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments: list[str], error: str) -> None:
+    run = CliRunner().invoke(cli.main, arguments)
+    assert run.exit_code != 0
+    assert error in " ".join(run.output.split())

@@ -1,0 +1,203 @@
+"""Lean schedules: W waits only where there is room, and B takes the place of I and W where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.algorithms._lean import best, memory_of_1f1b
+from zbpipe.algorithms.zbv_lean import zbv_lean
+from zbpipe.costs import least_room
+from zbpipe.lean import leanest, within
+from zbpipe.planner.lean_search import found
+from zbpipe.registry import lookup
+from zbpipe.testing import check_schedule, cost_models, placements, schedules
+from zbpipe.transformer import Checkpointing, typical_costs
+
+LEAN = {"ZBVLean": "ZBV", "ZBH1Lean": "ZBH1", "VHalfLean": "VHalf", "VMinLean": "VMin"}
+patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
+
+
+def order(schedule: Schedule) -> list[list[tuple[int, str, int]]]:
+    """Of each rank's F, and of its I and B, which count as the same."""
+    return [[(op.stage, op.kind.replace("B", "I"), op.microbatch) for op in ops if op.kind != "W"] for ops in schedule]
+
+
+def peaks(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
+    return simulate(schedule, costs).peak_memory
+
+
+def keeps_to(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(schedule, costs), limits, strict=True))
+
+
+# --- the passes ---
+
+
+@settings(patient, max_examples=60)
+@given(schedules(max_ranks=5, max_microbatches=10), st.data())
+def test_leanest_takes_least(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(cost_models(schedule.placement))
+    lean = leanest(schedule, costs)
+    check_schedule(lean)
+    assert order(lean) == order(schedule)
+    limits = peaks(lean, costs)
+    for other in (schedule, within(schedule, costs, limits=[1e9] * schedule.num_ranks)):
+        assert all(least <= peak * (1 + 1e-9) for least, peak in zip(limits, peaks(other, costs), strict=True))
+
+
+@settings(patient, max_examples=100)
+@given(schedules(max_ranks=5, max_microbatches=10), st.floats(1, 3), st.data())
+def test_within_keeps_to_limits_and_order(schedule: Schedule, more: float, data: st.DataObject) -> None:
+    costs = data.draw(cost_models(schedule.placement))
+    limits = [more * peak for peak in peaks(leanest(schedule, costs), costs)]
+    fitted = within(schedule, costs, limits)
+    check_schedule(fitted)
+    assert order(fitted) == order(schedule)
+    assert keeps_to(fitted, costs, limits)
+
+
+@settings(patient, max_examples=40)
+@given(schedules(max_ranks=5, max_microbatches=10), st.data())
+def test_within_leaves_alone_what_fits(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(cost_models(schedule.placement))
+    limits = [peak + 10 for peak in peaks(schedule, costs)]
+    if not any(op.kind == OpKind.B for ops in schedule for op in ops):
+        assert within(schedule, costs, limits) == schedule
+
+
+def test_w_waits_as_long_as_there_is_room() -> None:
+    """It runs sooner only where the next op would not fit, and then I and W are one op only where I does not fit."""
+    some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
+    costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
+    assert " ".join(map(str, within(some, costs, [5]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
+    assert " ".join(map(str, within(some, costs, [3]).ops[0])) == "0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2"
+    hungry = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=0.5, working={OpKind.B: 9})
+    assert " ".join(map(str, within(some, hungry, [3]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
+    assert " ".join(map(str, leanest(some, hungry).ops[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    # Where both ways take the same, the stage before need not wait for W.
+    assert leanest(some, CostModel.uniform(some.placement)) == leanest(some, hungry)
+
+
+# --- the search ---
+
+
+@settings(patient, max_examples=40)
+@given(placements(max_ranks=4), st.integers(1, 8), st.floats(1, 4), st.data())
+def test_the_search_fits_any_placement_costs_and_limit(
+    placement: Placement, microbatches: int, more: float, data: st.DataObject
+) -> None:
+    """With room for one microbatch at its leanest it comes to an end: no rank fills up with what cannot go on."""
+    costs = data.draw(cost_models(placement))
+    limits = [more * room for room in least_room(placement, costs)]
+    schedule = found("found", placement, microbatches, costs, limits)
+    assert schedule is not None
+    check_schedule(schedule)
+    assert keeps_to(schedule, costs, limits)
+
+
+def test_the_search_is_the_same_each_time() -> None:
+    costs = typical_costs(Placement.v(4))
+    assert found("a", Placement.v(4), 9, costs, [4.5] * 4) == found("a", Placement.v(4), 9, costs, [4.5] * 4)
+
+
+# --- the schedules ---
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_schedules_fit_any_costs(name: str) -> None:
+    """Never longer than the form with the least memory, and within its memory or the limit."""
+
+    @settings(patient, max_examples=15)
+    @given(st.integers(1, 6), st.integers(1, 12), st.data())
+    def check(ranks: int, microbatches: int, data: st.DataObject) -> None:
+        form = generate(LEAN[name], ranks, microbatches)
+        costs = data.draw(cost_models(form.placement))
+        schedule = generate(name, ranks, microbatches, costs=costs)
+        check_schedule(schedule)
+        least, timeline = simulate(leanest(form, costs), costs), simulate(schedule, costs)
+        allowed = max(1.02 * memory_of_1f1b(costs, ranks, ranks), *least_room(form.placement, costs))
+        if max(least.peak_memory) <= allowed:
+            assert max(timeline.peak_memory) <= allowed * (1 + 1e-9)
+        if name == "ZBH1Lean" and max(least.peak_memory) <= allowed:
+            assert timeline.makespan <= least.makespan * (1 + 1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 8), (4, 16), (7, 9), (8, 24)])
+def test_in_1f1bs_memory_and_shorter(ranks: int, microbatches: int, checkpointing: Checkpointing) -> None:
+    """Those two take 1F1B's memory under every checkpointing, and no step is longer than 1F1B's."""
+
+    def run(name: str) -> tuple[float, float]:
+        costs = typical_costs(lookup(name).place(ranks), checkpointing)
+        timeline = simulate(generate(name, ranks, microbatches, costs=costs), costs)
+        return timeline.makespan, max(timeline.peak_memory)
+
+    usual = run("1F1B")
+    for name in ("ZBVLean", "ZBH1Lean"):
+        length, peak = run(name)
+        assert length <= usual[0] * (1 + 1e-9)
+        assert peak <= 1.02 * usual[1]
+
+
+class Figure(NamedTuple):
+    """Beside 1F1B under the same typical costs, at p = 4 and m = 16."""
+
+    length: float
+    memory: float
+
+
+FIGURES = {
+    ("ZBVLean", "none"): Figure(0.872, 1.01),
+    ("ZBVLean", "selective"): Figure(0.918, 1.02),
+    ("ZBVLean", "full"): Figure(0.957, 1.00),
+    ("ZBH1Lean", "selective"): Figure(0.965, 1.02),
+    ("VHalfLean", "none"): Figure(0.935, 0.77),
+    ("VHalfLean", "selective"): Figure(1.03, 0.79),
+    ("VHalfLean", "full"): Figure(1.15, 0.89),
+    ("VMinLean", "none"): Figure(1.06, 0.52),
+    ("VMinLean", "selective"): Figure(1.35, 0.56),
+    ("VMinLean", "full"): Figure(1.46, 0.75),
+}
+"""At most."""
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), FIGURES)
+def test_figures(name: str, checkpointing: str) -> None:
+    costs = typical_costs(lookup(name).place(4), checkpointing)
+    found = simulate(generate(name, 4, 16, costs=costs), costs)
+    usual_costs = typical_costs(Placement.loop(4), checkpointing)
+    usual = simulate(generate("1F1B", 4, 16), usual_costs)
+    wanted = FIGURES[name, checkpointing]
+    assert found.makespan / usual.makespan <= wanted.length
+    assert max(found.peak_memory) / max(usual.peak_memory) <= wanted.memory
+
+
+def test_more_memory_makes_steps_shorter() -> None:
+    """Within 1.15 of 1F1B's memory (selective) and 1.3 (full), a step is nearly as short as with no limit at all."""
+    for checkpointing, memory, longer in (("selective", 1.15, 1.02), ("full", 1.3, 1.04)):
+        costs = typical_costs(Placement.v(4), checkpointing)
+        unlimited = simulate(generate("ZBV", 4, 16), costs)
+        lean = simulate(zbv_lean(4, 16, costs, memory_limit=memory * memory_of_1f1b(costs, 4, 16)), costs)
+        assert lean.makespan <= longer * unlimited.makespan
+        assert max(lean.peak_memory) <= memory * memory_of_1f1b(costs, 4, 16) * (1 + 1e-9)
+
+
+def test_default_costs_are_selective() -> None:
+    for name in LEAN:
+        costs = typical_costs(lookup(name).place(3), "selective")
+        assert generate(name, 3, 7) == generate(name, 3, 7, costs=costs)
+
+
+def test_a_limit_below_one_microbatch() -> None:
+    """It is raised to what that takes."""
+    costs = typical_costs(Placement.v(3), "full")
+    schedule = best("tight", [generate("ZBV", 3, 5)], costs, limits=[0] * 3)
+    assert validate(schedule, least_room(Placement.v(3), costs), costs) == []

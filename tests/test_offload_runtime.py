@@ -1,0 +1,296 @@
+"""Copies beside the computations that torch runs, by a stand-in for a GPU's: what moves, when, and what it frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import ReferenceType, ref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import Checkpointing, batch, build_stage, gradients, loss_fn
+from ranks import run_ranks
+from test_gradients import MICROBATCHES, Result, assert_like_reference
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zbpipe
+from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, simulate
+from zbpipe.offloading import Offload
+from zbpipe.runtime.offload import beside
+from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, copier_for
+from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else
+
+CPU = torch.device("cpu")
+WAYS = {
+    Offload.ACTIVATIONS: (OpKind.OF, OpKind.RF, OpKind.F, (OpKind.I, OpKind.B)),
+    Offload.PAIRS: (OpKind.OI, OpKind.RI, OpKind.I, (OpKind.W,)),
+}
+
+
+def with_copies(schedule: Schedule, what: Offload) -> Schedule:
+    """Everything goes as soon as it is there, and comes back at the last moment."""
+
+    def around(op: Op) -> Iterator[Op]:
+        wanted = [way for each, way in WAYS.items() if what in (each, Offload.ALL)]
+        yield from (op._replace(kind=back) for _, back, _, takers in wanted if op.kind in takers)
+        yield op
+        yield from (op._replace(kind=there) for there, _, maker, _ in wanted if op.kind is maker)
+
+    return replace(schedule, ops=tuple(tuple(each for op in ops for each in around(op)) for ops in schedule))
+
+
+def one_after_the_other(placement: Placement, microbatches: int) -> Schedule:
+    """On one rank: all F, then all I, then all W."""
+    stages = range(placement.num_stages)
+    row = [
+        Op(stage, kind, microbatch)
+        for kind, order in ((OpKind.F, stages), (OpKind.I, stages[::-1]), (OpKind.W, stages))
+        for microbatch in range(microbatches)
+        for stage in order
+    ]
+    return Schedule("one after the other", placement, microbatches, (tuple(row),))
+
+
+def train(checkpointing: Checkpointing, what: Offload | None, compiled: bool = False) -> tuple[dict[str, Tensor], Any]:
+    """Three steps; the gradients of the last."""
+    modules = {index: build_stage(index, 2, checkpointing) for index in range(2)}
+    for block in [each for module in modules.values() for each in module.children()]:
+        if compiled and not isinstance(block, nn.Embedding):
+            block.compile(fullgraph=True)
+    stages = [PipelineStage(module, index, 2, CPU) for index, module in modules.items()]
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
+    plain = one_after_the_other(Placement.v(1), 4)
+    runtime.adopt(plain if what is None else with_copies(plain, what))
+    for _ in range(3):
+        for module in modules.values():
+            module.zero_grad()
+        tokens, targets = batch(4)
+        runtime.step(tokens, target=targets)
+    return gradients(modules), runtime
+
+
+@pytest.mark.parametrize("what", Offload)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_gradients_are_the_same_to_the_bit(one_rank: None, checkpointing: Checkpointing, what: Offload) -> None:
+    expected, _ = train(checkpointing, None)
+    found, runtime = train(checkpointing, what)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    copier = runtime._copies.copier
+    assert copier.copied > 10_000
+    assert copier.num_bytes == 0, "all came back"
+    assert not runtime._copies._copies
+
+
+def test_compiled_stages_offload_too(one_rank: None) -> None:
+    expected, _ = train("full", None, compiled=True)
+    found, runtime = train("full", Offload.ALL, compiled=True)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert runtime._copies.copier.copied > 10_000
+
+
+def train_rank(name: str, what: Offload) -> list[Result]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    results = []
+    for count in MICROBATCHES:
+        schedule = zbpipe.generate(name, num_ranks, count)
+        num_stages = schedule.placement.num_stages
+        modules = {index: build_stage(index, num_stages) for index in schedule.placement.stages_on(rank)}
+        stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]
+        runtime: Any = zbpipe.build_pipeline_schedule(name, stages, count, loss_fn)
+        runtime.adopt(with_copies(schedule, what))
+        tokens, targets = batch(count)
+        losses: list[Tensor] = []
+        for _ in range(2):
+            for module in modules.values():
+                module.zero_grad()
+            inputs = [tokens] if 0 in modules else []
+            runtime.step(*inputs, target=targets if num_stages - 1 in modules else None, losses=losses)
+        assert runtime._copies.copier.copied
+        results.append(([loss.item() for loss in losses], gradients(modules)))
+    return results
+
+
+@pytest.mark.parametrize("name", ["ZBV", "ZBH2"])
+def test_a_pipeline_that_offloads_everything(name: str) -> None:
+    num_stages = zbpipe.generate(name, 2, 2).placement.num_stages
+    assert_like_reference(run_ranks(2, train_rank, name, Offload.ALL), num_stages)
+
+
+# What it frees
+
+WIDTH, TOKENS, LAYERS = 8, 1024, 6
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors ever had at once, of those made since; it asks them all, for storages may shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, ReferenceType[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in old:
+                self._known[id(leaf.untyped_storage())] = ref(leaf.untyped_storage())
+        alive = (storage for each in self._known.values() if (storage := each()) is not None)
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        return result
+
+
+def peak(schedule: Schedule) -> float:
+    """In tensors of all tokens, in the second step."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    stages = [PipelineStage(module, 0, 1, CPU)]
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, schedule.num_microbatches, F.mse_loss)
+    runtime.adopt(schedule)
+    x, target = (torch.randn(schedule.num_microbatches * TOKENS, WIDTH) for _ in range(2))
+    runtime.step(x, target=target)
+    with Live() as live:
+        runtime.step(x, target=target)
+    return live.peak / (TOKENS * WIDTH * 4)
+
+
+def test_live_bytes_drop_as_simulated(one_rank: None) -> None:
+    """F leaves the inputs of all layers but the first, which is the user's. W needs an x and a dY of all of them."""
+    plain = one_after_the_other(Placement.loop(1), 6)
+    kept, waits = LAYERS - 1, 2 * LAYERS
+    costs = CostModel((1,), (1,), (1,), (kept,), freed_by_i=1 - waits / kept, working={OpKind.I: 2})
+    measured, simulated = {}, {}
+    for what in (None, *Offload):
+        schedule = plain if what is None else with_copies(plain, what)
+        simulated[what] = max(simulate(schedule, costs).peak_memory)
+        measured[what] = peak(schedule)
+    assert simulated == {None: 74, Offload.PAIRS: 39, Offload.ACTIVATIONS: 74, Offload.ALL: 14}
+    # Outputs stay for the whole step, and others of the kind.
+    beyond = {what: measured[what] - simulated[what] for what in simulated}
+    assert all(0 <= more <= 2 * 6 for more in beyond.values()), (measured, simulated)
+
+
+def test_what_others_hold_stays(one_rank: None) -> None:
+    weight, cache = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = Saved()
+    with saved.recorded():
+        y = (x @ weight * cache).exp().square()
+        z = y.sigmoid().exp()
+    loss = z.sum()
+    tensors = saved.alive()
+    places = {each.untyped_storage().data_ptr() for each in tensors}
+    assert {each.data_ptr() for each in (weight, cache, x, z)} <= places
+    found = held_by_nobody_else(tensors, smallest=0)
+    assert {each.data_ptr() for each in found} == places - {each.data_ptr() for each in (weight, cache, x, z)}
+    assert len(found) == 2
+    assert held_by_nobody_else(tensors, smallest=49) == []
+    copier = StandIn()
+    expected = torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    copy = copier.out(found)
+    assert all(each.nbytes() == 0 for each in found)
+    copier.back(copy)
+    copier.wait(copy)
+    assert all(map(torch.equal, torch.autograd.grad(loss, [x, weight]), expected))
+
+
+def test_what_died_is_not_kept(one_rank: None) -> None:
+    saved = Saved()
+    with saved.recorded():
+        torch.randn(3, requires_grad=True).exp().exp()
+    assert saved.alive() == []
+
+
+# When
+
+
+class Logged(StandIn):
+    """Writes down what it is asked for."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def out(self, storages: Storages) -> HostCopy:
+        self.log.append("out")
+        return super().out(storages)
+
+    def release(self, copy: HostCopy) -> None:
+        self.log.append("release")
+
+    def back(self, copy: HostCopy) -> None:
+        self.log.append("back")
+        super().back(copy)
+
+    def wait(self, copy: HostCopy) -> None:
+        self.log.append("wait")
+        super().wait(copy)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "expected"),
+    [
+        (100, "F0 out F1 release I1 back I0 wait W1 W0"),
+        (1, "F0 out F1 release I1 back I0 wait W1 W0"),
+        (0.5, "F0 out F1 I1 release back I0 wait W1 W0"),
+    ],
+)
+def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, bandwidth: float, expected: str
+) -> None:
+    log: list[str] = []
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)], 2, F.mse_loss)
+    around = beside.Copies.around
+
+    def logged(self: beside.Copies, kind: str, stage: int, microbatch: int, compute: Any) -> Any:
+        if f"{kind}{microbatch}" not in log:  # the loss is a part of F
+            log.append(f"{kind}{microbatch}")
+        return around(self, kind, stage, microbatch, compute)
+
+    monkeypatch.setattr("zbpipe.runtime.schedules.copier_for", lambda device: Logged(log))
+    monkeypatch.setattr(beside.Copies, "around", logged)
+    schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")
+    runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))
+    x = torch.randn(2, 4)
+    runtime.step(x, target=x)
+    assert " ".join(log) == expected
+    log.clear()
+    runtime.eval(x, target=x)
+    assert "F1" in log
+    assert not {"out", "back"} & set(log)
+
+
+# The option
+
+
+def test_the_option_plans_the_copies(one_rank: None) -> None:
+    stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
+    costs = CostModel.uniform(Placement.loop(1), host=Link(bandwidth=8))
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, costs=costs, offload="pairs")
+    expected = zbpipe.offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
+    assert runtime.schedule == expected
+    with pytest.raises(ValueError, match=r"offload needs the way to the host's memory: give the costs host="):
+        zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload=True)
+    with pytest.raises(ValueError, match="offload='weights' is unknown"):
+        zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload="weights")
+
+
+def test_what_cannot_offload_is_refused(one_rank: None) -> None:
+    stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
+    plain = one_after_the_other(Placement.loop(1), 2)
+    with pytest.raises(ValueError, match="only zbpipe's split lets go of it: leave split_backward at 'deferred'"):
+        runtime.adopt(with_copies(plain, Offload.PAIRS))
+    runtime.adopt(with_copies(plain, Offload.ACTIVATIONS))
+    x = torch.randn(2, 4)
+    runtime.step(x, target=x)
+    with pytest.raises(ValueError, match="on the CPU for tests, not from meta"):
+        copier_for(torch.device("meta"))
+    with pytest.raises(ValueError, match="offload"):
+        zbpipe.build_pipeline_schedule("1F1B", stages, 2, F.mse_loss, offload=True)

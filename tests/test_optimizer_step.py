@@ -1,0 +1,228 @@
+"""The optimizer step that no rank waits for gives what an ordinary one gives, to the bit: also when it is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from math import inf
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import zbpipe
+from zbpipe.registry import lookup
+from zbpipe.runtime.optimizer.norm import clip
+from zbpipe.runtime.optimizer.step import StepCounts
+
+RANKS, MICROBATCHES, WIDTH = 4, 8, 8
+STEPS = 12
+CLIPPED = (2, 3, 4, 8)
+"""Steps with large targets: consecutive ones, too."""
+MAX_NORM = 10.0
+NAN_ON_ONE_RANK = 9
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "AdamW": lambda parameters: AdamW(parameters, lr=3e-3, weight_decay=0.1, foreach=True),
+    "fused AdamW": lambda parameters: AdamW(parameters, lr=3e-3, weight_decay=0.1, fused=True),
+    "Adam": lambda parameters: Adam(parameters, lr=3e-3, foreach=False, amsgrad=True),
+    "SGD": lambda parameters: SGD(parameters, lr=3e-2, momentum=0.9, nesterov=True),
+    "Adafactor": lambda parameters: Adafactor(parameters, lr=3e-3),
+}
+
+
+class Part(nn.Module):
+    """A stage with random numbers, and with a buffer that each forward changes."""
+
+    count: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(100 + index)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Outcome(NamedTuple):
+    """Of one rank."""
+
+    digest: str
+    """Of parameters, buffers, optimizer state and learning rate."""
+    losses: list[str]
+    norms: list[str]
+    counts: StepCounts
+
+
+class Ordinary:
+    """What a job does without OptimizerStep."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: LambdaLR, max_norm: float, on_nonfinite: str) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.max_norm, self.on_nonfinite = max_norm, on_nonfinite
+        self.last_norm: float | None = None
+
+    def __call__(self) -> None:
+        parameters = self.optimizer.param_groups[0]["params"]
+        norm = clip(parameters, self.max_norm, None, torch.device("cpu"))
+        self.last_norm = float(norm)
+        if self.on_nonfinite == "propagate" or norm.isfinite():
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def finish(self) -> None:
+        pass
+
+
+def batches(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    numbers = torch.Generator().manual_seed(7)
+    for number in range(STEPS):
+        x = torch.randn(2 * MICROBATCHES, WIDTH, generator=numbers).to(dtype)
+        y = torch.randn(2 * MICROBATCHES, WIDTH, generator=numbers)
+        yield x, y * (30 if number in CLIPPED else 1)
+
+
+def train(
+    name: str,
+    optimizer: str,
+    dtype: torch.dtype = torch.float32,
+    ordinary: bool = False,
+    max_norm: float = MAX_NORM,
+    on_nonfinite: str = "propagate",
+    nan: bool = False,
+    zeroed_by_the_job: bool = False,
+    **options: Any,
+) -> Outcome:
+    rank = dist.get_rank()
+    placement = lookup(name).place(dist.get_world_size())
+    parts = {index: Part(index).to(dtype) for index in placement.stages_on(rank)}
+    stages = [PipelineStage(part, i, placement.num_stages, torch.device("cpu")) for i, part in parts.items()]
+    schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, squared_error)
+    parameters = [each for part in parts.values() for each in part.parameters()]
+    made = OPTIMIZERS[optimizer](parameters)
+    scheduler = LambdaLR(made, lambda number: 1 / (1 + number))
+    step: Any = Ordinary(made, scheduler, max_norm, on_nonfinite)
+    if not ordinary:
+        how: dict[str, Any] = {"max_norm": max_norm, "lr_schedulers": scheduler, "on_nonfinite": on_nonfinite}
+        step = zbpipe.OptimizerStep(schedule, made, **how, **options)
+    torch.manual_seed(1000 + rank)
+    losses, norms = [], []
+    for number, (x, y) in enumerate(batches(dtype)):
+        if zeroed_by_the_job:
+            made.zero_grad()
+        found: list[Tensor] = []
+        schedule.step(
+            *([x] if 0 in parts else []), target=y if placement.num_stages - 1 in parts else None, losses=found
+        )
+        losses.append(str([float(loss) for loss in found]))
+        if nan and number == NAN_ON_ONE_RANK and rank == 1:
+            next(iter(parameters)).grad[0] = torch.nan  # type: ignore[index]
+        step()
+        if ordinary:
+            norms.append(str(step.last_norm))
+    step.finish()
+    return Outcome(digest(parts, made), losses, norms, getattr(step, "counts", StepCounts()))
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+def digest(parts: dict[int, Part], optimizer: Optimizer) -> str:
+    tensors = [each for part in parts.values() for each in part.state_dict().values()]
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        tensors += [torch.as_tensor(value) for _, value in sorted(state.items()) if value is not None]
+    tensors.append(torch.tensor(optimizer.param_groups[0]["lr"]))
+    return sha256(b"".join(each.detach().double().numpy().tobytes() for each in tensors)).hexdigest()
+
+
+def pairs(name: str, cases: list[tuple[str, torch.dtype, dict[str, Any]]]) -> list[tuple[Outcome, Outcome]]:
+    """By case, an ordinary training and one that runs ahead."""
+    found = []
+    for optimizer, dtype, how in cases:
+        shared = {key: how[key] for key in ("on_nonfinite", "nan", "max_norm") if key in how}
+        found.append((train(name, optimizer, dtype, ordinary=True, **shared), train(name, optimizer, dtype, **how)))
+    return found
+
+
+def compare(name: str, cases: list[tuple[str, torch.dtype, dict[str, Any]]]) -> list[list[StepCounts]]:
+    """By case the counts of all ranks."""
+    by_rank = run_ranks(RANKS, pairs, name, cases, timeout=150)
+    for number, case in enumerate(cases):
+        for rank, found in enumerate(by_rank):
+            usual, ahead = found[number]
+            assert ahead.digest == usual.digest, (case, rank)
+            assert ahead.losses == usual.losses, (case, rank)
+    return [[found[number][1].counts for found in by_rank] for number in range(len(cases))]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("ZBV", torch.float32),
+        ("ZBH2", torch.bfloat16),
+        pytest.param("ZBV", torch.bfloat16, marks=pytest.mark.zoo),
+        pytest.param("ZBH2", torch.float32, marks=pytest.mark.zoo),
+    ],
+    ids=str,
+)
+def test_the_result_is_that_of_an_ordinary_step(name: str, dtype: torch.dtype) -> None:
+    cases: list[Any] = [
+        (optimizer, dtype, {"predict": predict}) for optimizer in OPTIMIZERS for predict in (True, False)
+    ]
+    for (_, _, how), counts in zip(cases, compare(name, cases), strict=True):
+        assert len(set(counts)) == 1, "all ranks decide alike"
+        assert counts[0].validated > 0
+        assert counts[0].repeated >= (len(CLIPPED) if not how["predict"] else 2)
+        assert (counts[0].synchronous > 0) == how["predict"]
+        assert counts[0].validated + counts[0].repeated + counts[0].synchronous == STEPS
+
+
+@pytest.mark.parametrize("on_nonfinite", ["propagate", "skip"])
+def test_nan_on_one_rank(on_nonfinite: str) -> None:
+    how = {"nan": True, "on_nonfinite": on_nonfinite, "predict": False}
+    (counts,) = compare("ZBV", [("AdamW", torch.float32, how)])
+    assert counts[0].repeated > len(CLIPPED)
+
+
+def test_a_job_may_set_gradients_to_none_itself() -> None:
+    (counts,) = compare("ZBV", [("AdamW", torch.float32, {"zeroed_by_the_job": True, "predict": False})])
+    assert counts[0].repeated >= len(CLIPPED)
+
+
+def test_a_norm_close_to_the_limit_is_looked_at_again() -> None:
+    first = float(run_ranks(RANKS, train, "ZBV", "AdamW", torch.float32, True)[0].norms[0])
+    limit = first * (1 + 5e-6)  # not clipped, but too close to tell from a sum in another order
+    case: Any = ("AdamW", torch.float32, {"max_norm": limit, "predict": False})
+    (counts,) = compare("ZBV", [case])
+    norms = map(float, run_ranks(RANKS, train, "ZBV", "AdamW", torch.float32, True, limit)[0].norms)
+    assert counts[0].repeated == sum(norm * (1 + 1e-5) >= limit for norm in norms)
+
+
+def unlimited() -> Outcome:
+    """And no message beyond those of the schedule."""
+    reduce, calls = dist.all_reduce, []
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(args), reduce(*args, **kwargs))[1]  # type: ignore[assignment]
+    outcome = train("ZBV", "AdamW", torch.float32, max_norm=inf)
+    assert not calls
+    return outcome
+
+
+def test_without_a_limit_nothing_is_validated() -> None:
+    for usual, free in zip(
+        run_ranks(RANKS, train, "ZBV", "AdamW", torch.float32, True, inf), run_ranks(RANKS, unlimited), strict=True
+    ):
+        assert free.digest == usual.digest
+        assert free.losses == usual.losses
+        assert free.counts == StepCounts(unlimited=STEPS)

@@ -1,0 +1,411 @@
+"""OptimizerStep in jobs as users write them: FSDP2, checkpointing, the compiler, plans, Auto, resuming, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Checkpointing, batch, build_stage, loss_fn
+from ranks import endings, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import LBFGS, SGD, AdamW
+
+import zbpipe
+from zbpipe.planner.result import Plan
+from zbpipe.registry import lookup
+from zbpipe.runtime.optimizer.norm import clip
+from zbpipe.runtime.optimizer.step import StepCounts
+
+MICROBATCHES, STEPS = 4, 6
+Weights = dict[str, Tensor]
+
+
+class Job:
+    """Stages of a small model with a schedule and an optimizer, on each of some ranks."""
+
+    def __init__(
+        self,
+        name: str = "ZBV",
+        checkpointing: Checkpointing = "none",
+        compiled: bool = False,
+        parallel: Callable[[nn.Module, DeviceMesh], None] | None = None,
+        mesh: DeviceMesh | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        group = mesh.get_group("pp") if mesh else None
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        has_replicas = mesh is not None and mesh.mesh_dim_names != ("pp", "tp")
+        self.replica, self.replicas = (mesh.get_local_rank(1), mesh.size(1)) if mesh and has_replicas else (0, 1)
+        placement = lookup(name).place(num_ranks)
+        self.last = placement.num_stages - 1
+        self.modules = {
+            index: build_stage(index, placement.num_stages, checkpointing, seed) for index in placement.stages_on(rank)
+        }
+        for module in self.modules.values():
+            if parallel and mesh:
+                parallel(module, mesh)
+            if compiled:
+                for layer in module.children():
+                    if not isinstance(layer, nn.Embedding):  # torch 2.13 refuses to compile one alone
+                        layer.compile(fullgraph=True, backend="aot_eager")
+        stages = [
+            PipelineStage(module, index, placement.num_stages, torch.device("cpu"), group=group)
+            for index, module in self.modules.items()
+        ]
+        self.schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn, **options)
+        self.parameters = [
+            each for module in self.modules.values() for each in module.parameters() if each.requires_grad
+        ]
+        self.optimizer = AdamW(self.parameters, lr=1e-2)
+        self.group = group
+
+    def run(self, step: Callable[[], Any], steps: range = range(STEPS)) -> list[str]:
+        """The losses."""
+        losses = []
+        for number in steps:
+            tokens, targets = (
+                each.chunk(self.replicas)[self.replica] for each in batch(self.replicas * MICROBATCHES, number)
+            )
+            found: list[Tensor] = []
+            inputs = [tokens] if 0 in self.modules else []
+            self.schedule.step(*inputs, target=targets if self.last in self.modules else None, losses=found)
+            losses.append(str([float(loss) for loss in found]))
+            step()
+        return losses
+
+    def ordinary(self, max_norm: float) -> Callable[[], None]:
+        """The step of a job without zbpipe's."""
+
+        def step() -> None:
+            clip(self.parameters, max_norm, self.group, torch.device("cpu"))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return step
+
+    def ahead(self, max_norm: float, **options: Any) -> Any:
+        return zbpipe.OptimizerStep(self.schedule, self.optimizer, max_norm=max_norm, **options)
+
+    def weights(self) -> Weights:
+        """And the optimizer's state."""
+        found = {f"{i}.{k}": value for i, module in self.modules.items() for k, value in module.state_dict().items()}
+        for number, parameter in enumerate(self.parameters):
+            found |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
+        return {
+            name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+            for name, each in found.items()
+        }
+
+
+def norms_of(**job: Any) -> list[float]:
+    """Of an ordinary training that clips nothing."""
+    trained, norms = Job(**job), []
+
+    def step() -> None:
+        norms.append(float(clip(trained.parameters, inf, trained.group, torch.device("cpu"))))
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+
+    trained.run(step)
+    return norms
+
+
+def between(norms: list[float]) -> float:
+    """A limit that about half of the steps exceed."""
+    ordered = sorted(norms)
+    return (ordered[len(ordered) // 2 - 1] + ordered[len(ordered) // 2]) / 2
+
+
+def same_as_ordinary(**job: Any) -> StepCounts:
+    """Trains both ways."""
+    limit = between(norms_of(**job))
+    usual, ahead = Job(**job), Job(**job)
+    usual_losses = usual.run(usual.ordinary(limit))
+    step = ahead.ahead(limit, predict=False)
+    losses = ahead.run(step)
+    step.finish()
+    assert losses == usual_losses
+    expected, found = usual.weights(), ahead.weights()
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, found[name]), name
+    return step.counts  # type: ignore[no-any-return]
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> None:  # noqa: B008
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+    for part in (*module.children(), module):
+        fully_shard(part, mesh=mesh[names], mp_policy=policy, reshard_after_forward=False)
+        part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+
+
+def shard_mixed(module: nn.Module, mesh: DeviceMesh) -> None:
+    shard(module, mesh, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def in_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    styles = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in module.children():
+        if hasattr(block, "gate"):
+            parallelize_module(block, mesh["tp"], styles)
+
+
+def on_four_ranks() -> list[StepCounts]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    hybrid = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    return [
+        same_as_ordinary(parallel=shard, mesh=mesh),
+        same_as_ordinary(parallel=shard_mixed, mesh=mesh),
+        same_as_ordinary(parallel=shard, mesh=hybrid),
+        same_as_ordinary(
+            parallel=in_tensor_parallel, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        ),
+    ]
+
+
+def test_fsdp_hsdp_and_tensor_parallelism() -> None:
+    by_rank = run_ranks(4, on_four_ranks)
+    assert all(found == by_rank[0] for found in by_rank)
+    for counts in by_rank[0]:
+        assert counts.repeated > 0
+        assert counts.validated > 0
+
+
+def with_checkpointing_and_compiler(tables: list[str]) -> list[StepCounts]:
+    return [
+        same_as_ordinary(checkpointing="full"),
+        same_as_ordinary(checkpointing="selective"),
+        same_as_ordinary(compiled=True),
+        same_as_ordinary(checkpointing="full", compiled=True),
+        same_as_ordinary(name="ZBH2"),
+        same_as_ordinary(name="VHalf"),
+        *(same_as_ordinary(name=table) for table in tables),
+    ]
+
+
+def test_checkpointing_compiler_and_tables(tmp_path: Path) -> None:
+    tables = [tmp_path / f"{placement}.csv" for placement in ("v", "wave")]
+    for table in tables:
+        found = zbpipe.plan(2, MICROBATCHES, (1, 1.2, 0.8), placements=[table.stem], objective="period", budget=2e5)
+        table.write_text(found.schedule.to_csv())
+    for found in run_ranks(2, with_checkpointing_and_compiler, list(map(str, tables)), timeout=200):
+        for counts in found:
+            assert counts.repeated > 0
+            assert counts.validated > 0
+
+
+def with_auto() -> tuple[str, str, StepCounts]:
+    asked = []
+
+    def plan(*args: Any, **options: Any) -> Plan:
+        asked.append(options["objective"])
+        return zbpipe.plan(*args, **options)
+
+    pytest.MonkeyPatch().setattr("zbpipe.runtime.auto.plan", plan)
+    limit = between(norms_of())
+    usual, job = Job("ZBV"), Job("Auto", profile_steps=1)
+    losses = usual.run(usual.ordinary(limit), range(14))
+    step = job.ahead(limit, predict=False)
+    start = job.schedule.schedule.name
+    found = job.run(step, range(14))
+    step.finish()
+    assert asked == ["period"] * (dist.get_rank() == 0)
+    assert [round(sum(eval(each)), 4) for each in found] == [round(sum(eval(each)), 4) for each in losses]
+    return start, job.schedule.outcome.chosen, step.counts
+
+
+def test_auto_swaps_under_a_step_that_is_pending() -> None:
+    for _, _, counts in run_ranks(2, with_auto):
+        assert counts.synchronous + counts.validated + counts.repeated == 14
+
+
+def saved_and_resumed() -> None:
+    """Around a step that is repeated."""
+    limit = min(norms_of()) / 2  # all steps clip
+    usual = Job()
+    expected = usual.run(usual.ordinary(limit))
+    job = Job()
+    step = job.ahead(limit, predict=False)
+    losses = job.run(step, range(3))
+    assert step.is_pending
+    step.finish()
+    states = {index: deepcopy(module.state_dict()) for index, module in job.modules.items()}
+    optimizer = deepcopy(job.optimizer.state_dict())
+    resumed = Job(seed=1)
+    for index, module in resumed.modules.items():
+        module.load_state_dict(states[index])
+    resumed.optimizer.load_state_dict(optimizer)
+    again = resumed.ahead(limit, predict=False)
+    losses += resumed.run(again, range(3, STEPS))
+    again.finish()
+    assert losses == expected
+    for name, weight in usual.weights().items():
+        assert torch.equal(weight, resumed.weights()[name]), name
+
+
+def made_again_for_running_ahead() -> None:
+    job = Job("ZB2P")
+    made = job.schedule.schedule
+    job.schedule.made_for = lambda costs, runs_ahead=False: zbpipe.generate("ZBH2", 2, 4) if runs_ahead else made
+    job.ahead(1.0)
+    assert job.schedule.schedule.name == "ZBH2"
+    job.schedule.adopt(another := zbpipe.generate("ZBH1", 2, 4))
+    job.schedule.validate_with(job.schedule._validation)
+    assert job.schedule.schedule is another
+
+
+def evaluated_while_pending() -> None:
+    limit = min(norms_of()) / 2
+    usual, job = Job(), Job()
+    usual.run(usual.ordinary(limit), range(3))
+    step = job.ahead(limit, predict=False)
+    job.run(step, range(3))
+    assert step.is_pending
+    tokens, targets = batch(MICROBATCHES, 50)
+    outputs = [
+        each.schedule.eval(
+            *([tokens] if 0 in each.modules else []), target=targets if each.last in each.modules else None
+        )
+        for each in (usual, job)
+    ]
+    assert not step.is_pending
+    assert outputs[0] is None or torch.equal(*outputs)
+
+
+def logged_steps_wait() -> None:
+    job = Job()
+    step = job.ahead(1e6)
+    norms = []
+    job.run(lambda: norms.append(step(now=len(norms) == 2)))
+    assert [norm is None for norm in norms] == [True, True, False, True, True, True]
+    assert norms[2] == pytest.approx(norms_of()[2], rel=1e-6)
+    assert step.is_pending
+    step.finish()
+    assert step.counts == StepCounts(synchronous=2, validated=4)
+
+
+def raises_on_all_ranks() -> str:
+    job = Job()
+    step = job.ahead(1e6, on_nonfinite="raise", predict=False)
+    with pytest.raises(zbpipe.PipelineError) as error:
+        job.run(lambda: (poison(job), step()))
+    assert isinstance(error.value.__cause__, FloatingPointError)
+    return str(error.value)
+
+
+def poison(job: Job) -> None:
+    if dist.get_rank() == 1:
+        job.parameters[0].grad[:] = inf  # type: ignore[index]
+
+
+def all_at_once() -> str:
+    saved_and_resumed()
+    evaluated_while_pending()
+    logged_steps_wait()
+    made_again_for_running_ahead()
+    return raises_on_all_ranks()
+
+
+def test_saving_evaluating_logging_and_raising() -> None:
+    for words in run_ranks(2, all_at_once):
+        assert "the norm of the gradients is inf in optimizer step 1: lower the learning rate" in words
+
+
+def one_is_killed_before_its_vote() -> None:
+    job = Job()
+    step = job.ahead(1e6, predict=False)
+
+    def stepped() -> None:
+        if job.optimizer.state and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+
+    job.run(stepped)
+
+
+def test_a_rank_killed_while_others_wait_for_its_vote() -> None:
+    first, second = endings(2, one_is_killed_before_its_vote, group_timeout=20, timeout=60)
+    assert second.exit_code == -signal.SIGKILL
+    assert first.error is not None
+    assert "PipelineError" in first.error
+
+
+def one_is_killed_when_it_should_drain() -> None:
+    job = Job("ZBH2")
+    step = job.ahead(1e-6, predict=False)  # all steps clip
+    verdict = step.verdict
+
+    def killed() -> bool:
+        counts: bool = verdict()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return counts
+
+    step.verdict = killed
+    job.run(step)
+
+
+def test_a_rank_killed_when_all_have_to_drain() -> None:
+    """Rank 0 has sent it what it does not receive any more, and rank 2 waits for its clipping."""
+    first, second, third = endings(3, one_is_killed_when_it_should_drain, group_timeout=20, timeout=60)
+    assert second.exit_code == -signal.SIGKILL
+    for survivor in (first, third):
+        assert "PipelineError" in (survivor.error or "")
+
+
+def different_calls() -> None:
+    job = Job()
+    step = job.ahead(2.0 if dist.get_rank() else 1e6, predict=False)
+    job.run(step)
+
+
+def test_ranks_with_different_arguments() -> None:
+    for ending in endings(2, different_calls, group_timeout=20, timeout=60):
+        assert "the ranks do not validate the same optimizer step" in (ending.error or "")
+
+
+def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
+    zbv, one = Job(), Job("ZBH1")
+    adam, embedding = zbv.optimizer, nn.Embedding(4, 4, sparse=True)
+    yield "ZBH1 gains nothing (0.0% of a step)", lambda: zbpipe.OptimizerStep(one.schedule, one.optimizer)
+    yield "takes a schedule of zbpipe's", lambda: zbpipe.OptimizerStep(zbv.modules, adam)  # type: ignore[arg-type]
+    yield (
+        "takes optimizers of torch.optim, for example [optimizer], got []",
+        lambda: zbpipe.OptimizerStep(zbv.schedule, []),
+    )
+    yield "cannot step LBFGS", lambda: zbpipe.OptimizerStep(zbv.schedule, LBFGS(zbv.parameters))
+    yield "max_norm has to be a number above 0", lambda: zbv.ahead(0.0)
+    yield "max_norm=None is no limit: give a number above 0, or math.inf", lambda: zbv.ahead(None)  # type: ignore[arg-type]
+    yield (
+        "on_nonfinite='ignore' is unknown: use one of 'propagate', 'skip', 'raise'",
+        lambda: zbv.ahead(1.0, on_nonfinite="ignore"),
+    )
+    sparse = zbpipe.OptimizerStep(zbv.schedule, SGD(embedding.parameters(), lr=1))
+    embedding(torch.tensor([1])).sum().backward()
+    yield "has a sparse gradient", sparse
+
+
+def refuse_all() -> None:
+    for words, act in refusals():
+        with pytest.raises((TypeError, ValueError)) as error:
+            act()
+        assert words in str(error.value), str(error.value)
+
+
+def test_refusals() -> None:
+    run_ranks(2, refuse_all)

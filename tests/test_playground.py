@@ -1,0 +1,212 @@
+"""The playground answers what the simulator and the planner say, refuses the rest, and works in a browser."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from browser import Browser, running_browser
+from click.testing import CliRunner
+from pages import page_data, page_ops
+
+from zbpipe import Schedule, cli, generate, simulate, validate
+from zbpipe.playground import answers, page
+from zbpipe.playground.answers import Setting, planned, presets, simulated
+from zbpipe.playground.server import ADDRESS, server
+from zbpipe.transformer import Checkpointing, typical_costs
+
+SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_searches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "PLAN_BUDGET", 2e4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with server() as started:
+        thread = threading.Thread(target=started.serve_forever)
+        thread.start()
+        yield f"http://{ADDRESS}:{started.server_address[1]}"
+        started.shutdown()
+        thread.join()
+
+
+def asked(address: str, path: str, **headers: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, headers=headers), timeout=60) as found:
+            return found.status, json.load(found)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def on_the_command_line(command: str) -> dict[str, Any]:
+    program, *arguments = shlex.split(command)
+    assert program == "zbpipe"
+    return json.loads(CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False).stdout)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVLean", "Interleaved1F1B", "ZB1P"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_server_answers_what_the_simulator_says(address: str, name: str, stages: int) -> None:
+    setting = replace(SMALL, stages=stages)
+    status, found = asked(address, "/schedule?" + urlencode({"name": name, **setting.texts()}))
+    assert status == 200
+    assert found == json.loads(json.dumps(simulated(setting, name)))
+    schedule = Schedule.from_csv(found["csv"])
+    shown = simulate(schedule, typical_costs(schedule.placement, "selective", times=(1, 1.3, 0.7), comm=0.1))
+    assert (found["makespan"], found["bubble"]) == (shown.makespan, shown.bubble)
+    drawn = [op for rank in found["drawing"]["ranks"] for op, *_ in page_ops(found["drawing"], rank["ops"])]
+    assert drawn == [str(span.op) for spans in shown.spans for span in spans]
+    if name == "Interleaved1F1B":
+        assert len(schedule.placement.stages_on(0)) == stages
+    said = on_the_command_line(found["command"])
+    assert {key: found[key] for key in ("makespan", "bubble", "memory_to_1f1b", "lower_bound")} == {
+        key: said[key] for key in ("makespan", "bubble", "memory_to_1f1b", "lower_bound")
+    }
+
+
+@pytest.mark.parametrize("limit", [None, 0.9])
+def test_a_plan_keeps_to_the_limit_and_is_that_of_the_command(address: str, limit: float | None) -> None:
+    setting = replace(SMALL, limit=limit)
+    status, found = asked(address, "/plan?" + urlencode(setting.texts()))
+    assert status == 200
+    assert validate(Schedule.from_csv(found["csv"])) == []
+    assert found["fits"]
+    assert limit is None or found["memory_to_1f1b"] <= limit
+    assert found["lower_bound"] <= found["makespan"] <= simulated(setting, "GPipe")["makespan"]
+    said = on_the_command_line(found["command"].removesuffix(" -o plan.csv"))
+    assert (said["makespan"], said["gap"]) == (found["makespan"], found["gap"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ranks": "0"}, "ranks = 0 has to be from 1 to 64"),
+        ({"ranks": "4.5"}, "ranks = '4.5' is not a whole number"),
+        ({"microbatches": "100000"}, "microbatches = 100000 has to be from 1 to 512"),
+        ({"ranks": "64", "microbatches": "512"}, "keep the product to 8192"),
+        ({"f": "fast"}, "f = 'fast' is not a number"),
+        ({"w": "-1"}, "give numbers from zero to"),
+        ({"comm": "nan"}, "give numbers from zero to"),
+        ({"f": "0", "i": "0", "w": "0"}, "a time above zero"),
+        ({"limit": "0"}, "limit = 0.0 has to be above zero"),
+        ({"checkpointing": "some"}, "checkpointing = 'some' is none of none, selective, full"),
+        ({"more": "1"}, "more is unknown"),
+        ({"name": "no"}, "'no' is no schedule; there are"),
+    ],
+)
+def test_bad_input_is_refused_by_name(address: str, changed: dict[str, str], message: str) -> None:
+    status, found = asked(address, "/schedule?" + urlencode({"name": "ZBV", **SMALL.texts(), **changed}))
+    assert status == 400
+    assert message in found["error"]
+
+
+def test_the_server_serves_this_machine_and_nothing_else(address: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(generate("1F1B", 3, 5).to_csv())
+    query = urlencode({"name": str(tmp_path / "mine.csv"), **SMALL.texts()})
+    assert asked(address, "/schedule?" + query)[0] == 400, "it reads no files"
+    assert asked(address, "/schedule?ranks=4")[1]["error"].startswith("microbatches, stages, f, i, w, comm")
+    assert asked(address, "/../secret")[0] == 404
+    assert asked(address, "/", Host="elsewhere.example:80")[0] == 403, "a name of others that points here"
+    with server() as other:
+        assert other.server_address[0] == "127.0.0.1"
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(urllib.request.Request(address + "/", b"{}"), timeout=60)
+
+
+def test_a_taken_port_is_refused(address: str) -> None:
+    port = address.rsplit(":", 1)[1]
+    outcome = CliRunner().invoke(cli.main, ["playground", "--port", port])
+    assert outcome.exit_code == 2
+    assert f"--port {port} cannot be had" in outcome.output
+
+
+def test_the_command_serves_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def ended(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", ended)
+    outcome = CliRunner().invoke(cli.main, ["playground"])
+    assert outcome.exit_code == 0
+    assert f"the playground is at {opened[0]}; Ctrl-C ends it" in outcome.output
+
+
+def test_a_limit_too_small_for_any_plan_is_an_answer(address: str) -> None:
+    status, found = asked(address, "/plan?" + urlencode(replace(SMALL, limit=0.01).texts()))
+    assert status == 400
+    assert "limit" in found["error"]
+
+
+def test_presets_can_be_asked_for() -> None:
+    for setting in presets().values():
+        assert Setting.parse(setting.texts()) == setting
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    few: dict[str, list[Any]] = {"ranks": [2], "microbatches": [4, 8], "comm": [0], "checkpointing": ["full"]}
+    file = tmp_path_factory.mktemp("exported") / "playground.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "_EXPORTED", page._EXPORTED | few)
+        outcome = CliRunner().invoke(cli.main, ["playground", "--export", str(file)], catch_exceptions=False)
+    assert outcome.stdout == f"wrote {file}, {len(file.read_text()) / 1e6:.1f} MB\n"
+    return file
+
+
+def test_an_exported_page_holds_the_answers_to_all_its_sliders(exported: Path) -> None:
+    data = page_data(exported.read_text())
+    assert len(data["answers"]) == 2 * 2
+    for text, found in data["answers"].items():
+        setting = Setting.parse(json.loads(text))
+        if setting.limit is None:
+            assert set(found) == {*data["names"], "plan"}
+            assert found["ZBV"] == json.loads(json.dumps(simulated(setting, "ZBV")))
+    assert found["plan"] == json.loads(json.dumps(planned(setting)))
+
+
+def shown(browser: Browser) -> list[str]:
+    """The lines of figures, once all three are there."""
+    browser.until("pictures.length === 3 && pictures[2].answer && pictures.every(({picture}) => !picture.asked)", 60)
+    return list(browser.run("return pictures.map(({figures}) => figures.textContent)"))
+
+
+def test_the_page_in_a_browser(address: str, exported: Path) -> None:
+    with running_browser() as browser:
+        for where in (address + "/", exported):
+            browser.show(where, 390, 844, phone=True)
+            for line in shown(browser):
+                assert line.startswith("makespan ")
+            assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+            browser.show(where)
+            shown(browser)
+            browser.run(
+                'const slider = part("microbatches"); slider.value = 1; slider.dispatchEvent(new Event("input"))'
+            )
+            lines = shown(browser)
+            setting = Setting.parse(browser.run("return setting"))
+            assert setting.microbatches == (2 if where != exported else 8)
+            for line, name in zip(lines, ("1F1B", "ZBV"), strict=False):
+                answer = simulated(setting, name)
+                assert line.startswith(f"makespan {answer['makespan']:.6g}, bubble {answer['bubble']:.1%}, ")
+                assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B's" in line
+            assert "ZBV has a step" in browser.run('return part("difference").textContent')
+            assert "zbpipe plan -p" in browser.run("return pictures[2].command.textContent")
+            browser.run("pictures[0].picture.zoom(0.5)")
+            browser.until("pictures[1].picture.view.end < pictures[1].picture.until")
+            assert browser.console() == []

@@ -1,0 +1,168 @@
+"""Where ranks may run ahead of the optimizer step's validation: the cut of their lists, checked without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zbpipe
+from zbpipe import CostModel, Link, OpKind, Schedule, simulate
+from zbpipe.actions import Rows, parse, validate_lowered
+from zbpipe.passes import free_sends_early, place_receives, unknown_costs, with_messages, with_waits
+from zbpipe.running_ahead import RunAhead, ahead_of, gain, period, period_of
+from zbpipe.testing import cost_models
+from zbpipe.transport import Receives
+
+NAMES = ("ZBV", "ZBH2", "ZB2P", "ZBH1", "VHalf", "DualPipeV", "1F1B", "InterleavedZeroBubble")
+
+
+def lists_of(schedule: Schedule, receives: Receives) -> Rows:
+    """As the runtime makes them."""
+    timeline = simulate(schedule, unknown_costs(schedule.placement))
+    rows = place_receives(with_messages(schedule), receives, timeline)
+    return free_sends_early(with_waits(rows), schedule.placement)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.sampled_from(list(Receives)), st.data())
+def test_every_cut_is_sound(name: str, ranks: int, microbatches: int, receives: Receives, data: st.DataObject) -> None:
+    schedule = zbpipe.generate(name, ranks, microbatches)
+    costs = data.draw(cost_models(schedule.placement))
+    ahead = ahead_of(schedule, costs)
+    rows = lists_of(schedule, receives)
+    cut = RunAhead.of(rows, ahead)
+    assert cut.findings() == []
+    whole = tuple((*before, *after) for before, after in zip(cut.before, cut.after, strict=True))
+    assert [sorted(row) for row in whole] == [sorted(row) for row in rows]
+    assert validate_lowered(whole) == []
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
+def test_only_forwards_run_ahead_and_all_that_feeds_them(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    schedule = zbpipe.generate(name, ranks, microbatches)
+    numbers = ahead_of(schedule, data.draw(cost_models(schedule.placement)))
+    ahead = {op for row, number in zip(schedule, numbers, strict=True) for op in row[:number]}
+    assert all(op.kind is OpKind.F and op.stage < schedule.placement.num_stages - 1 for op in ahead)
+    assert all(op.stage == 0 or op._replace(stage=op.stage - 1) in ahead for op in ahead)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
+def test_the_period_lies_between_running_freely_and_waiting(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    schedule = zbpipe.generate(name, ranks, microbatches)
+    costs = data.draw(cost_models(schedule.placement))
+    synchronous = simulate(schedule, costs).makespan
+    longest_work = max(simulate(schedule, costs).busy)
+    assert longest_work * (1 - 1e-6) <= period(schedule, costs) <= synchronous * (1 + 1e-6)
+    assert period(schedule, costs, (0,) * ranks) == pytest.approx(synchronous)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
+def test_the_period_is_what_many_steps_take_and_the_validation_holds_up_nothing(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    schedule = zbpipe.generate(name, ranks, microbatches)
+    costs = data.draw(cost_models(schedule.placement))
+    seconds, ahead = period(schedule, costs), ahead_of(schedule, costs)
+    assert period(schedule, costs, ahead) == pytest.approx(seconds, rel=1e-9)
+    fewer = tuple(data.draw(st.integers(0, number)) for number in ahead)
+    for numbers in (ahead, fewer):
+        ends = [0.0] * 30
+        for row in simulate(schedule, costs, num_steps=len(ends), ahead=numbers).spans:
+            for span in row:
+                ends[span.step] = max(ends[span.step], span.end)
+        mean = (ends[-1] - ends[len(ends) // 2 - 1]) / (len(ends) // 2)
+        assert mean == pytest.approx(period(schedule, costs, numbers), rel=1e-4)
+        # The steps before all are alike are no longer, so steps in a row never fall behind.
+        assert ends[-1] <= ends[0] + (len(ends) - 1) * period(schedule, costs, numbers) * (1 + 1e-9)
+
+
+def test_steps_follow_each_other_as_fast_as_the_slowest_rank_can_go() -> None:
+    """By hand: rank 1 needs 6 seconds a step, and begins half a second after rank 0."""
+    schedule = zbpipe.generate("ZBH2", 2, 3)
+    costs = CostModel(f=(0.5, 1), i=(0.25, 0.5), w=(0.25, 0.5), activations=(1, 1))
+    assert period(schedule, costs) == 6
+    assert simulate(schedule, costs).makespan == 6.5
+
+
+def test_zb2p_is_made_for_the_period_where_it_counts() -> None:
+    costs = CostModel(f=(3, 2, 1, 0.5), i=(2, 3, 2, 3), w=(0.5, 3, 1, 2), activations=(1,) * 4)
+    usual, ahead = (zbpipe.generate("ZB2P", 4, 6, costs=costs, runs_ahead=each) for each in (False, True))
+    assert period(ahead, costs) < period(usual, costs)
+    assert simulate(usual, costs).makespan < simulate(ahead, costs).makespan
+
+
+@pytest.mark.parametrize("placement", ["v", "wave"])
+def test_plans_for_the_period_are_cut_where_they_may_be(placement: str) -> None:
+    found = zbpipe.plan(3, 6, (1, 1.2, 0.8), 3, placements=[placement], objective="period", budget=2e5)
+    ahead = ahead_of(found.schedule, found.timeline.costs)
+    assert any(ahead)
+    assert RunAhead.of(lists_of(found.schedule, Receives.TIMED), ahead).findings() == []
+
+
+def test_copies_wait_for_the_validation_and_queues_hide_the_period() -> None:
+    schedule = zbpipe.generate("ZBV", 2, 4)
+    alone = simulate(schedule, (1, 1, 1))
+    assert period_of(alone) == period(schedule, alone.costs) < alone.makespan
+    queued = simulate(schedule, (1, 1, 1), transport="one queue")
+    assert period_of(queued) == queued.longest_rank_span
+    host = Link(0.0, 16.0)
+    copied = zbpipe.offload(schedule, CostModel.uniform(schedule.placement, host=host), what="all")
+    assert copied.has_copies
+    timeline = simulate(copied, CostModel.uniform(schedule.placement, host=host))
+    assert period_of(timeline) == timeline.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "ahead"),
+    [("ZBV", (1, 1, 1), (3, 2, 1, 0)), ("ZBV", (1, 1.2, 0.8), (2, 1, 0, 0)), ("1F1B", (1, 1, 1), (0, 0, 0, 0))],
+)
+def test_no_more_runs_ahead_than_there_is_time_for(name: str, times: tuple[float, ...], ahead: tuple[int, ...]) -> None:
+    schedule = zbpipe.generate(name, 4, 8)
+    assert ahead_of(schedule, CostModel.uniform(schedule.placement, *times)) == ahead
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "saved"),
+    [
+        ("ZBV", (1, 1, 1), 1.5 / 25.5),
+        ("ZBH2", (1, 1, 1), 3 / 27),
+        ("ZBV", (1, 1.2, 0.8), 0.6 / 25.8),
+        ("1F1B", (1, 1, 1), 0),
+        ("ZBH1", (1, 1, 1), 0),
+        ("Interleaved1F1B", (1, 1, 1), 0),
+    ],
+)
+def test_what_is_gained(name: str, times: tuple[float, ...], saved: float) -> None:
+    schedule = zbpipe.generate(name, 4, 8)
+    assert gain(schedule, CostModel.uniform(schedule.placement, *times)) == pytest.approx(saved, abs=1e-9)
+
+
+def test_one_rank_too_many_ahead_is_found() -> None:
+    rows = lists_of(zbpipe.generate("ZBH2", 3, 6), Receives.EARLY)
+    assert RunAhead.of(rows, (3, 2, 0)).findings() == []
+    too_far = "rank 1 waits for 0F1, which nobody runs ahead of the validation"
+    assert too_far in RunAhead.of(rows, (1, 2, 0)).findings()
+    assert "rank 2 runs 2F0 ahead" in RunAhead.of(rows, (3, 2, 1)).findings()
+
+
+def test_a_drain_that_leaves_a_message_is_found() -> None:
+    cut = RunAhead.of(parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0"), (1, 0))
+    assert cut.findings() == []
+    assert replace(cut, drain=((), ())).findings() == ["0SEND_F0 is not received, or nobody waits for it"]
+    unreceived = replace(cut, before=(cut.before[0], ()))
+    assert "rank 0 waits for 1RECV_F0, which nobody runs ahead of the validation" in unreceived.findings()
+
+
+def test_ahead_needs_a_number_for_each_rank() -> None:
+    schedule = zbpipe.generate("ZBV", 2, 4)
+    with pytest.raises(ValueError, match=r"ahead = \(1,\) has to be one number for each of 2 ranks"):
+        simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1,))
+    with pytest.raises(ValueError, match="ideal transport alone, got 'one queue'"):
+        simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1, 0), transport="one queue")

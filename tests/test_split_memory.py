@@ -1,0 +1,301 @@
+"""What waits between I and W, in bytes: every tensor once, no copies, and nothing beside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from split_backward import MiddleStage, Mode, Size
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zbpipe import GROUPED_MM
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.ownership import take_over
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.stage import split_backward
+from zbpipe.transformer import Block, Checkpointing
+
+WIDTH, TOKENS = 8, 4
+SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)
+BLOCK = Block(dim=64, queries=64, keys_and_values=2 * SIZE.kv_heads * 16, hidden=224, fused_qkv=False)
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+"""Of the parameters, and of autocast."""
+
+
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def bytes_of(pending: list[PendingGradient]) -> int:
+    """Of all memory that x, dY and further arguments of products lie in."""
+    more = [each for gradient in pending for each in gradient.arguments if isinstance(each, Tensor)]
+    more += [each for gradient in pending for each in (gradient.options or {}).values() if isinstance(each, Tensor)]
+    tensors = [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)] + more
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def bytes_left(run: Callable[[], None]) -> int:
+    """What `run` allocates and does not free, also in compiled code."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    return sum(event.self_cpu_memory_usage for event in profile.events())
+
+
+class Llama(MiddleStage):
+    """Blocks with the split, in one of `DTYPES`, eager or compiled one by one."""
+
+    def __init__(self, checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
+        super().__init__(SIZE, Mode("eager", checkpointing.value), "unsplit", torch.device("cpu"))
+        dtype, self.autocast = DTYPES[dtypes]
+        self.stage.submod.to(dtype)
+        self.x, self.dy = self.x.to(dtype), self.dy.to(dtype)
+        if backend != "eager":
+            for block in self.blocks:
+                block.compile(backend=backend, fullgraph=True)
+        split_backward([self.stage], "deferred")
+        for _ in range(3):  # shapes are learned, regions compiled, and gradients there
+            self.f_and_i()
+            self.run("W")
+
+    def f(self) -> None:
+        with autocast(self.autocast):
+            self.receive("F")
+            self.run("F")
+        self.send("F")
+
+    def f_and_i(self) -> None:
+        self.f()
+        self.receive("I")
+        self.run("I")
+        self.send("I")
+
+
+def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
+    torch.compiler.reset()
+    stage = Llama(checkpointing, dtypes, backend)
+    left = bytes_left(stage.f_and_i)
+    size = 4 if dtypes == "float32" else 2
+    expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
+    assert (bytes_of(stage.stage._deferred[0]), left) == (expected, expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
+    """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I."""
+    assert_exact(checkpointing, dtypes, backend)
+
+
+@pytest.mark.zoo
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_inductor_leaves_no_more(checkpointing: Checkpointing, dtypes: str) -> None:
+    assert_exact(checkpointing, dtypes, "inductor")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_cast_does_not_outlive_f() -> None:
+    """Under autocast layers share a cast x, which nothing but its users may keep; with this checkpointing, nobody."""
+    cast, plain = (Llama(Checkpointing.FULL, dtypes, "eager") for dtypes in ("autocast", "float32"))
+    assert bytes_left(cast.f) == bytes_left(plain.f)
+
+
+class Layers(nn.Module):
+    """Layers that use one x, in some way."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.of_tokens = nn.Linear(TOKENS, TOKENS)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def waiting(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[PendingGradient]:
+    """What I leaves to W; the gradients after W are those of plain layers."""
+    plain, gradients = copy.deepcopy(module), WeightGradients()
+    defer_weights(module, gradients)
+    with autocast(dtype):
+        expected, found = plain(x), module(x)
+    gradients.forget_cast()  # as F ends
+    dy = torch.randn_like(found)
+    expected.backward(dy)
+    with gradients.record() as pending:
+        found.backward(dy)
+    del found, dy
+    take_over(pending)
+    for each in pending:
+        each.accumulate()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **(TOLERANCE if dtype is None else ROUNDED))
+    return pending
+
+
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+ROUNDED: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
+X = 4 * TOKENS * WIDTH
+"""Bytes of a tensor in float32."""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda s, x: s.b(torch.tanh(x)[:, -1:]), 2 * X // TOKENS),
+        (lambda s, x: s.b(torch.tanh(x)[:, -1]), 2 * X // TOKENS),
+        (lambda s, x: s.b(torch.tanh(x)[..., : WIDTH // 2].repeat(1, 1, 2)[:, 2:]), X),
+        (lambda s, x: s.b(torch.tanh(x)[:, 1:]), X + X * (TOKENS - 1) // TOKENS),
+        (lambda s, x: torch.cat([s.b(part) for part in torch.tanh(x).split(1, 1)], 1), 2 * X),
+    ],
+    ids=["last token", "without its dimension", "half", "most", "chunks"],
+)
+def test_a_small_part_of_a_large_tensor_waits_alone(use: Any, expected: int) -> None:
+    """Where the rest is as large at least; chunks are a whole together."""
+    assert bytes_of(waiting(Layers(use), torch.randn(1, TOKENS, WIDTH))) == expected
+
+
+def test_a_transposed_tensor_waits_once() -> None:
+    """x and dY of one layer are those of the other, transposed; W copies them when it multiplies them."""
+
+    def use(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return s.b(h) + s.of_tokens(h.mT).mT  # type: ignore[no-any-return]
+
+    assert bytes_of(waiting(Layers(use), torch.randn(2, TOKENS, WIDTH))) == 2 * 2 * X
+
+
+@pytest.mark.parametrize(
+    ("use", "tensors"),
+    [
+        (lambda s, x: torch.tanh(s.a(h := torch.sin(x))) + s.b(h), 1 + 2),
+        (lambda s, x: torch.tanh(s.b(h := torch.sin(x))) + s.b(h), 1 + 2),
+        (lambda s, x: torch.tanh(s.a(torch.sin(x))) + s.b(torch.sin(x)), 2 + 2),
+        (lambda s, x: s.a(h := torch.tanh(x)) + torch.tanh(s.b(h.add_(1))), 2 + 2),
+    ],
+    ids=["two layers", "one layer twice", "another x", "x changed in place"],
+)
+def test_layers_under_autocast_share_the_cast_x(use: Any, tensors: int) -> None:
+    pending = waiting(Layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)
+    assert bytes_of(pending) == tensors * X // 2
+    assert {gradient.x.dtype for gradient in pending} == {torch.bfloat16}
+
+
+def test_autocast_to_a_wider_dtype_keeps_x_as_it_is() -> None:
+    """As routers of mixtures of experts do it on GPUs; `torch.autocast` refuses it on the CPU."""
+
+    def use(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        y = s.a(h)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float32)
+        try:
+            return y + torch.tanh(s.b(h))  # type: ignore[no-any-return]
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+            torch.clear_autocast_cache()
+
+    pending = waiting(Layers(use).bfloat16(), torch.randn(1, TOKENS, WIDTH).bfloat16(), torch.bfloat16)
+    assert bytes_of(pending) == X // 2 + X // 2 + X
+    assert {gradient.x.dtype for gradient in pending} == {torch.bfloat16}
+
+
+def test_a_checkpoint_that_saves_casts_finds_its_own() -> None:
+    """The x of the first layer is cast before the checkpoint begins, which repeats only what it has itself."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten._to_copy.default])
+
+    def use(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return torch.tanh(s.a(h)) + checkpoint(s.b, h, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    assert len(waiting(Layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)) == 2
+
+
+def test_a_gradient_of_a_gradient_under_autocast() -> None:
+    module = Layers(lambda s, x: torch.tanh(s.a(x)) * s.b(x))
+    plain = copy.deepcopy(module)
+    defer_weights(module, WeightGradients())
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    for each in (plain, module):
+        with autocast(torch.bfloat16):
+            y = each(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert module.a.weight.grad is not None
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **ROUNDED)
+
+
+class Experts(nn.Module):
+    """SwiGLU of groups of rows, as TorchTitan's."""
+
+    weight_products: ClassVar[Any] = {torch._grouped_mm: GROUPED_MM}
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        shapes = (dim, hidden), (dim, hidden), (hidden, dim)
+        weights = [nn.Parameter(torch.randn(experts, *shape, dtype=torch.bfloat16)) for shape in shapes]
+        self.gate, self.up, self.down = weights
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        gate, up = (torch._grouped_mm(x, weight, offs=ends) for weight in (self.gate, self.up))
+        return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+
+
+def test_experts_leave_one_x_for_gate_and_up() -> None:
+    rows, dim, hidden = 32, 16, 48
+    module, gradients = Experts(2, dim, hidden), WeightGradients()
+    defer_weights(module, gradients)
+    x, ends = torch.randn(rows, dim, dtype=torch.bfloat16), torch.tensor([8, rows], dtype=torch.int32)
+    found: list[list[PendingGradient]] = []
+
+    def f_and_i() -> None:
+        y = module(torch.tanh(x), ends)
+        with gradients.record() as pending:
+            y.backward(torch.ones_like(y))
+        found.append(pending)
+
+    left = bytes_left(f_and_i)
+    expected = 2 * rows * (2 * dim + 3 * hidden)
+    assert (bytes_of(found[0]), left) == (expected + ends.nbytes, expected)
+
+
+def test_what_the_last_stage_received_waits_as_it_is(one_rank: None) -> None:
+    """Its loss lives until the end of the step; the loss's graph would keep x, too, and x would be copied."""
+    modules = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
+    x = torch.randn(1, TOKENS, WIDTH)
+    ScheduleInterleaved1F1B([*stages], n_microbatches=1, loss_fn=F.mse_loss).step(x, target=x)
+    _, last = stages
+    split_backward([last], "deferred")
+    losses = []
+    for _ in range(2):  # the first I leaves nothing to W
+        received = x.clone()
+        place = received.data_ptr()
+        last.set_local_fwd_input(received, 0)
+        del received
+        losses.append(last.forward_one_chunk(0, ()).square().sum())
+        last.backward_one_chunk(0, losses[-1], full_backward=False)
+        pending = list(last._deferred[0])  # type: ignore[attr-defined]
+        last.backward_weight_one_chunk(0)
+        last.clear_runtime_states()
+    assert [gradient.x.data_ptr() for gradient in pending] == [place]

@@ -1,0 +1,98 @@
+"""TorchTitan's own trainer with `--zbpipe.optimizer-step validated`: the same numbers, to the bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, pipeline, require_titan
+
+require_titan("0.3.0")
+
+VALIDATED = ("--zbpipe.optimizer-step", "validated")
+EIGHT_STEPS = ("--training.steps", "8", "--metrics.log_freq", "4")
+
+
+def counts_of(job: Job) -> dict[str, int]:
+    """By kind of step; all ranks have the same."""
+    found = set(re.findall(r"Optimizer steps: (.*)", job.log))
+    assert len(found) == 1, job.log
+    return {way: int(number) for number, way in (each.split() for each in found.pop().strip().split(", "))}
+
+
+def trained(titan: Titan, *arguments: str, num_ranks: int = 2, model: str = LLAMA) -> Job:
+    job = titan.train(*EIGHT_STEPS, *arguments, num_ranks=num_ranks, model=model)
+    assert job.error is None, job.log
+    return job
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "arguments", "kinds"),
+    [
+        (LLAMA, 2, ("--training.max_norm", "2.82"), {"synchronous", "validated", "repeated"}),
+        pytest.param(
+            *(DEEPSEEK, 2, ("--training.max_norm", "4.5"), {"synchronous", "validated", "repeated"}),
+            marks=pytest.mark.zoo,
+        ),
+        pytest.param(
+            LLAMA,
+            4,
+            ("--training.max_norm", "100", "--parallelism.data_parallel_shard_degree", "2"),
+            {"synchronous", "validated"},
+            marks=pytest.mark.zoo,
+        ),
+    ],
+    ids=["llama", "experts", "fsdp"],
+)
+def test_the_trainer_gets_the_same_numbers(
+    titan: Titan, model: str, num_ranks: int, arguments: tuple[str, ...], kinds: set[str]
+) -> None:
+    usual = trained(titan, *pipeline("ZBV"), *arguments, num_ranks=num_ranks, model=model)
+    job = trained(titan, *pipeline("ZBV"), *arguments, *VALIDATED, num_ranks=num_ranks, model=model)
+    for name in ("loss_metrics/global_avg_loss", "grad_norm"):
+        found = [step[name] for step in job.steps]
+        assert len(found) == 3  # TorchTitan logs the first step, too
+        assert found == [step[name] for step in usual.steps]
+    assert counts_of(job).keys() == kinds
+    assert sum(counts_of(job).values()) == 8
+    assert job.steps[-1]["zbpipe/optimizer_steps/validated"] == counts_of(job)["validated"]
+
+
+@pytest.mark.zoo
+def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
+    """Saved after steps that have to be repeated, and resumed."""
+    clipping = (*pipeline("ZBV"), "--training.max_norm", "2.82")
+
+    def in_two_parts(name: str, *more: str) -> list[Job]:
+        return [
+            titan.train(
+                *(*clipping, *more, "--training.steps", steps, "--metrics.log_freq", often),
+                num_ranks=2,
+                checkpoints=tmp_path / name,
+            )
+            for steps, often in (("6", "10"), ("8", "1"))
+        ]
+
+    first, resumed = in_two_parts("ahead", *VALIDATED)
+    _, usual = in_two_parts("usual")
+    assert (usual.error, first.error, resumed.error) == (None, None, None)
+    assert "repeated" in counts_of(first)
+    for name in ("loss_metrics/global_avg_loss", "grad_norm"):
+        found = [step[name] for step in resumed.steps]
+        assert len(found) == 2
+        assert found == [step[name] for step in usual.steps]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), "--zbpipe.optimizer-step validated saves a wait for other pipeline ranks, and this job has none"),
+        (pipeline("1F1B"), "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or leave it out"),
+        (pipeline("ZBH1"), "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P"),
+    ],
+)
+def test_refusals(titan: Titan, arguments: tuple[str, ...], error: str) -> None:
+    job = titan.train(*arguments, *VALIDATED, num_ranks=2 if arguments else 1)
+    assert error in (job.error or "")
+    assert not job.began
