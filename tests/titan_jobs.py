@@ -25,14 +25,15 @@ JOB_TIMEOUT = 240.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own."""
 
 
-def require_titan(name: str) -> None:
-    """Skip the tests of the module that calls this, unless this TorchTitan is installed."""
+def require_titan(*names: str) -> str:
+    """Which of these TorchTitans is installed. If none is, the tests of the module that calls this are skipped."""
     try:
         found = installed().name
     except ImportError as error:
         pytest.skip(str(error), allow_module_level=True)
-    if found != name:
-        pytest.skip(f"torchtitan {found} is installed, and this is for {name}", allow_module_level=True)
+    if found not in names:
+        pytest.skip(f"torchtitan {found} is installed, and this is for {' or '.join(names)}", allow_module_level=True)
+    return found
 
 
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torchtitan.components import metrics
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import train_spec
@@ -31,7 +32,7 @@ from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.runtime.substitution import replaced
-from zbpipe.titan import cpu, cut, plug
+from zbpipe.titan import cpu, cut, plug, steps
 from zbpipe.titan.check import check
 from zbpipe.transformer import Checkpointing
 
@@ -39,16 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
-    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`.
-
-    Raises:
-        ValueError: an option that needs TorchTitan 0.3.
-    """
-    if options.optimizer_step != "synchronous":
-        raise ValueError(
-            f"--zbpipe.optimizer-step {options.optimizer_step} needs TorchTitan 0.3, and this is 0.2: leave it out, or"
-            " use zbpipe.OptimizerStep in a trainer of your own"
-        )
+    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
     get_train_spec = train_spec.get_train_spec
 
     class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
@@ -70,6 +62,8 @@ def plug_in(options: Options, on_cpu: bool) -> None:
         return replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
 
     _report_loss_where_it_is()
+    if options.optimizer_step == "validated":
+        steps.validate_steps(torchtitan.train.Trainer, dist_utils, lambda trainer: trainer.job_config.training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
     train_spec.get_train_spec = get_plugged_train_spec

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
-from weakref import ref
 
-import torch
 import torchtitan.train
 import torchtitan.trainer
 from torch import Tensor
@@ -28,11 +24,10 @@ from torchtitan.trainer import Trainer
 
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
-from zbpipe.runtime.optimizer.step import OptimizerStep
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.runtime.substitution import replaced
-from zbpipe.titan import cpu, cut, plug
+from zbpipe.titan import cpu, cut, plug, steps
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import asks_for_help
 from zbpipe.transformer import Checkpointing
@@ -61,95 +56,10 @@ def plug_in(options: Options, on_cpu: bool) -> None:
 
     _report_loss_where_it_is()
     if options.optimizer_step == "validated":
-        _validate_steps()
+        steps.validate_steps(Trainer, dist_utils, lambda trainer: trainer.config.training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
     torchtitan.train.ConfigManager = PluggedConfigManager
-
-
-logger = logging.getLogger(__name__)
-
-
-class _Steps:
-    """The optimizer steps of a `Trainer`: it clips, steps and sets gradients to None by this object."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = ref(trainer)
-        self._clip_as: Callable[[], Tensor] = _nothing  # type: ignore[assignment]
-        self.step = OptimizerStep(
-            trainer.pp_schedule,
-            list(trainer.optimizers.optimizers),
-            max_norm=trainer.config.training.max_norm,
-            lr_schedulers=trainer.lr_schedulers,
-            clip=self._clip_now,
-            step=self._step_containers,
-        )
-
-    def train_step(self, run: Callable[[], None]) -> None:
-        """Run TorchTitan's own step, which calls one after the other what this does at once."""
-        trainer, clip, norms = self._trainer(), dist_utils.clip_grad_norm_, []
-        assert trainer is not None
-
-        def clip_and_step(*args: Any, **kwargs: Any) -> Tensor:
-            self._clip_as = lambda: clip(*args, **kwargs)
-            with replaced(dist_utils, clip_grad_norm_=clip):
-                norms.append(self.step(now=trainer.metrics_processor.should_log(trainer.step)))
-            return torch.tensor(norms[-1] or 0.0)
-
-        with (
-            replaced(dist_utils, clip_grad_norm_=clip_and_step),
-            replaced(trainer.optimizers, step=_nothing, zero_grad=_nothing),
-            replaced(trainer.lr_schedulers, step=_nothing),
-        ):
-            run()
-
-    def _clip_now(self) -> Tensor:
-        return self._clip_as()
-
-    def _step_containers(self) -> None:
-        trainer = self._trainer()
-        assert trainer is not None
-        trainer.checkpointer.maybe_wait_for_staging()
-        type(trainer.optimizers).step(trainer.optimizers)
-        type(trainer.lr_schedulers).step(trainer.lr_schedulers)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _validate_steps() -> None:
-    """Make TorchTitan's trainer step when a rank is done, and validate the norm of the gradients later."""
-    train, train_step = Trainer.train, Trainer.train_step
-
-    def with_steps(self: Any) -> None:
-        steps = _Steps(self)
-        save, validate = self.checkpointer.save, self.validator.validate if self.config.validator.enable else None
-
-        def finished(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            steps.step.finish()
-            return call(*args, **kwargs)
-
-        def save_finished(step: int, last_step: bool = False) -> bool:
-            # Others save in places of their own.
-            is_due = getattr(self.checkpointer, "_should_save", lambda *args: True)
-            if self.checkpointer.enable and is_due(step, last_step):
-                steps.step.finish()
-            return bool(save(step, last_step))
-
-        with replaced(self.checkpointer, save=save_finished), replaced(self, _zbpipe_steps=steps):
-            if validate is None:
-                train(self)
-            else:
-                with replaced(self.validator, validate=partial(finished, validate)):
-                    train(self)
-        steps.step.finish()
-        logger.info("Optimizer steps: %s", ", ".join(f"{n} {way}" for way, n in asdict(steps.step.counts).items() if n))
-
-    def in_steps(self: Any, data_iterator: Any) -> None:
-        self._zbpipe_steps.train_step(lambda: train_step(self, data_iterator))
-
-    Trainer.train, Trainer.train_step = with_steps, in_steps
 
 
 def train() -> None:

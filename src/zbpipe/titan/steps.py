@@ -1,0 +1,111 @@
+"""The optimizer step of TorchTitan's trainer without a pipeline-wide stop. Imports no torchtitan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zbpipe.runtime.optimizer.step import OptimizerStep
+from zbpipe.runtime.substitution import replaced
+
+logger = logging.getLogger(__name__)
+
+
+def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any], float]) -> None:
+    """Make the trainer step when a rank is done, and validate the norm of the gradients later.
+
+    Args:
+        trainer_class: TorchTitan's `Trainer`. Its methods `train` and `train_step` are replaced.
+        dist_utils: TorchTitan's module with the function `clip_grad_norm_`.
+        max_norm: the one to which a trainer clips.
+    """
+    train, train_step = trainer_class.train, trainer_class.train_step
+
+    def with_steps(self: Any) -> None:
+        steps = _Steps(self, dist_utils, max_norm(self))
+        save = self.checkpointer.save
+
+        def save_finished(step: int, last_step: bool = False) -> Any:
+            # Others save in places of their own.
+            is_due = getattr(self.checkpointer, "_should_save", lambda *args: True)
+            if self.checkpointer.enable and is_due(step, last_step):
+                steps.step.finish()
+            return save(step, last_step)
+
+        with replaced(self.checkpointer, save=save_finished), replaced(self, _zbpipe_steps=steps):
+            validator = getattr(self, "validator", None)
+            if validator is None:
+                train(self)
+            else:
+                with replaced(validator, validate=_after(steps.step.finish, validator.validate)):
+                    train(self)
+        steps.step.finish()
+        logger.info("Optimizer steps: %s", ", ".join(f"{n} {way}" for way, n in asdict(steps.step.counts).items() if n))
+
+    def in_steps(self: Any, data_iterator: Any) -> None:
+        self._zbpipe_steps.train_step(lambda: train_step(self, data_iterator))
+
+    trainer_class.train, trainer_class.train_step = with_steps, in_steps
+
+
+class _Steps:
+    """The optimizer steps of a `Trainer`: it clips, steps and sets gradients to None by this object."""
+
+    def __init__(self, trainer: Any, dist_utils: Any, max_norm: float) -> None:
+        self._trainer = ref(trainer)
+        self._dist_utils = dist_utils
+        self._clip_as: Callable[[], Tensor] = _nothing  # type: ignore[assignment]
+        self.step = OptimizerStep(
+            trainer.pp_schedule,
+            list(trainer.optimizers.optimizers),
+            max_norm=max_norm,
+            lr_schedulers=trainer.lr_schedulers,
+            clip=self._clip_now,
+            step=self._step_containers,
+        )
+
+    def train_step(self, run: Callable[[], None]) -> None:
+        """Run TorchTitan's own step, which calls one after the other what this does at once."""
+        trainer, clip, norms = self._trainer(), self._dist_utils.clip_grad_norm_, []
+        assert trainer is not None
+
+        def clip_and_step(*args: Any, **kwargs: Any) -> Tensor:
+            self._clip_as = lambda: clip(*args, **kwargs)
+            with replaced(self._dist_utils, clip_grad_norm_=clip):
+                norms.append(self.step(now=trainer.metrics_processor.should_log(trainer.step)))
+            return torch.tensor(norms[-1] or 0.0)
+
+        with (
+            replaced(self._dist_utils, clip_grad_norm_=clip_and_step),
+            replaced(trainer.optimizers, step=_nothing, zero_grad=_nothing),
+            replaced(trainer.lr_schedulers, step=_nothing),
+        ):
+            run()
+
+    def _clip_now(self) -> Tensor:
+        return self._clip_as()
+
+    def _step_containers(self) -> None:
+        trainer = self._trainer()
+        assert trainer is not None
+        trainer.checkpointer.maybe_wait_for_staging()
+        type(trainer.optimizers).step(trainer.optimizers)
+        type(trainer.lr_schedulers).step(trainer.lr_schedulers)
+
+
+def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return call(*args, **kwargs)
+
+    return called
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
