@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zbpipe
 
 require_titan("0.3.0")
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 FLAVOR = Flavor({"selective": "SelectiveAC", "full": "FullAC"})
 MATRIX = matrix()

@@ -9,10 +9,15 @@ import pytest
 from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, pipeline, require_titan
 
 # Norms of gradients that some steps are above and some below. TorchTitan 0.2 has those of the sum over all tokens.
-CLIPPING = {"0.3.0": {LLAMA: "2.82", DEEPSEEK: "4.5"}, "0.2.2": {LLAMA: "760", DEEPSEEK: "1000"}}[
-    require_titan("0.3.0", "0.2.2")
-]
+FOUND = require_titan("0.3.0", "0.2.2")
+CLIPPING = {"0.3.0": {LLAMA: "2.82", DEEPSEEK: "4.5"}, "0.2.2": {LLAMA: "760", DEEPSEEK: "940"}}[FOUND]
 NEVER_CLIPPING = "1e6"
+# Two ordinary runs of TorchTitan 0.2's experts differ by 4e-4 on the CPU.
+TOLERANCE = {("0.2.2", DEEPSEEK): 2e-3}
+# And in a job of six steps, whose learning rate is another.
+CLIPPING_OF_SIX = {"0.3.0": "2.82", "0.2.2": "720"}[FOUND]
+# By default TorchTitan 0.2 cannot resume from the last checkpoint of a job.
+RESUMABLE = {"0.3.0": (), "0.2.2": ("--checkpoint.no_last_save_model_only",)}[FOUND]
 
 VALIDATED = ("--zbpipe.optimizer-step", "validated")
 EIGHT_STEPS = ("--training.steps", "8", "--metrics.log_freq", "4")
@@ -57,7 +62,7 @@ def test_the_trainer_gets_the_same_numbers(
     for name in ("loss_metrics/global_avg_loss", "grad_norm"):
         found = [step[name] for step in job.steps]
         assert len(found) == 3  # TorchTitan logs the first step, too
-        assert found == [step[name] for step in usual.steps]
+        assert found == pytest.approx([step[name] for step in usual.steps], rel=TOLERANCE.get((FOUND, model), 0), abs=0)
     assert counts_of(job).keys() == kinds
     assert sum(counts_of(job).values()) == 8
     assert job.steps[-1]["zbpipe/optimizer_steps/validated"] == counts_of(job)["validated"]
@@ -66,12 +71,12 @@ def test_the_trainer_gets_the_same_numbers(
 @pytest.mark.zoo
 def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     """Saved after steps that have to be repeated, and resumed."""
-    clipping = (*pipeline("ZBV"), "--training.max_norm", CLIPPING[LLAMA])
+    clipping = (*pipeline("ZBV"), "--training.max_norm", CLIPPING_OF_SIX)
 
     def in_two_parts(name: str, *more: str) -> list[Job]:
         return [
             titan.train(
-                *(*clipping, *more, "--training.steps", steps, "--metrics.log_freq", often),
+                *(*clipping, *RESUMABLE, *more, "--training.steps", steps, "--metrics.log_freq", often),
                 num_ranks=2,
                 checkpoints=tmp_path / name,
             )

@@ -21,8 +21,8 @@ from zbpipe.titan.versions import installed
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3
 SHORT = ("--training.steps", str(STEPS), "--training.local_batch_size", "4", "--training.seq_len", "64")
-JOB_TIMEOUT = 240.0
-"""Seconds. A job that compiles everything for the first time takes 30 on two cores of its own."""
+JOB_TIMEOUT = 400.0
+"""Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
 
 
 def require_titan(*names: str) -> str:
