@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-python test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -59,6 +59,10 @@ test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, and Prim
 test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
 	$(VENV)-automodel/bin/pytest tests/test_automodel.py $(WRITE)
 
+WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner registry simulation testing transport validation views
+test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
+	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
+
 zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else takes minutes
 	$(BIN)/pytest -m zoo
 
@@ -93,7 +97,7 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-docs $(VENV)-wheel
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-docs $(VENV)-wheel $(VENV)-without-torch
 	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs site
 
 %/bin/python:
@@ -112,6 +116,13 @@ $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	@touch $@
+
+# All that zbpipe depends on, but for torch.
+$(VENV)-without-torch/dev: pyproject.toml | $(VENV)-without-torch/bin/python
+	$(VENV)-without-torch/bin/python -c 'import tomllib; print(*[each for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not each.startswith("torch")], sep="\n")' \
+		| $(VENV)-without-torch/bin/pip install --quiet hypothesis ortools pytest pytest-timeout hatchling editables --requirement /dev/stdin
+	$(VENV)-without-torch/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)-torch-$(TORCH)/dev: pyproject.toml | $(VENV)-torch-$(TORCH)/bin/python

@@ -7,16 +7,13 @@ import pytest
 
 # Products of small matrices take twenty times the work on two threads that wait for each other on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import determinism  # noqa: F401
 import torch
 import torch.distributed as dist
-from hypothesis import settings
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 from titan_jobs import Titan  # noqa: E402
-
-settings.register_profile("zbpipe", deadline=None, derandomize=True)
-settings.load_profile("zbpipe")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

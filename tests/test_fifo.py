@@ -378,6 +378,7 @@ def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
 
 
 @pytest.mark.zoo
+@pytest.mark.timeout(900)  # beside other suites
 def test_all_schedules_on_all_queues() -> None:
     ranks = 3
     ways = [(name, receives) for name in NAMES for receives in (Receives if name in OURS else [Receives.EARLY])]
