@@ -31,6 +31,10 @@ class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+class _MeetingError(RankError):
+    """A rank did not get to its function, because the group could not be made."""
+
+
 class Ending(NamedTuple):
     """How a rank ended."""
 
@@ -59,6 +63,15 @@ def run_ranks(
     `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
     `backend` may be one of benchmarks/fifo.py.
     """
+    try:
+        return _run_once(num_ranks, function, args, timeout, backend)
+    except _MeetingError:  # gloo's connections fail once in thousands of groups when many are made at a time
+        return _run_once(num_ranks, function, args, timeout, backend)
+
+
+def _run_once(
+    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, backend: str
+) -> list[Any]:
     with _started(num_ranks, function, args, timeout, backend) as (ends, _):
         return _collect(ends, timeout)
 
@@ -130,7 +143,8 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
             except EOFError:
                 raise RankError(f"rank {rank} died") from None
             if failed:
-                raise RankError(f"rank {rank}:\n{value}")
+                kind = _MeetingError if "connectFullMesh" in value else RankError
+                raise kind(f"rank {rank}:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(ends))]
 

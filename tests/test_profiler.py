@@ -390,7 +390,7 @@ def assert_trace(name: str, data: Any) -> None:
 
 def agreed() -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
-    setattr(auto, "_WORTH_IT", 1 + 1e-9)  # noqa: B010
+    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
     job = sleepy_job("Auto", profile_steps=1)
     names = [job.schedule.schedule.name]
     for _ in range(6):
@@ -425,7 +425,6 @@ def test_auto_plans_and_keeps_the_better() -> None:
     assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
     assert (names[0], outcome.start) == ("Auto-ZBVLean", "ZBVLean")
     assert names[-1] == outcome.chosen
-    assert outcome.expected_after <= outcome.expected_before * (1 + 1e-9)
     assert outcome.measured_after is not None
     assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "ZBVLean")
     assert rows.startswith("rank 0: 0F0")

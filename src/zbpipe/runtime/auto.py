@@ -17,11 +17,14 @@ from zbpipe.costs import CostModel, least_room
 from zbpipe.ir import Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.limits import Limit
+from zbpipe.offloading import Offload
+from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.words import tell
 from zbpipe.simulation import simulate
@@ -84,6 +87,7 @@ class AutoSchedule(RegisteredSchedule):
 
     Args:
         stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
+        offload: what plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
         memory_limit: as for every schedule; while it measures, only activations count, and what waits for W. Default:
             what 1F1B's worst rank would hold by the measured costs, with all that ops need while they run.
         profile_steps: timed steps of the start, and later of the plan and the start again.
@@ -106,6 +110,7 @@ class AutoSchedule(RegisteredSchedule):
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
         memory_limit: float | str | None = None,
+        offload: Offload | str | bool | None = None,
         profile_steps: int = USUAL_STEPS,
         budget: float | None = None,
         group: dist.ProcessGroup | None = None,
@@ -120,6 +125,10 @@ class AutoSchedule(RegisteredSchedule):
         self.outcome: AutoOutcome | None = None
         """None until it has chosen."""
         self._limit = arguments.limit(memory_limit)
+        self._offload = Offload.parse(offload)
+        if self._offload:
+            checks.require_offload(self._offload, options.get("split_backward", "deferred"))
+            copier_for(_torch.device_of(_torch.stages_of(self)[0]))  # refuses devices that have none
         self._group = group
         self._budget = budget
         self._measured = measured
@@ -133,6 +142,8 @@ class AutoSchedule(RegisteredSchedule):
         size = self.placement.num_ranks, _torch.num_microbatches(self)
         limits = memory_limits(self._limit, model, *size)
         start = shortest("ZBVLean", *size, model, limits)
+        if self._offload:
+            start = offloaded(start, model, what=self._offload)
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(self._profiler.records)
@@ -165,8 +176,9 @@ class AutoSchedule(RegisteredSchedule):
         budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
         try:
             job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
-            objective: Objective = "period" if self.optimizer_steps else "makespan"
-            found = plan(self.placement.num_ranks, num_microbatches, job, budget=budget, objective=objective)
+            objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
+            size = self.placement.num_ranks, num_microbatches
+            found = plan(*size, job, budget=budget, objective=objective, offload=self._offload)
         except ValueError as error:
             return _Proposal("", float("inf"), f"there is no plan: {error}")
         words = (

@@ -16,10 +16,14 @@ from torch.distributed.tensor import DTensor
 from zbpipe import registry
 from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.ir import OpKind, Placement, Schedule
+from zbpipe.offloading import Offload
 from zbpipe.runtime import _torch, arguments
-from zbpipe.runtime.split.stage import is_split
+from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.transport import Receives
 from zbpipe.validation import require_valid
+
+Spell = Callable[[str], str]
+"""Takes the name of an option, and gives it as the user wrote it."""
 
 _LONGEST_FINDING = 300
 """In characters: a circle of messages can have as many as a step."""
@@ -300,6 +304,19 @@ def require_same_job(schedule: Schedule, placement: Placement, n_microbatches: i
     if schedule.num_microbatches != n_microbatches:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
+        )
+
+
+def require_offload(what: Offload | None, split_backward: SplitBackward, spell: Spell = str) -> None:
+    """Refuse to offload what waits for W in torch's own split, which keeps it inside of autograd's graph.
+
+    Raises:
+        ValueError: with the options as `spell` writes them.
+    """
+    if split_backward == "autograd" and what not in (None, Offload.ACTIVATIONS):
+        raise ValueError(
+            f"{spell('offload')} {what} takes what waits for W, and only zbpipe's split lets go of it: leave out"
+            f" {spell('split_backward')} autograd, or use {spell('offload')} activations"
         )
 
 

@@ -14,9 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import costs_file
 from zbpipe.costs import CostModel, require_room
-from zbpipe.ir import OpKind
+from zbpipe.ir import OpKind, Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.limits import Limit
+from zbpipe.offloading import Offload
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
@@ -30,13 +31,10 @@ from zbpipe.transport import Transport
 from zbpipe.views import report
 from zbpipe.yardstick import in_unit_of
 
-Spell = Callable[[str], str]
-"""Takes the name of an option, and gives it as the user wrote it."""
-
 logger = logging.getLogger(__name__)
 
 
-def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_run: bool = True) -> None:
+def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
     """Refuse options that do not fit the schedule, or name a file that cannot be written.
 
     Args:
@@ -69,10 +67,12 @@ def require_sense(algorithm: Algorithm, options: Options, spell: Spell, *, will_
             f" of steps to measure with {name}, or use the schedule Auto"
         )
     _require_files(options, spell)
+    if options.offload:
+        _require_offload(algorithm, options, spell)
 
 
 def require_size(
-    algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: Spell
+    algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: checks.Spell
 ) -> None:
     """Refuse options that do not fit a job of this size.
 
@@ -85,8 +85,11 @@ def require_size(
         spell: for the messages.
 
     Raises:
-        ValueError: the memory limit is too low, the schedule has no I and W to time, or the job has too few steps.
+        ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
+            or the job has too few steps.
     """
+    if not algorithm.any_stages_per_rank:
+        measured_costs(options, algorithm.place(num_ranks), spell)
     if options.memory_limit is not None:
         _require_room(algorithm, arguments.limit(options.memory_limit), num_ranks, n_microbatches)
     if options.profile_steps and not _runs_i_and_w(algorithm, num_ranks, n_microbatches):
@@ -110,6 +113,56 @@ def _require_room(algorithm: Algorithm, limit: Limit | None, num_ranks: int, n_m
         require_room(placement, costs, (room,) * num_ranks, f" for {algorithm.name}")
 
 
+def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell) -> None:
+    asked = f"{spell('offload')} {options.offload}"
+    if options.optimizer_step == "validated":
+        raise ValueError(
+            f"{asked} and {spell('optimizer_step')} validated exclude each other: what copies to the host cannot run"
+            " ahead of an optimizer step; leave one of them out"
+        )
+    checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
+    if options.costs_file is None and algorithm.name != AutoSchedule.schedule_name:
+        raise ValueError(
+            f"{asked} needs the times of the stages and of the way to the host: give {spell('costs_file')} a file that"
+            f" {spell('costs_out')} has written, or use the schedule Auto, which measures them itself"
+        )
+
+
+def measured_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
+    """What the job's cost file says of the stages so placed; None without a file.
+
+    Raises:
+        ValueError: there is no such file, it is none, or it is for layers or for other stages; or the job offloads and
+            the file does not know the way to the host.
+    """
+    if options.costs_file is None:
+        return None
+    named = f"{spell('costs_file')} {options.costs_file}"
+    try:
+        found = costs_file.load_costs(options.costs_file)
+    except OSError as error:
+        raise ValueError(f"{named} cannot be read: {error}") from None
+    if not isinstance(found.costs, CostModel):
+        raise ValueError(
+            f"{named} has the costs of layers, and a schedule needs those of its stages: measure the job with"
+            f" {spell('profile_steps')} and {spell('costs_out')}, or plan for the layers (`zbpipe plan --costs-file`)"
+            " and name the plan's CSV file as the schedule"
+        )
+    theirs = found.placement.rank_of if found.placement else None
+    if found.costs.num_stages != placement.num_stages or theirs not in (None, placement.rank_of):
+        where = f"stages on the ranks {list(theirs)}" if theirs else f"{found.costs.num_stages} stages"
+        raise ValueError(
+            f"{named} is for {where}, but the schedule has its stages on the ranks {list(placement.rank_of)}: measure"
+            " with a schedule that places them so"
+        )
+    if options.offload and found.costs.host is None:
+        raise ValueError(
+            f"{named} does not know the way to the host, which {spell('offload')} needs: measure it again with"
+            f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes a second"
+        )
+    return found
+
+
 def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
     measures = algorithm.name == AutoSchedule.schedule_name and options.costs_out
     timed = options.profile_steps or (USUAL_STEPS if measures else 0)
@@ -124,7 +177,7 @@ def _runs_i_and_w(algorithm: Algorithm, num_ranks: int, n_microbatches: int) -> 
     return any(op.kind is OpKind.I for ops in algorithm.generate(num_ranks, n_microbatches) for op in ops)
 
 
-def _require_files(options: Options, spell: Spell) -> None:
+def _require_files(options: Options, spell: checks.Spell) -> None:
     for option, file in {"costs_out": options.costs_out, "trace": options.trace}.items():
         if file is None:
             continue
@@ -152,6 +205,12 @@ def build(
         ValueError: see `zbpipe.build_pipeline_schedule`.
     """
     own = {} if algorithm.source == "torch" else options.for_zbpipe()
+    if options.costs_file is not None:
+        _, placement = checks.placed(stages, algorithm)
+        known = measured_costs(options, placement)
+        assert known is not None
+        own["costs"] = known.costs
+        own["transport"] = own["transport"] or known.transport
     if algorithm.name == AutoSchedule.schedule_name:
         own |= options.for_auto()
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)

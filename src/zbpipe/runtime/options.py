@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
+from zbpipe.offloading import Offload
 from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
@@ -56,6 +57,10 @@ class Options:
     memory_limit: float | str | None = None
     """For `ZBVLean`, `ZBH1Lean` and `Auto`: what a rank may hold, in microbatches of an average rank's share of the
     model, or as a multiple of 1F1B's memory, such as "1.2x"."""
+    costs_file: str | None = None
+    """The file with measured costs, for which the schedule is made."""
+    offload: Offload | str | bool | None = None
+    """What goes to the host's memory while it waits; None for nothing."""
     trace: str | None = None
     """The file for a trace of one step."""
     trace_step: int = 3
@@ -74,6 +79,8 @@ class Options:
             raise ValueError(f"optimizer_step={self.optimizer_step!r} is unknown: use {known}")
         arguments.require_yes_or_no("defer_loss", self.defer_loss)
         arguments.require_path("costs_out", self.costs_out)
+        arguments.require_path("costs_file", self.costs_file)
+        Offload.parse(self.offload)
         arguments.require_path("trace", self.trace)
         steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
         given = {name: number for name, number in steps.items() if number is not None}
@@ -82,7 +89,7 @@ class Options:
 
     def for_zbpipe(self) -> dict[str, Any]:
         """The keyword arguments that only zbpipe's schedules have."""
-        names = ("split_backward", "defer_loss", "receives", "transport", "memory_limit")
+        names = ("split_backward", "defer_loss", "receives", "transport", "memory_limit", "offload")
         return {name: getattr(self, name) for name in names}
 
     def for_auto(self) -> dict[str, Any]:
@@ -91,7 +98,8 @@ class Options:
 
     def need_zbpipes_schedule(self) -> bool:
         """Whether an option is set that torch's own schedules do not have."""
-        return self.for_zbpipe() != Options().for_zbpipe() or self.check_gradients is not None
+        given = (self.check_gradients, self.costs_file)
+        return self.for_zbpipe() != Options().for_zbpipe() or any(each is not None for each in given)
 
 
 IMPORTED: Mapping[str, Any] = {
@@ -160,6 +168,17 @@ def _add_measurements(add: Callable[..., None], prefix: str) -> None:
         type=_positive,
         metavar="N",
         help="Compare the split's gradients with those of an ordinary backward in the first N steps.",
+    )
+    add(
+        "costs_file",
+        metavar="FILE",
+        help="Make the schedule for the stages' costs in this file, as an earlier job has measured and written them.",
+    )
+    add(
+        "offload",
+        choices=_words(Offload),
+        help="Copy to the host's memory what waits for W (pairs), for I (activations), or both (all). It needs"
+        f" {prefix}costs-file, or the schedule Auto.",
     )
     add("trace", metavar="FILE", help="Write what every rank did in one step to this file, for ui.perfetto.dev.")
     add(

@@ -89,11 +89,15 @@ def costs(job: JobCosts) -> str:
         )
         for stage in range(model.num_stages)
     ]
-    links = [
-        f"rank {sender} to {receiver}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s"
-        for (sender, receiver), link in sorted(model.links.items())
-        if sender < receiver
+    ways = [
+        *(
+            (f"rank {sender} to {receiver}", link)
+            for (sender, receiver), link in model.links.items()
+            if sender < receiver
+        ),
+        *((("to the host", model.host),) if model.host else ()),
     ]
+    links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
     return "\n".join([*table(head, rows), f"{model.message_bytes / mebibyte:.2f} MiB a message; " + "; ".join(links)])
 

@@ -1,4 +1,4 @@
-"""Measure a running job: times of F, I and W, bytes of activations, and links between ranks."""
+"""Measure a running job: times of F, I and W, bytes of activations, links between ranks, and the way to the host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from zbpipe.costs import CostModel, Link
 from zbpipe.ir import COMPUTATIONS, Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import messages_of
 from zbpipe.runtime.words import tell
@@ -48,6 +49,8 @@ class RankTable:
     """By stage and kind: the most bytes that one op has allocated and not freed at any time."""
     links: Links
     message_bytes: int
+    host: Link | None = None
+    """The way to the host's memory; None if nothing offloads there."""
 
 
 class Profiler:
@@ -59,7 +62,7 @@ class Profiler:
         zbpipe.plan(4, 16, profiler.costs)
 
     On a GPU it takes times with events in the stream, on the CPU with a clock. Between two steps it measures the links
-    between ranks, by messages of its own. Later steps run as if there were no profiler.
+    between ranks and the way to the host's memory, by copies of its own. Later steps run as if there were no profiler.
 
     Args:
         schedule: any of zbpipe's or torch's that runs I and W.
@@ -110,12 +113,15 @@ class Profiler:
 
     def _gathered(self, memory: StepRecord) -> JobCosts:
         stages = _torch.stages_of(self._schedule)
+        links = measure_links(stages, memory.message_bytes)
+        dist.barrier(self._group)  # so that all use the way to the host at the same time
         table = RankTable(
             seconds=seconds_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
             most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
-            links=measure_links(stages, memory.message_bytes),
+            links=links,
             message_bytes=memory.message_bytes,
+            host=measure_host(_torch.device_of(stages[0])),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -163,6 +169,7 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             ),
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
+            host=_slowest([table.host for table in tables]),
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
@@ -171,6 +178,14 @@ def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
         ),
         placement,
     )
+
+
+def _slowest(ways: Sequence[Link | None]) -> Link | None:
+    """A way that takes as long as the longest of `ways`; None if any of them is not known."""
+    known = [way for way in ways if way is not None]
+    if len(known) < len(ways):
+        return None
+    return Link(max(way.latency for way in known), min(way.bandwidth for way in known))
 
 
 def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
@@ -221,15 +236,10 @@ def _one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any
 
     fastest = float("inf")
     for _ in range(_ROUNDS):
-        _finish(device)
+        finish(device)
         start = time.perf_counter()
         for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
             transfer(operation)
-        _finish(device)
+        finish(device)
         fastest = min(fastest, time.perf_counter() - start)
     return fastest / 2
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
