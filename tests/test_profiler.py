@@ -168,6 +168,9 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert set(model.links) == {(0, 1), (1, 0)}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
+    assert model.host is not None
+    assert 1e8 < model.host.bandwidth < 1e12
+    assert model.host.latency < NAP
     file = tmp_path / "costs.toml"
     zbpipe.dump_costs(first, file)
     assert zbpipe.load_costs(file) == first
@@ -428,6 +431,29 @@ def test_auto_plans_and_keeps_the_better() -> None:
     assert outcome.measured_after is not None
     assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "ZBVLean")
     assert rows.startswith("rank 0: 0F0")
+
+
+def offloading() -> tuple[bool, bool, bool, int]:
+    """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
+    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
+    job = sleepy_job("Auto", profile_steps=1, offload="all")
+    seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
+    for _ in range(6):
+        job.step()
+        seen[job.schedule.schedule.name] = job.schedule.schedule.has_copies
+    return seen["Auto-ZBVLean"], seen["plan"], seen["ZBVLean"], job.schedule._copies.copier.copied
+
+
+def test_auto_offloads_by_what_it_measured() -> None:
+    for *copies, copied in run_ranks(2, offloading):
+        assert copies == [False, True, True]
+        assert copied > 0
+
+
+def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:
+    stages = [PipelineStage(nn.Linear(2, 2), index, 2, CPU) for index in range(2)]
+    with pytest.raises(ValueError, match=r"offload pairs takes what waits for W, .* leave out split_backward autograd"):
+        zbpipe.build_pipeline_schedule("Auto", stages, 2, split_backward="autograd", offload="pairs")
 
 
 def test_memory_limits_of_the_plan() -> None:

@@ -71,44 +71,10 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"],
             "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
         ),
-        (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
-        (pipeline("eight_microbatches.csv"), "is a table for 8 microbatches, but the job has 4"),
-        (pipeline("no_schedule.csv"), "no_schedule.csv' holds no schedule: row 1 (rank 0): 'garbage' is not an op"),
-        (pipeline("missing.csv"), "missing: rank 1, 1B3: no rank runs this backward"),
         (pipeline("deadlock.csv"), "deadlock: "),
         (
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
             "torch's 1F1B takes only those options that torch has, too: leave out the others",
-        ),
-        (
-            [*pipeline("ZBV"), "--zbpipe.memory-limit", "2"],
-            "--zbpipe.memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not",
-        ),
-        (
-            [*pipeline("ZBV"), "--zbpipe.costs-out", "a.toml"],
-            "--zbpipe.costs-out a.toml needs measured costs: set --zbpipe.profile-steps",
-        ),
-        (
-            [*pipeline("ZBV"), "--zbpipe.profile-steps", "2"],
-            "--zbpipe.profile-steps needs 4 steps, but training.steps=3: lower it, or train longer",
-        ),
-        (
-            [*pipeline("ZBV"), "--zbpipe.trace", "a.json", "--zbpipe.trace-step", "4"],
-            "--zbpipe.trace-step needs 4 steps",
-        ),
-        ([*pipeline("1F1B"), "--zbpipe.profile-steps", "1"], "1F1B runs whole backwards"),
-        (
-            [*pipeline("1F1B"), "--zbpipe.check-gradients", "1"],
-            "and --zbpipe.check-gradients, or use one of zbpipe's schedules, for example ZBH1",
-        ),
-        ([*pipeline("ZBV"), "--zbpipe.check-gradients", "4"], "--zbpipe.check-gradients needs 4 steps"),
-        (
-            [*pipeline("Auto"), "--zbpipe.memory-limit", "0.5"],
-            "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1",
-        ),
-        (
-            [*pipeline("1F1B"), "--zbpipe.max-active-stages", "2"],
-            "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk_spec",
         ),
         (
             [*pipeline("Interleaved1F1B"), "--zbpipe.defer-pp-recv", "on"],
@@ -116,7 +82,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
+def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
     tables = wrong_tables()
     for name, table in tables.items():
         (tmp_path / name).write_text(table)
@@ -129,8 +95,69 @@ def test_settings_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Seque
         assert "Building" not in job.log
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options", "error"),
+    [
+        ("four_ranks.csv", "", "four_ranks.csv is a table for 4 ranks, but the job has 2"),
+        ("eight_microbatches.csv", "", "is a table for 8 microbatches, but the job has 4"),
+        ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0): 'garbage' is not an op"),
+        ("missing.csv", "", "missing: rank 1, 1B3: no rank runs this backward"),
+        ("ZBV", "memory-limit 2", "memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVL"),
+        ("ZBV", "costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
+        ("ZBV", "profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
+        ("ZBV", "trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
+        ("1F1B", "profile-steps 1", "1F1B runs whole backwards"),
+        ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBH1"),
+        ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
+        ("Auto", "memory-limit 0.5", "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1"),
+        ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
+        ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
+        (
+            "ZBV",
+            "costs-file two_stages.toml",
+            "stages.toml is for stages on the ranks [0, 1], but the schedule has its stages on the ranks [0, 1, 1, 0]",
+        ),
+        ("ZBV", "costs-file layers.toml", "layers.toml has the costs of layers, and a schedule needs those of its"),
+        (
+            "ZBH1",
+            "costs-file two_stages.toml offload pairs",
+            "two_stages.toml does not know the way to the host, which --zbpipe.offload needs: measure it again with",
+        ),
+        (
+            "Auto",
+            "offload pairs split-backward autograd",
+            "offload pairs takes what waits for W, and only zbpipe's split lets go of it: leave out --zbpipe.split",
+        ),
+        (
+            "Auto",
+            "offload pairs optimizer-step validated",
+            "--zbpipe.offload pairs and --zbpipe.optimizer-step validated exclude each other",
+        ),
+        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only those options that torch has, too"),
+        ("1F1B", "max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
+    ],
+)
+def test_settings_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, options: str, error: str
+) -> None:
+    """As the job checks them before its ranks meet."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in (wrong_tables() | wrong_costs()).items():
+        (tmp_path / name).write_text(content)
+    names = {each.name.replace("_", "-") for kind in (Options, ForTorch) for each in fields(kind)}
+    found, rest = parse([f"--zbpipe.{each}" if each in names else each for each in options.split()])
+    assert not rest
+    with pytest.raises(ValueError, match=re.escape(error)):
+        checked(schedule, options=found)
+
+
 def checked(
-    schedule: str = "ZBV", ranks: int = 2, compiles: bool = False, seconds: int = 300, **options_given: Any
+    schedule: str = "ZBV",
+    ranks: int = 2,
+    compiles: bool = False,
+    seconds: int = 300,
+    options: Options | None = None,
+    **given: Any,
 ) -> None:
     parallelism = SimpleNamespace(
         pipeline_parallel_schedule=schedule,
@@ -144,7 +171,7 @@ def checked(
         compile=SimpleNamespace(enable=compiles),
         comm=SimpleNamespace(init_timeout_seconds=seconds),
     )
-    check(config, Options(**options_given))
+    check(config, options or Options(**given))
 
 
 def test_a_first_step_that_may_take_too_long_is_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,6 +232,12 @@ def wrong_tables() -> dict[str, str]:
         "missing.csv": right.replace("1B3", ""),
         "deadlock.csv": "\n".join([",".join(reversed(first.split(","))), second]),
     }
+
+
+def wrong_costs() -> dict[str, str]:
+    stages = "[stages]\nrank_of = [0, 1]\nf = [1, 1]\ni = [1, 1]\nw = [1, 1]\nactivations = [1, 1]\n"
+    layers = "".join(f'[[layers]]\nmodules = ["layers.{n}"]\nf = 1\ni = 1\nw = 1\nactivations = 1\n' for n in range(6))
+    return {"two_stages.toml": stages, "layers.toml": layers}
 
 
 def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,6 +362,29 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert step["zbpipe/peak_activations"] == 2
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: int) -> None:
+    """One job writes the costs, with the way to the host, and the next one is made for them."""
+    costs = tmp_path / "costs.toml"
+    kind = (*pipeline("ZBV"), "--parallelism.data_parallel_shard_degree", str(shards), "--activation_checkpoint.mode")
+    measure = ("--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
+    assert_trains_alike(titan.train(*kind, "none", *measure, num_ranks=2 * shards), titan.without_pipeline())
+    offload = ("--zbpipe.costs-file", str(costs), "--zbpipe.offload", "all")
+    job = titan.train(*kind, "none", *offload, num_ranks=2 * shards)
+    assert_trains_alike(job, titan.without_pipeline())
+    assert " MiB to the host" in job.log
+
+
+@pytest.mark.matrix
+def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
+    offload = ("--zbpipe.profile-steps", "1", "--zbpipe.offload", "activations")
+    job = titan.train(*FOR_AUTO, *pipeline("Auto"), *offload, num_ranks=2)
+    expected = titan.without_pipeline(*FOR_AUTO)
+    assert (job.error, expected.error) == (None, None), job.log
+    assert job.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert " MiB to the host" in job.log
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:

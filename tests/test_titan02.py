@@ -304,8 +304,6 @@ def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
             "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other",
         ),
         (pipeline("four_ranks.csv"), "four_ranks.csv is a table for 4 ranks, but the job has 2"),
-        ([*pipeline("1F1B"), "--zbpipe.defer-loss"], "torch's 1F1B takes only those options that torch has, too"),
-        ([*pipeline("ZBV"), "--zbpipe.profile-steps", "2"], "needs 4 steps, but training.steps=3"),
         (
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_microbatch_size", "3"],
             "training.local_batch_size=4 is not a multiple of parallelism.pipeline_parallel_microbatch_size=3",

@@ -132,16 +132,13 @@ def measured_costs(options: Options, placement: Placement, spell: checks.Spell =
     """What the job's cost file says of the stages so placed; None without a file.
 
     Raises:
-        ValueError: there is no such file, it is none, or it is for layers or for other stages; or the job offloads and
-            the file does not know the way to the host.
+        ValueError: the file cannot be read, or is for layers or for other stages; or the job offloads and the file does
+            not know the way to the host.
     """
     if options.costs_file is None:
         return None
     named = f"{spell('costs_file')} {options.costs_file}"
-    try:
-        found = costs_file.load_costs(options.costs_file)
-    except OSError as error:
-        raise ValueError(f"{named} cannot be read: {error}") from None
+    found = costs_file.load_costs(options.costs_file)
     if not isinstance(found.costs, CostModel):
         raise ValueError(
             f"{named} has the costs of layers, and a schedule needs those of its stages: measure the job with"
