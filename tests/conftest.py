@@ -7,12 +7,12 @@ import pytest
 
 # Products of small matrices take twenty times the work on two threads that wait for each other on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import determinism  # noqa: F401
 import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
+from determinism import short_search  # noqa: E402, F401
 from titan_jobs import Titan  # noqa: E402
 
 

@@ -1,6 +1,21 @@
-"""How hypothesis draws in all tests: the same examples in each run, however long they take."""
+"""What tests without torch need, too: hypothesis draws the same examples in each run, and searches may be short."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from zbpipe.planner import lean_search
 
 settings.register_profile("zbpipe", deadline=None, derandomize=True)
 settings.load_profile("zbpipe")
+
+
+@pytest.fixture(scope="module")
+def short_search() -> Iterator[None]:
+    """Lean schedules take a tenth of the search, for what holds however good they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lean_search, "_WORK", 3000)
+        yield

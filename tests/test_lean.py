@@ -19,6 +19,8 @@ from zbpipe.registry import lookup
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.transformer import Checkpointing, typical_costs
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 LEAN = {"ZBVLean": "ZBV", "ZBH1Lean": "ZBH1", "VHalfLean": "VHalf", "VMinLean": "VMin"}
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 

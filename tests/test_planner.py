@@ -35,6 +35,8 @@ from zbpipe.transformer import typical_costs
 from zbpipe.transport import Transport
 from zbpipe.yardstick import peak_of_1f1b
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 PEERS = Path(__file__).parent.parent / "benchmarks" / "peer_frontier.csv"
 LITTLE = 2e5
 """A budget for tests that look at whether plans are right, not at how good they are."""

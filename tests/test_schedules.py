@@ -20,6 +20,8 @@ from zbpipe.simulation import simulate
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.timeline import Timeline
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 NAMES = sorted(algorithm.name for algorithm in registry.schedules().values())
 ANY_STAGES = [name for name in NAMES if registry.lookup(name).any_stages_per_rank]
 # The searched schedules take a while to draw; a busy machine is no failure.

@@ -16,6 +16,8 @@ from zbpipe.simulation import simulate
 from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
 from zbpipe.timeline import Idle, Timeline
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 # The searched schedules and the random orders take a while to draw; a busy machine is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 sixty = settings(patient, max_examples=60)

@@ -21,6 +21,8 @@ from zbpipe.testing import (
 )
 from zbpipe.validation import Rule
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 RULES: tuple[Rule, ...] = tuple(rule for rule in get_args(Rule) if rule != "memory")
 """Memory is at fault only where somebody sets a limit."""
 # Searched schedules take a while to draw, on a busy machine longer than hypothesis likes.

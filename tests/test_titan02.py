@@ -25,7 +25,7 @@ from zbpipe.runtime.options import Options
 from zbpipe.titan.versions import installed
 
 require_titan("0.2.2")
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 # A pipeline's gradients are those of the sum over all tokens. They are clipped to the same norm with and without one.
 CLIPPED = ("--training.max_norm", "0.1")

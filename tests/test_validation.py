@@ -13,6 +13,8 @@ from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate
 from zbpipe.testing import cost_models, schedules
 from zbpipe.validation import require_valid
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 Rows = list[list[Op]]
 # The searched schedules take a while to draw; a busy machine is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow])

@@ -32,6 +32,8 @@ from zbpipe.views.html import html
 from zbpipe.views.perfetto import perfetto, write_perfetto
 from zbpipe.views.svg import svg
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """<b>&"'</script>{{data}}"""
 
