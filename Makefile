@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Some images set it, and then each of the processes that tests start would compile zbpipe anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-python test-titan02 test-automodel zoo matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -63,8 +66,11 @@ WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner reg
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 
-zoo: $(VENV)/dev  ## some 360 models, each against plain autograd, and what else takes minutes
-	$(BIN)/pytest -m zoo
+zoo: $(VENV)/dev  ## some 360 models, each against plain autograd
+	$(BIN)/pytest -m zoo tests/test_zoo.py
+
+long: $(VENV)/dev  ## the other tests that take too long for `make test`
+	$(BIN)/pytest -m zoo --ignore=tests/test_zoo.py
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
 	$(BIN)/pytest -m '' tests/test_matrix.py
@@ -112,6 +118,7 @@ $(VENV)/titan: pyproject.toml | $(BIN)/python
 
 $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan,dev]'
+	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])'  # compiles the search
 	@touch $@
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python

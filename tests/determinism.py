@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
@@ -13,9 +14,16 @@ settings.register_profile("zbpipe", deadline=None, derandomize=True)
 settings.load_profile("zbpipe")
 
 
-@pytest.fixture(scope="module")
-def short_search() -> Iterator[None]:
+@contextmanager
+def searching_little() -> Iterator[None]:
     """Lean schedules take a tenth of the search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lean_search, "_WORK", 3000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def short_search() -> Iterator[None]:
+    """The same in a whole module."""
+    with searching_little():
         yield

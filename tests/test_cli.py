@@ -27,6 +27,8 @@ from zbpipe.simulation import simulate
 from zbpipe.transformer import Checkpointing, typical_costs
 from zbpipe.transport import Transport
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SIMULATE_KEYS = {
     "schedule",
     "ranks",

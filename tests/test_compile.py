@@ -37,6 +37,9 @@ from zbpipe.runtime.split.products import GROUPED_MM, PendingGradient, WeightGra
 from zbpipe.runtime.split.slots import WeightWithExit
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
+IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
+"""Kinds of checkpointing; `make test` tries the first."""
+
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -288,7 +291,7 @@ def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing 
     return waited
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", IN_TURN)
 def test_products_of_experts_leave_the_region(checkpointing: Checkpointing) -> None:
     waited = run_two_blocks(Mixture, checkpointing)
     assert [len(layers) for layers in waited] == [8, 8, 8]
@@ -459,7 +462,7 @@ def pipeline(modules: list[nn.Module], microbatches: int, **options: Any) -> Any
     return zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, loss_fn, **options)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", IN_TURN)
 def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing) -> None:
     modules = [build_stage(0, 2, checkpointing), build_stage(1, 2, checkpointing)]
     for module in modules:

@@ -25,6 +25,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150
 """Seconds for a script. It takes 10 on two cores of its own."""
 RANKS = 2
+IN_SHORT = ("plain_loop", "measure_and_plan")
+"""The scripts that `make test` runs, too."""
 STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2, "own_layer": 4}
 """On two ranks, by script."""
 
@@ -74,7 +76,9 @@ def test_all_scripts_are_tried_and_short() -> None:
     assert max(scripts.values()) < 80
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.zoo) for name in STAGES]
+)
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     output = run_script(name, tmp_path)
     part = own_layer.build_part if name == "own_layer" else plain_loop.build_part

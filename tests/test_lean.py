@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
+from determinism import searching_little
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,6 @@ from zbpipe.planner.lean_search import found
 from zbpipe.registry import lookup
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.transformer import Checkpointing, typical_costs
-
-pytestmark = pytest.mark.usefixtures("short_search")
 
 LEAN = {"ZBVLean": "ZBV", "ZBH1Lean": "ZBH1", "VHalfLean": "VHalf", "VMinLean": "VMin"}
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
@@ -97,7 +96,8 @@ def test_the_search_fits_any_placement_costs_and_limit(
     """With room for one microbatch at its leanest it comes to an end: no rank fills up with what cannot go on."""
     costs = data.draw(cost_models(placement))
     limits = [more * room for room in least_room(placement, costs)]
-    schedule = found("found", placement, microbatches, costs, limits)
+    with searching_little():
+        schedule = found("found", placement, microbatches, costs, limits)
     assert schedule is not None
     check_schedule(schedule)
     assert keeps_to(schedule, costs, limits)
@@ -120,7 +120,8 @@ def test_lean_schedules_fit_any_costs(name: str) -> None:
     def check(ranks: int, microbatches: int, data: st.DataObject) -> None:
         form = generate(LEAN[name], ranks, microbatches)
         costs = data.draw(cost_models(form.placement))
-        schedule = generate(name, ranks, microbatches, costs=costs)
+        with searching_little():
+            schedule = generate(name, ranks, microbatches, costs=costs)
         check_schedule(schedule)
         least, timeline = simulate(leanest(form, costs), costs), simulate(schedule, costs)
         allowed = max(1.02 * memory_of_1f1b(costs, ranks, ranks), *least_room(form.placement, costs))

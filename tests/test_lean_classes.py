@@ -31,7 +31,9 @@ def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
     return {name: train(name, MICROBATCHES, checkpointing) for name in (*LEAN, "Auto")}
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    "checkpointing", ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
+)
 def test_gradients(checkpointing: Checkpointing) -> None:
     per_rank = run_ranks(2, train_all, checkpointing, timeout=240)
     for name in (*LEAN, "Auto"):

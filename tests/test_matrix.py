@@ -75,7 +75,7 @@ seen: dict[str, str] = {}
 """What became of each cell and each refusal, in words for the page."""
 
 
-IN_SHORT = {"ZBV selective eager", "VHalf full eager", "dp_shard"}
+IN_SHORT = {"ZBV selective eager", "VHalf full eager"}
 """The cells that `make test` runs, too."""
 
 

@@ -53,6 +53,7 @@ def test_a_csv_file_in_the_schedule_field_by_torchrun(titan: Titan, tmp_path: Pa
     assert "Applied SelectiveAC activation checkpointing" in log  # TorchTitan's default
 
 
+@pytest.mark.zoo
 def test_an_error_by_torchrun(tmp_path: Path) -> None:
     outcome = train_on_cpu([*pipeline("ZBVV")], num_ranks=2, folder=tmp_path, timeout=TIMEOUT)
     assert outcome.error is not None
@@ -293,7 +294,7 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.zoo)])
 def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
     job = titan.train(*pipeline("ZBVLean"), *versions.installed().checkpoint(checkpointing), num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
@@ -364,20 +365,22 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.zoo)])
 def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: int) -> None:
     """One job writes the costs, with the way to the host, and the next one is made for them."""
     costs = tmp_path / "costs.toml"
-    kind = (*pipeline("ZBV"), "--parallelism.data_parallel_shard_degree", str(shards), "--activation_checkpoint.mode")
+    shard = ("--parallelism.data_parallel_shard_degree", str(shards))
+    kind = (*pipeline("ZBV"), *shard, *versions.installed().checkpoint("none"))
     measure = ("--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
-    assert_trains_alike(titan.train(*kind, "none", *measure, num_ranks=2 * shards), titan.without_pipeline())
+    expected = titan.without_pipeline(*shard, num_ranks=shards)
+    assert_trains_alike(titan.train(*kind, *measure, num_ranks=2 * shards), expected)
     offload = ("--zbpipe.costs-file", str(costs), "--zbpipe.offload", "all")
-    job = titan.train(*kind, "none", *offload, num_ranks=2 * shards)
-    assert_trains_alike(job, titan.without_pipeline())
+    job = titan.train(*kind, *offload, num_ranks=2 * shards)
+    assert_trains_alike(job, expected)
     assert " MiB to the host" in job.log
 
 
-@pytest.mark.matrix
+@pytest.mark.zoo
 def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
     offload = ("--zbpipe.profile-steps", "1", "--zbpipe.offload", "activations")
     job = titan.train(*FOR_AUTO, *pipeline("Auto"), *offload, num_ranks=2)
@@ -442,7 +445,7 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints
 
 
-@pytest.mark.parametrize("schedule", ["Auto", "ZBV", "1F1B"])
+@pytest.mark.parametrize("schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.zoo) for name in ("ZBV", "1F1B"))])
 def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_path: Path, schedule: str) -> None:
     """ZBV places the stages as before, 1F1B has half as many."""
     checkpoints = shutil.copytree(stopped, tmp_path / "checkpoints")

@@ -224,10 +224,14 @@ def modules_of(part: Any) -> tuple[str, ...]:
 
 # The configs of the 405B model differ in schedule, checkpointing and FSDP, not in how it is cut: all ranks of one.
 SOME = (0, 15)
+IN_SHORT = ("llama3_debug", "llama3_70b")
+"""The jobs that `make test` builds, too."""
 JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFIGS[-2:]]
 
 
-@pytest.mark.parametrize(("name", "at"), JOBS, ids=CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "at"), [pytest.param(*job, id=job[0], marks=() if job[0] in IN_SHORT else pytest.mark.zoo) for job in JOBS]
+)
 def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str, at: Sequence[int] | None) -> None:
     job: Job = with_titan(build_job, name, at)
     placement = lookup(job.schedule).place(job.pp)
@@ -294,6 +298,7 @@ def build_meshes(name: str) -> list[tuple[int, int, list[int], int]]:
     return sorted(place for half in on_forks(places, [(num_gpus, 0), (num_gpus, 1)]) for place in half)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("name", "pp"), [("llama3_405b", 16)])
 def test_the_place_of_every_gpu(with_titan: Callable[..., Any], name: str, pp: int) -> None:
     """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""

@@ -1,6 +1,6 @@
 """The inner loops in Python or, with numba, as machine code. Both give the same results, bit for bit.
 
-numba takes a third of a second to import and compiles once per installation, for some seconds. So it is for searches
+numba takes a third of a second to import and compiles once per installation, for some 15 seconds. So it is for searches
 that take longer; schedules by name do without.
 """
 
