@@ -100,6 +100,9 @@ def release_receives(stage: _PipelineStageBase) -> None:
     for received in (stage.args_recv_info, stage.grad_recv_info):
         for infos in received.values():
             _let_go(infos)
+            for info in infos:
+                if hasattr(info, "take_buffer"):  # torch from 2.15 on, which has no buffer but while it is in use
+                    info.buffer = None
 
 
 class _Wait(StrEnum):
