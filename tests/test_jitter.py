@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,8 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
         (lambda: step_times(ONE, (1, 1, 1), Jitter(), draws=0), "draws = 0 has to be from 1 to 100000"),
         (lambda: step_times(ONE, (1, 1, 1), Jitter(), seed=-1), "seed = -1 has to be 0 or more"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), quantile=1.0), "quantile = 1.0 has to be between 0 and 1"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), most_loss=-0.1), "most_loss = -0.1 has to be 0 or more"),
+        (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that stand jitter"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "leave objective, transport and exact out"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "leave out offload"),
     ],
@@ -181,6 +184,20 @@ def test_a_robust_plan_is_the_best_that_is_known() -> None:
     assert found.lower_bound <= found.makespan
 
 
+def test_a_robust_plan_may_lose_only_so_much_without_jitter() -> None:
+    costs = partial(CostModel.uniform, f=1, i=1.2, w=0.8, comm=0.02)
+    free, bound = (
+        plan(4, 16, costs, 8.0, robust=LATE, budget=3e6, placements=["single", "v"], most_loss=most)
+        for most in (None, 0.01)
+    )
+    best = plan(4, 16, costs, 8.0, budget=3e6, placements=["v"])
+    assert free.makespan > 1.02 * best.makespan
+    assert bound.makespan <= 1.01 * best.makespan
+    assert free.step_times is not None
+    assert bound.step_times is not None
+    assert free.step_times.p95 < bound.step_times.p95
+
+
 def test_without_jitter_a_robust_plan_is_as_good_as_another() -> None:
     usual, robust = (plan(2, 6, (1, 1.2, 0.8), 2, budget=1e6, robust=each) for each in (None, Jitter()))
     assert robust.makespan == pytest.approx(usual.makespan)
@@ -210,6 +227,9 @@ def test_a_robust_plan_on_the_command_line() -> None:
     found = json.loads(run.stdout)
     assert found["jitter"]["p95"] <= min(row["jitter"]["p95"] for row in found["named"] if row["fits"])
     assert "p95" in CliRunner().invoke(cli.main, arguments).output
+    bound = json.loads(CliRunner().invoke(cli.main, [*arguments, "--json", "--most-loss", "0"]).stdout)
+    shortest = min(row["makespan"] for row in bound["named"] if row["fits"])
+    assert bound["makespan"] <= shortest
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     metavar="Q",
     help="With --jitter: the share of the steps that the time to minimise is not exceeded by.",
 )
+@click.option(
+    "--most-loss",
+    type=click.FloatRange(0),
+    metavar="SHARE",
+    help="With --jitter: by how much of the shortest step known the plan's may be longer where nothing varies, for"
+    " example 0.01; default: by any amount.",
+)
 @click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
 @click.option(
     "-o",

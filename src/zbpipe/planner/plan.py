@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
@@ -42,6 +43,7 @@ def plan(
     offload: Offload | str | bool | None = None,
     robust: Jitter | None = None,
     quantile: float = 0.95,
+    most_loss: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the schedule with the shortest step that keeps to the memory limit.
@@ -92,6 +94,8 @@ def plan(
             schedules; `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
             vary. For stages, not for layers.
         quantile: with `robust`, the share of the steps that counts: 0.95 looks at the time that 95 % do not exceed.
+        most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:
+            0.01 is one percent. Default: by any amount.
         progress: called with the share of the work that is done, and the shortest time so far.
 
     Raises:
@@ -138,14 +142,22 @@ def plan(
         return plan_stages(request, _costs_of(costs), report)
 
     if robust is not None:
-        return _robust(request, costs, robust, quantile, wanted, report)
+        return _robust(request, costs, robust, quantile, most_loss, wanted, report)
+    if most_loss is not None:
+        raise ValueError(f"most_loss = {most_loss!r} is for plans that stand jitter: give robust=Jitter(...), too")
     if wanted is None:
         return search(request)
     return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
 
 
 def _robust(
-    request: Request, costs: Any, jitter: Any, quantile: float, offload: Offload | None, report: Progress
+    request: Request,
+    costs: Any,
+    jitter: Any,
+    quantile: float,
+    most_loss: float | None,
+    offload: Offload | None,
+    report: Progress,
 ) -> Plan:
     # They need numpy, which other plans do without.
     from zbpipe.jitter import Jitter
@@ -155,7 +167,7 @@ def _robust(
         raise TypeError(f"robust = {jitter!r} is no zbpipe.jitter.Jitter, for example Jitter(ops=0.1)")
     if isinstance(costs, LayerCosts) or offload is not None:
         raise ValueError("a robust plan is for stages that stay on the device: leave out offload, and cut layers first")
-    return plan_robust(request, jitter, quantile, _costs_of(costs), report)
+    return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)
 
 
 def _with_stages(request: Request, num_stages: int) -> Request:

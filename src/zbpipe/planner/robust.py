@@ -35,22 +35,27 @@ _SEED = 1
 """Of the draws; users who look at a plan with another one see other luck."""
 
 
-def plan_robust(request: Request, jitter: Jitter, quantile: float, costs_of: CostsOf, progress: Progress) -> Plan:
+def plan_robust(
+    request: Request, jitter: Jitter, quantile: float, most_loss: float, costs_of: CostsOf, progress: Progress
+) -> Plan:
     """The schedule within the limits whose step times have the least `quantile`.
 
     Args:
         request: with placements that all have costs.
         jitter: what varies.
         quantile: between 0 and 1.
+        most_loss: by how much of the shortest step known its step may be longer where nothing varies; from 0 on.
         costs_of: the costs of a placement's stages.
         progress: called with the share of the work that is done, and the shortest time so far.
 
     Raises:
-        ValueError: a quantile outside of 0 to 1, an objective or a transport that jitter is not simulated for, or a
-            limit too small for even one microbatch.
+        ValueError: a quantile outside of 0 to 1, a loss below 0, an objective or a transport that jitter is not
+            simulated for, or a limit too small for even one microbatch.
     """
     if not 0 < quantile < 1:
         raise ValueError(f"quantile = {quantile!r} has to be between 0 and 1, for example 0.95")
+    if not most_loss >= 0:
+        raise ValueError(f"most_loss = {most_loss!r} has to be 0 or more; 0.01 allows steps that are 1 % longer")
     if request.objective != "makespan" or request.transport is not Transport.IDEAL or request.exact:
         raise ValueError(
             "a robust plan is for synchronous steps with the ideal transport: leave objective, transport and exact out"
@@ -58,6 +63,9 @@ def plan_robust(request: Request, jitter: Jitter, quantile: float, costs_of: Cos
     costs = {name: costs_of(placement) for name, placement in request.placements.items()}
     problems = [problem_of(request, name, placement, costs[name]) for name, placement in request.placements.items()]
     found = dict(_candidates(request, jitter, problems, progress))
+    seconds = {schedule: simulate(schedule, costs[name]).makespan for schedule, (name, _) in found.items()}
+    longest = min(seconds.values()) * (1 + most_loss) * (1 + 1e-9)
+    found = {schedule: names for schedule, names in found.items() if seconds[schedule] <= longest}
 
     def reached(draws: int) -> dict[Schedule, StepTimes]:
         return {
