@@ -183,7 +183,7 @@ class Picture {
   label(rank) {
     const {peak} = this.timeline.ranks[rank], y = this.curveBottom(rank) - this.curve * peak / this.timeline.highest;
     this.write(this.name(rank), this.left - 6, this.curveBottom(rank) - this.curve / 2, this.theme.ink, "right");
-    if (this.width >= NARROW) this.write(`peak ${show(peak)}`, this.width - this.right + 8, Math.max(y, 6), this.theme.faint);
+    if (this.width >= NARROW) this.write(`peak ${+peak.toPrecision(4)}`, this.width - this.right + 8, Math.max(y, 6), this.theme.faint);
   }
 
   /* Boxes, bubbles and curves, pixel by pixel into one image: many thousands at once are too many for the pen. */
