@@ -171,8 +171,6 @@ class _Recorder:
         # On the CPU this needs torch's profiler, and only one can run at a time.
         with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
         self._with_memory = with_memory
-        self._first_watched = min(1, _torch.num_microbatches(schedule) - 1)
-        """The first microbatch whose memory is measured: not the very first, which allocates `.grad`."""
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
@@ -213,7 +211,8 @@ class _Recorder:
         return result
 
     def _is_watched(self, op: Op) -> bool:
-        if not self._with_memory or op.microbatch < self._first_watched:
+        # The very first microbatch allocates `.grad`.
+        if not self._with_memory or op.microbatch < min(1, _torch.num_microbatches(self._schedule) - 1):
             return False
         first = self._watched.setdefault((op.stage, op.kind), op) == op
         # torch's profiler counts what an op frees only if it has seen it allocated, and here it is not yet known of
