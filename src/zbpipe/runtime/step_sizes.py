@@ -169,7 +169,7 @@ class StepSizes:
         self._is_asked = False
         """Whether this step was given `microbatches=`, so that all ranks compare its size."""
         self._inputs: list[Any] = []
-        """By the number of shapes, on the rank with stage 0, what they are."""
+        """By their number, shapes; on the rank with stage 0, which alone sees the input."""
         self._set_up: list[_torch.Shapes] = []
         """By the number of shapes, what torch has set up; not up to date for those of the last step."""
 
@@ -197,21 +197,19 @@ class StepSizes:
             PipelineError: another rank refuses the step, or does not come.
         """
         stage = _torch.stages_of(runtime)[0]
-        size, shapes = StepSize(_torch.num_microbatches(runtime)), None
-        if stage.is_first and (self._is_asked or not self.are_set_up):
-            shapes = self._number_of(checks.input_shapes(inputs or ()))
-        if self._is_asked:
-            size = self.comparison.agreed(size.microbatches, shapes, _torch.timeout_of(stage))
-        is_new = self._use_shapes(runtime, size.shapes)
-        self.last = size
-        return is_new
-
-    def _number_of(self, shapes: Any) -> int:
+        size, number = StepSize(_torch.num_microbatches(runtime)), None
         if not self.are_set_up:
             self._inputs.clear()  # of a step that was refused
-        if shapes not in self._inputs:
+        shapes = checks.input_shapes(inputs or ())
+        if stage.is_first:
+            number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
+        if self._is_asked:
+            size = self.comparison.agreed(size.microbatches, number, _torch.timeout_of(stage))
+        is_new = self._use_shapes(runtime, size.shapes)
+        if size.shapes == len(self._inputs):
             self._inputs.append(shapes)
-        return self._inputs.index(shapes)
+        self.last = size
+        return is_new
 
     def _use_shapes(self, runtime: _torch.OwnRuntime, number: int) -> bool:
         if not self.are_set_up or number == self.last.shapes:
