@@ -95,7 +95,7 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
     """Which ranks and links take longer, or less time, than they did; in words for a log.
 
     >>> from zbpipe import CostModel, Placement
-    >>> one, slow = (CostModel((1.0, x), (1.0, x), (1.0, x)) for x in (1.0, 2.0))
+    >>> one, slow = (CostModel((1.0, x), (1.0, x), (1.0, x), (1.0, 1.0)) for x in (1.0, 2.0))
     >>> causes(one, slow, Placement.loop(2))
     'rank 1 computes 2.00 times as long as before'
 

@@ -1,0 +1,112 @@
+"""`Auto` after its choice: a rank that becomes slower is found, named and planned for, and other placements are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import build_stage, loss_fn
+from ranks import run_ranks
+from test_steps import Kept
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import CostModel, Link, Placement, Schedule, simulate
+from zbpipe.job_costs import JobCosts
+from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
+
+STEPS, SLOW_FROM = 140, 50
+
+
+class Asleep(nn.Module):
+    """A stage whose forward takes as long as it is told."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seconds = 0.004
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        output: Tensor = self.inner(x)
+        return output
+
+
+def watched() -> tuple[list[str], list[str]]:
+    """The log of this rank and the schedules of all steps; rank 1 becomes slower."""
+    kept = Kept()
+    logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    indices = zbpipe.stage_indices("Auto", rank=rank, num_ranks=num_ranks)
+    modules = {index: Asleep(build_stage(index, 2 * num_ranks)) for index in indices}
+    stages = [PipelineStage(each, index, 2 * num_ranks, torch.device("cpu")) for index, each in modules.items()]
+    schedule: Any = zbpipe.build_pipeline_schedule("Auto", stages, 4, loss_fn, profile_steps=1, budget=1e4)
+    names = []
+    for number in range(STEPS):
+        if number == SLOW_FROM and rank == 1:
+            for module in modules.values():
+                module.seconds *= 4
+        tokens = torch.zeros(4, 3, dtype=torch.long)
+        schedule.step(*([tokens] if 0 in modules else []), target=tokens if 2 * num_ranks - 1 in modules else None)
+        names.append(schedule.schedule.name)
+        if any("continues" in each or "stays" in each for each in kept.messages[4:]):
+            break
+    return kept.messages, names
+
+
+def test_a_slow_rank_is_found_and_named() -> None:
+    (told, names), (silent, others) = run_ranks(2, watched, timeout=300)
+    assert names[: len(others)] == others[: len(names)]
+    assert not silent
+    (drift,) = (each for each in told if "measures again" in each)
+    assert "times as long as usual: measures again" in drift
+    (cause,) = (each for each in told if "compared with" in each)
+    assert "rank 1 computes" in cause
+    assert "rank 0" not in cause
+    first = next(number for number, name in enumerate(names) if number > SLOW_FROM and name == "Auto")
+    assert SLOW_FROM + 3 <= first <= SLOW_FROM + 12
+
+
+def measured(ranks: int, **changes: Any) -> JobCosts:
+    placement = Placement.v(ranks)
+    return JobCosts(replace(CostModel.uniform(placement), **changes), placement)
+
+
+def test_another_placement_is_told_if_it_is_faster() -> None:
+    """A V with a long first and last stage, which are on one rank, waits for that rank."""
+    uneven = (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0)
+    job = measured(4, f=uneven, i=uneven, w=uneven)
+    here = zbpipe.plan(4, 8, job, budget=1e5).makespan
+    found = faster_elsewhere(8, job, here, budget=1e5)
+    assert found is not None
+    assert found.schedule.placement != Placement.v(4)
+    assert "less than now" in found.words
+    again = Schedule.from_csv(found.schedule.to_csv())
+    assert again.ops == found.schedule.ops
+
+
+def test_no_other_placement_is_told_if_it_gains_little() -> None:
+    job = measured(4)
+    here = zbpipe.plan(4, 8, job, budget=1e5).makespan
+    assert faster_elsewhere(8, job, here, budget=1e5) is None
+
+
+def test_the_ring_of_a_loop_takes_the_slowest_link() -> None:
+    ways = {pair: Link(5.0) for a in range(3) for pair in ((a, a + 1), (a + 1, a))}
+    uneven = (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0)
+    job = measured(4, f=uneven, i=uneven, w=uneven, links=ways)
+    found = faster_elsewhere(8, job, zbpipe.plan(4, 8, job, budget=1e5).makespan, budget=1e5)
+    assert found is None or simulate(found.schedule, replace(job.costs, link=Link(5.0))).makespan > 0
+
+
+def test_layers_that_should_move() -> None:
+    assert uneven_stages(measured(4)) == ""
+    long = (1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    words = uneven_stages(measured(4, f=long, i=long, w=long))
+    assert words.startswith("stage 2 (rank 2) takes 1.78 times the average of all stages, and stage")
+    assert words.endswith("(rank 0) 0.89 times: move layers there")
