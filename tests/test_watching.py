@@ -1,4 +1,4 @@
-"""`Auto` after its choice: a rank that becomes slower is found, named and planned for, and other placements are told."""
+"""`Auto` after its choice: a rank that becomes slower is found and named, and faster placements are told."""
 
 from __future__ import annotations
 

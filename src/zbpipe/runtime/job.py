@@ -68,8 +68,8 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         )
     if options.plan_out and not is_auto:
         raise ValueError(
-            f"{spell('plan_out')} {options.plan_out} is for the schedule Auto, which plans, and this is {name}: leave it"
-            " out, or use Auto"
+            f"{spell('plan_out')} {options.plan_out} is for the schedule Auto, which plans, and this is {name}: leave"
+            " it out, or use Auto"
         )
     _require_files(options, spell)
     if options.offload:
