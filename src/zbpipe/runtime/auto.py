@@ -152,6 +152,9 @@ class AutoSchedule(RegisteredSchedule):
         self._keep_watching = keep_watching
         self._known: CostModel | None = None
         """The costs for which it has chosen; None before."""
+        self._chose_lean = True
+        self._to_beat: Schedule | None = None
+        """What ran when it began to measure again."""
         self._for_measuring = self.schedule
         self._profiler: Profiler | None = Profiler(self, profile_steps, group=group, done=self._plan)
 
@@ -228,7 +231,7 @@ class AutoSchedule(RegisteredSchedule):
     def _settle_for(self, outcome: AutoOutcome) -> None:
         self.outcome = outcome
         self._chose_lean = self.schedule.name == "ZBVLean"
-        if self._keep_watching:
+        if self._keep_watching and dist.get_backend(self._group) != "fake":
             seconds = min(filter(None, (outcome.measured_before, outcome.measured_after)))
             watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
 
@@ -238,7 +241,7 @@ class AutoSchedule(RegisteredSchedule):
             return
         if words := uneven_stages(job):
             self._log(words)
-        found = faster_elsewhere(self.sizes.usual, job, here, self._budget)
+        found = faster_elsewhere(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
         if found is None:
             return
         self._log(found.words)
@@ -250,8 +253,7 @@ class AutoSchedule(RegisteredSchedule):
                 logger.warning("the plan for another placement cannot be written: %s", error)
 
     def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
-        num_ops = 3 * self.placement.num_stages * num_microbatches
-        budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
+        budget = self._budget_for(num_microbatches)
         try:
             job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
             objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
@@ -265,6 +267,10 @@ class AutoSchedule(RegisteredSchedule):
         )
         return _Proposal(found.schedule.to_csv(), found.makespan, words)
 
+    def _budget_for(self, num_microbatches: int) -> float | None:
+        num_ops = 3 * self.placement.num_stages * num_microbatches
+        return self._budget or (_WORK if num_ops > _MANY_OPS else None)
+
     def _step_seconds(self, records: Sequence[StepRecord]) -> float:
         """The median step of all ranks, each as long as its slowest rank."""
         mine = [record.seconds for record in records]
@@ -277,10 +283,6 @@ class AutoSchedule(RegisteredSchedule):
         dist.broadcast_object_list(made, group=self._group, group_src=0)
         proposal: _Proposal = made[0]
         return proposal
-
-    _to_beat: Schedule | None = None
-    """What ran when it began to measure again."""
-    _chose_lean = True
 
     def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:

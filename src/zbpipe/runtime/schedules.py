@@ -271,6 +271,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self._use(schedule)
         except ValueError:
             _torch.use_microbatches(self, before)
+            _torch.use_lists(self, self._running.lists)
             raise
 
     def _use(self, schedule: Schedule) -> None:
