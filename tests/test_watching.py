@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ STEPS, SLOW_FROM = 140, 50
 class Asleep(nn.Module):
     """A stage whose forward takes as long as it is told."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, seconds: float) -> None:
         super().__init__()
         self.inner = inner
-        self.seconds = 0.004
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
@@ -37,15 +38,17 @@ class Asleep(nn.Module):
         return output
 
 
-def watched() -> tuple[list[str], list[str]]:
-    """The log of this rank and the schedules of all steps; rank 1 becomes slower."""
+def watched(plan_out: Path) -> tuple[list[str], list[str]]:
+    """The log of this rank and the schedules of all steps. First rank 0, with both ends of the V, is slow, then rank 1."""
     kept = Kept()
     logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     indices = zbpipe.stage_indices("Auto", rank=rank, num_ranks=num_ranks)
-    modules = {index: Asleep(build_stage(index, 2 * num_ranks)) for index in indices}
+    modules = {index: Asleep(build_stage(index, 4), 0.012 if index in (0, 3) else 0.004) for index in indices}
     stages = [PipelineStage(each, index, 2 * num_ranks, torch.device("cpu")) for index, each in modules.items()]
-    schedule: Any = zbpipe.build_pipeline_schedule("Auto", stages, 4, loss_fn, profile_steps=1, budget=1e4)
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        "Auto", stages, 4, loss_fn, profile_steps=1, budget=1e4, plan_out=plan_out
+    )
     names = []
     for number in range(STEPS):
         if number == SLOW_FROM and rank == 1:
@@ -59,8 +62,8 @@ def watched() -> tuple[list[str], list[str]]:
     return kept.messages, names
 
 
-def test_a_slow_rank_is_found_and_named() -> None:
-    (told, names), (silent, others) = run_ranks(2, watched, timeout=300)
+def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
+    (told, names), (silent, others) = run_ranks(2, watched, tmp_path / "plan.csv", timeout=300)
     assert names[: len(others)] == others[: len(names)]
     assert not silent
     (drift,) = (each for each in told if "measures again" in each)
@@ -69,6 +72,9 @@ def test_a_slow_rank_is_found_and_named() -> None:
     assert "rank 1 computes" in cause
     assert "rank 0" not in cause
     first = next(number for number, name in enumerate(names) if number > SLOW_FROM and name == "Auto")
+    assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
+    assert any("with the placement" in each and "less than now" in each for each in told)
+    assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).placement != Placement.v(2)
     assert SLOW_FROM + 3 <= first <= SLOW_FROM + 12
 
 
