@@ -39,7 +39,7 @@ class Asleep(nn.Module):
 
 
 def watched(plan_out: Path) -> tuple[list[str], list[str]]:
-    """The log of this rank and the schedules of all steps. First rank 0, with both ends of the V, is slow, then rank 1."""
+    """The log of this rank, and the schedules of all steps. Rank 0 is slow, with both ends of the V, later rank 1."""
     kept = Kept()
     logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
