@@ -21,7 +21,7 @@ from zbpipe import CostModel, Link, Placement, Schedule, simulate
 from zbpipe.job_costs import JobCosts
 from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
 
-STEPS, SLOW_FROM = 140, 50
+STEPS, SLOW_FROM = 80, 45
 
 
 class Asleep(nn.Module):
@@ -44,38 +44,35 @@ def watched(plan_out: Path) -> tuple[list[str], list[str]]:
     logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     indices = zbpipe.stage_indices("Auto", rank=rank, num_ranks=num_ranks)
-    modules = {index: Asleep(build_stage(index, 4), 0.012 if index in (0, 3) else 0.004) for index in indices}
+    modules = {index: Asleep(build_stage(index, 4), 0.02 if index in (0, 3) else 0.007) for index in indices}
     stages = [PipelineStage(each, index, 2 * num_ranks, torch.device("cpu")) for index, each in modules.items()]
     schedule: Any = zbpipe.build_pipeline_schedule(
-        "Auto", stages, 4, loss_fn, profile_steps=1, budget=1e4, plan_out=plan_out
+        "Auto", stages, 4, loss_fn, profile_steps=2, budget=1e4, plan_out=plan_out
     )
     names = []
     for number in range(STEPS):
         if number == SLOW_FROM and rank == 1:
             for module in modules.values():
-                module.seconds *= 4
+                module.seconds *= 6
         tokens = torch.zeros(4, 3, dtype=torch.long)
         schedule.step(*([tokens] if 0 in modules else []), target=tokens if 2 * num_ranks - 1 in modules else None)
         names.append(schedule.schedule.name)
-        if any("continues" in each or "stays" in each for each in kept.messages[4:]):
-            break
     return kept.messages, names
 
 
 def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
     (told, names), (silent, others) = run_ranks(2, watched, tmp_path / "plan.csv", timeout=300)
-    assert names[: len(others)] == others[: len(names)]
+    assert names == others
     assert not silent
-    (drift,) = (each for each in told if "measures again" in each)
-    assert "times as long as usual: measures again" in drift
-    (cause,) = (each for each in told if "compared with" in each)
-    assert "rank 1 computes" in cause
-    assert "rank 0" not in cause
-    first = next(number for number, name in enumerate(names) if number > SLOW_FROM and name == "Auto")
+    # Another process on this machine may be a drift, too.
+    drifts = [each for each in told if "times as long as usual: measures again" in each]
+    causes = [each for each in told if "compared with the costs for which it planned" in each]
+    assert len(drifts) == len(causes) >= 1
+    assert any("planned, rank 1 computes" in each for each in causes), causes
+    assert "Auto-ZBVLean" in names[SLOW_FROM + 3 : SLOW_FROM + 12]
     assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
     assert any("with the placement" in each and "less than now" in each for each in told)
     assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).placement != Placement.v(2)
-    assert SLOW_FROM + 3 <= first <= SLOW_FROM + 12
 
 
 def measured(ranks: int, **changes: Any) -> JobCosts:

@@ -18,7 +18,7 @@ from zbpipe.ir import Placement
 
 CALIBRATION = 20
 """Steps from which the usual time and its noise are taken."""
-_LEAST_NOISE = 0.02
+_LEAST_NOISE = 0.03
 """As a share of a step. Changes of about three times the noise are found; smaller ones would not pay for measuring."""
 _SLACK = 0.8
 """Deviations that a step may be longer without counting."""
