@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, Link, Placement, Schedule, simulate
+from zbpipe import CostModel, Link, Placement, Schedule
 from zbpipe.job_costs import JobCosts
-from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
+from zbpipe.planner.elsewhere import _on, faster_elsewhere, uneven_stages
 
 STEPS, SLOW_FROM = 80, 45
 
@@ -99,12 +99,15 @@ def test_no_other_placement_is_told_if_it_gains_little() -> None:
     assert faster_elsewhere(8, job, here, budget=1e5) is None
 
 
-def test_the_ring_of_a_loop_takes_the_slowest_link() -> None:
-    ways = {pair: Link(5.0) for a in range(3) for pair in ((a, a + 1), (a + 1, a))}
-    uneven = (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0)
-    job = measured(4, f=uneven, i=uneven, w=uneven, links=ways)
-    found = faster_elsewhere(8, job, zbpipe.plan(4, 8, job, budget=1e5).makespan, budget=1e5)
-    assert found is None or simulate(found.schedule, replace(job.costs, link=Link(5.0))).makespan > 0
+def test_ranks_with_no_link_measured_have_the_slowest() -> None:
+    """A loop sends from the last rank to the first, a V never does."""
+    ways = {pair: Link(5.0 + pair[0]) for a in range(3) for pair in ((a, a + 1), (a + 1, a))}
+    found = _on(Placement.loop(4, 2), measured(4, links=ways).costs)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.link == Link(8.0)
+    pairs = _on(Placement.loop(4), measured(4, f=tuple(range(8))).costs)  # type: ignore[arg-type]
+    assert pairs is not None
+    assert pairs.f == (1.0, 5.0, 9.0, 13.0)
 
 
 def test_layers_that_should_move() -> None:

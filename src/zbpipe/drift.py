@@ -114,18 +114,19 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
         f"the link of the ranks {one} and {other} takes": _message(after, one, other) / _message(before, one, other)
         for one, other in sorted(both_ways)
     }
-    changed = _changed(ranks) | _changed(links)
+    changed = _changed(ranks | links)
     if not changed:
         return "no rank or link alone: all together, or what runs beside the pipeline"
-    if len(_changed(ranks)) == placement.num_ranks > 1 and len({ratio > 1 for ratio in ranks.values()}) == 1:
+    if changed.keys() == ranks.keys() and len(ranks) > 1 and len({ratio > 1 for ratio in ranks.values()}) == 1:
         return f"all ranks compute {fmean(ranks.values()):.2f} times as long as before"
     return ", ".join(f"{what} {ratio:.2f} times as long as before" for what, ratio in changed.items())
 
 
 def _changed(ratios: Mapping[str, float]) -> dict[str, float]:
-    """The larger changes first."""
-    found = {what: ratio for what, ratio in ratios.items() if max(ratio, 1 / ratio) > _WORTH_TELLING}
-    return dict(sorted(found.items(), key=lambda each: -abs(log(each[1]))))
+    """The largest change first, and what has changed at least half as much."""
+    sizes = {what: abs(log(ratio)) for what, ratio in ratios.items()}
+    least = max(log(_WORTH_TELLING), max(sizes.values(), default=0.0) / 2)
+    return {what: ratios[what] for what in sorted(sizes, key=lambda each: -sizes[each]) if sizes[what] > least}
 
 
 def _seconds(costs: CostModel, stages: tuple[int, ...]) -> float:
