@@ -156,7 +156,7 @@ class AutoSchedule(RegisteredSchedule):
         self._to_beat: Schedule | None = None
         """What ran when it began to measure again."""
         self._for_measuring = self.schedule
-        self._profiler: Profiler | None = Profiler(self, profile_steps, group=group, done=self._plan)
+        self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def measure_again(self, drift: Drift) -> None:
         """Measure and plan again, beginning with the next step. All ranks have to call this between two steps."""
@@ -187,8 +187,7 @@ class AutoSchedule(RegisteredSchedule):
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _plan(self, costs: JobCosts) -> None:
-        assert self._profiler is not None, "it has measured"
-        records, self._profiler = self._profiler.records, None
+        records = self._profiler.records
         model = costs.costs
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
