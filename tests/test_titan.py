@@ -30,6 +30,8 @@ import zbpipe
 from zbpipe import cli
 from zbpipe.demo import comparison, emulated, launch
 from zbpipe.demo.launch import JobOutcome, train_on_cpu
+from zbpipe.job_costs import JobCosts
+from zbpipe.planner.elsewhere import faster_elsewhere
 from zbpipe.runtime.options import ForTorch, Options
 from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
@@ -457,6 +459,19 @@ def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_pa
     for name in ("loss_metrics/global_avg_loss", "grad_norm"):
         found, wanted = ([step[name] for step in steps] for steps in (job.steps, expected.steps[2:]))
         assert found == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
+
+
+@pytest.mark.zoo
+def test_resuming_with_the_plan_for_another_placement(titan: Titan, stopped: Path, tmp_path: Path) -> None:
+    """What `Auto` writes with --zbpipe.plan-out where the first and the last stage, on one rank, take longest."""
+    seconds = (3.0, 1.0, 1.0, 3.0)
+    costs = JobCosts(zbpipe.CostModel(seconds, seconds, seconds, (1.0,) * 4), zbpipe.Placement.v(2))
+    found = faster_elsewhere(4, costs, zbpipe.plan(2, 4, costs, budget=1e5).makespan, budget=1e5)
+    assert found is not None
+    assert found.schedule.placement != costs.placement
+    file = tmp_path / "plan.csv"
+    file.write_text(found.schedule.to_csv())
+    test_resuming_also_into_another_schedule(titan, stopped, tmp_path, str(file))
 
 
 def test_accumulation_and_validation(titan: Titan) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import PipelineError
+from zbpipe.runtime.words import spans
 
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
@@ -85,15 +86,4 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
 
 def _by_text(texts: list[str], ranks: list[int]) -> str:
     holders = {text: [rank for rank, each in zip(ranks, texts, strict=True) if each == text] for text in texts}
-    return "; ".join(f"{'ranks' if len(of) > 1 else 'rank'} {_spans(of)}: {text}" for text, of in holders.items())
-
-
-def _spans(ranks: list[int]) -> str:
-    """Such as "0-2, 5": a job may have thousands of ranks."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+    return "; ".join(f"{spans(of)}: {text}" for text, of in holders.items())

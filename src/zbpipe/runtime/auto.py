@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,18 +15,22 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zbv_lean import shortest
 from zbpipe.costs import CostModel, least_room
+from zbpipe.drift import Drift, causes
 from zbpipe.ir import Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.limits import Limit
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
+from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.step_sizes import StepSize
 from zbpipe.runtime.words import tell
 from zbpipe.simulation import simulate
 from zbpipe.yardstick import in_unit_of
@@ -85,6 +90,10 @@ class AutoSchedule(RegisteredSchedule):
     stages (two a rank, in a V) never change, so neither do the losses. With `zbpipe.OptimizerStep` it plans for the
     shortest period; timed steps do not run ahead.
 
+    After that it goes on watching: if steps take longer or less time for good, it measures and plans again. The log
+    names the rank or link that has changed. If stages placed otherwise would be faster by more than a hundredth, it
+    says so, and writes the plan for the next start.
+
     Args:
         stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
         offload: what plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
@@ -94,6 +103,8 @@ class AutoSchedule(RegisteredSchedule):
         budget: for the search, see `zbpipe.plan`.
         group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
         measured: called on every rank with the measured costs.
+        plan_out: the CSV file for a plan with another placement, which the first rank writes.
+        keep_watching: whether it looks at the times of steps after it has chosen.
 
     Raises:
         ValueError: as for every schedule, and for a limit below what one microbatch holds.
@@ -115,12 +126,16 @@ class AutoSchedule(RegisteredSchedule):
         budget: float | None = None,
         group: dist.ProcessGroup | None = None,
         measured: Callable[[JobCosts], None] = lambda costs: None,
+        plan_out: str | Path | None = None,
+        keep_watching: bool = True,
         **options: Any,
     ) -> None:
         arguments.require_above_0("budget", budget)
         arguments.require_counts(profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
+        arguments.require_path("plan_out", plan_out)
+        arguments.require_yes_or_no("keep_watching", keep_watching)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         """None until it has chosen."""
@@ -133,47 +148,111 @@ class AutoSchedule(RegisteredSchedule):
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
+        self._plan_out = plan_out
+        self._keep_watching = keep_watching
+        self._known: CostModel | None = None
+        """The costs for which it has chosen; None before."""
+        self._chose_lean = True
+        self._to_beat: Schedule | None = None
+        """What ran when it began to measure again."""
+        self._for_measuring = self.schedule
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
+    def measure_again(self, drift: Drift) -> None:
+        """Measure and plan again, beginning with the next step. All ranks have to call this between two steps."""
+        self._log(
+            f"for about {drift.steps} steps a step has taken {drift.ratio:.2f} times as long as usual: measures again"
+        )
+        self._to_beat = self.schedule
+        self.adopt(self._for_measuring)
+        self._profiler = Profiler(self, self._num_steps, group=self._group, done=self._plan)
+
+    def make_for_microbatches(self, number: int) -> Schedule:
+        """What it measures with, until it has planned; then the better one of a plan and ZBVLean."""
+        if self._known is None:
+            return super().make_for_microbatches(number)
+        size = self.placement.num_ranks, number
+        limits = memory_limits(self._limit, self._known, *size)
+        lean = self._lean(number, self._known)
+        if self._chose_lean:
+            return lean
+        # All ranks search alike, so they find the same.
+        found = self._search(JobCosts(self._known), limits, number)
+        is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
+        return Schedule.from_csv(found.table, "plan") if is_better else lean
+
+    def _lean(self, number: int, costs: CostModel) -> Schedule:
+        size = self.placement.num_ranks, number
+        lean = shortest("ZBVLean", *size, costs, memory_limits(self._limit, costs, *size))
+        return offloaded(lean, costs, what=self._offload) if self._offload else lean
+
     def _plan(self, costs: JobCosts) -> None:
+        records = self._profiler.records
         model = costs.costs
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        size = self.placement.num_ranks, _torch.num_microbatches(self)
-        limits = memory_limits(self._limit, model, *size)
-        start = shortest("ZBVLean", *size, model, limits)
-        if self._offload:
-            start = offloaded(start, model, what=self._offload)
+        if self._known is not None:
+            self._log(f"compared with the costs for which it planned, {causes(self._known, model, self.placement)}")
+        number = self.sizes.usual
+        limits = memory_limits(self._limit, model, self.placement.num_ranks, number)
+        start = self._to_beat or self._lean(number, model)
+        self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
-        measured = self._step_seconds(self._profiler.records)
-        proposal = self._from_first_rank(lambda: self._search(costs, limits))
+        measured = self._step_seconds(records)
+        proposal = self._from_first_rank(lambda: self._search(costs, limits, number))
+        self._tell_elsewhere(
+            replace(costs, placement=self.placement, memory_limit=limits), min(proposal.expected, expected)
+        )
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._log(
             f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
             f" {proposal.words}"
         )
         if proposal.expected > expected * _WORTH_IT:
-            self.outcome = outcome
             self._log(f"stays with {start.name}")
+            self._settle_for(outcome)
             return
 
         def decide(of_plan: Sequence[StepRecord], of_start: Sequence[StepRecord]) -> None:
             after, before = self._step_seconds(of_plan), self._step_seconds(of_start)
             self.adopt(start if after > before else planned)
-            self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
             self._log(
                 f"in turn, the plan takes {after:.4g} s a step and {start.name} {before:.4g} s, simulated"
                 f" {proposal.expected:.4g} and {expected:.4g} s; continues with {self.schedule.name}"
             )
+            chosen = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
+            self._settle_for(chosen)
 
         planned = Schedule.from_csv(proposal.table, "plan")
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
-    def _search(self, job: JobCosts, limits: tuple[float, ...]) -> _Proposal:
-        num_microbatches = _torch.num_microbatches(self)
-        num_ops = 3 * self.placement.num_stages * num_microbatches
-        budget = self._budget or (_WORK if num_ops > _MANY_OPS else None)
+    def _settle_for(self, outcome: AutoOutcome) -> None:
+        self.outcome = outcome
+        self._chose_lean = self.schedule.name == "ZBVLean"
+        if self._keep_watching and dist.get_backend(self._group) != "fake":
+            seconds = min(filter(None, (outcome.measured_before, outcome.measured_after)))
+            watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
+
+    def _tell_elsewhere(self, job: JobCosts, here: float) -> None:
+        """Say on the first rank which placement would be faster than `here` seconds, and write its plan."""
+        if dist.get_rank(self._group) != 0 or self._offload:
+            return
+        if words := uneven_stages(job):
+            self._log(words)
+        found = faster_elsewhere(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
+        if found is None:
+            return
+        self._log(found.words)
+        if self._plan_out is not None:
+            try:
+                Path(self._plan_out).write_text(found.schedule.to_csv())
+                self._log(f"wrote that plan to {self._plan_out}: name the file as the schedule of the next start")
+            except OSError as error:
+                logger.warning("the plan for another placement cannot be written: %s", error)
+
+    def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
+        budget = self._budget_for(num_microbatches)
         try:
             job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
             objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
@@ -186,6 +265,10 @@ class AutoSchedule(RegisteredSchedule):
             f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
         )
         return _Proposal(found.schedule.to_csv(), found.makespan, words)
+
+    def _budget_for(self, num_microbatches: int) -> float | None:
+        num_ops = 3 * self.placement.num_stages * num_microbatches
+        return self._budget or (_WORK if num_ops > _MANY_OPS else None)
 
     def _step_seconds(self, records: Sequence[StepRecord]) -> float:
         """The median step of all ranks, each as long as its slowest rank."""
@@ -229,6 +312,9 @@ class _InTurn:
         return Wanted.TIMES
 
     def after(self, record: StepRecord) -> None:
+        if self._runtime.sizes.last != StepSize(self._runtime.sizes.usual):
+            self._coming.append(self._runtime.schedule)  # a step of another size tells nothing
+            return
         self._records.append(record)
         if not self._coming:
             _, *records = self._records

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe import registry
 from zbpipe.ir import Schedule
+from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import AutoSchedule
@@ -84,7 +85,7 @@ def build_pipeline_schedule(
     """
     if isinstance(schedule, Plan):
         options = {"costs": schedule.timeline.costs, **options}
-        schedule = schedule.schedule
+        return _class_of_plan(schedule)(stages, n_microbatches, loss_fn, **options)
     if isinstance(schedule, Schedule):
         return _class_of(schedule)(stages, n_microbatches, loss_fn, **options)
     algorithm = registry.lookup(schedule)
@@ -106,6 +107,25 @@ def build_pipeline_schedule(
 def _class_of(schedule: Schedule) -> type[RegisteredSchedule]:
     names = {"schedule_name": schedule.name, "given": schedule, "__module__": __name__}
     return type("ScheduleAsGiven", (RegisteredSchedule,), names)
+
+
+def _class_of_plan(plan: Plan) -> type[RegisteredSchedule]:
+    return type(
+        "ScheduleAsPlanned", (_class_of(plan.schedule),), {"plan": plan, "make_for_microbatches": _planned_again}
+    )
+
+
+def _planned_again(schedule: Any, number: int) -> Schedule:
+    """The plan for another number of microbatches. All ranks search alike, so they find the same."""
+    plan: Plan = schedule.plan
+    if plan.schedule.has_copies:
+        raise ValueError(
+            f"{plan.schedule.name} is for {plan.schedule.num_microbatches} microbatches and copies to the host, and a"
+            f" step has {number}: let the schedule adopt a plan for this number before"
+        )
+    placements = [plan.schedule.placement]
+    size = plan.schedule.num_ranks, number, plan.timeline.costs
+    return search(*size, memory_limit=plan.limits, placements=placements, objective=plan.objective).schedule
 
 
 def from_first_rank(

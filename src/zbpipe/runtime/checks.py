@@ -27,7 +27,10 @@ Spell = Callable[[str], str]
 
 _LONGEST_FINDING = 300
 """In characters: a circle of messages can have as many as a step."""
-_WAY_OUT = "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True)"
+_WAY_OUT = (
+    "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True), or give"
+    " step(microbatches=) on all ranks"
+)
 
 
 def require_writable(file: str | Path) -> None:
@@ -218,24 +221,36 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
         raise ValueError(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )
-    if stages[0].is_first and inputs:
-        expected = _torch.input_shapes(runtime) if stages[0].group_size > 1 else None
-        _require_shapes(inputs, expected)
-
-
-def _require_shapes(inputs: Sequence[Any], expected: list[torch.Size] | None) -> None:
-    shapes = [[_local_shape(each) for each in microbatch if isinstance(each, Tensor)] for microbatch in inputs]
-    for number, found in enumerate(shapes):
-        if found != shapes[0]:
+    for number, microbatch in enumerate(inputs or () if stages[0].is_first else ()):
+        if (found := _shapes(microbatch)) != (of_first := _shapes(inputs[0])):
             raise ValueError(
                 f"microbatch {number} has inputs of the shapes {_in_words(found)}, but microbatch 0 has"
-                f" {_in_words(shapes[0])}: {_WAY_OUT}"
+                f" {_in_words(of_first)}: {_WAY_OUT}"
             )
-    if expected is not None and shapes[0] != expected:
+
+
+def require_known_shapes(runtime: _torch.ScheduleRuntime, inputs: Any) -> None:
+    """Refuse microbatches, which are alike, of other shapes than those for which messages are set up."""
+    stage = _torch.stages_of(runtime)[0]
+    expected = _torch.input_shapes(runtime) if stage.group_size > 1 else None
+    if not stage.is_first or not inputs or expected is None:
+        return
+    if (found := _shapes(inputs[0])) != expected:
         raise ValueError(
-            f"the microbatches have inputs of the shapes {_in_words(shapes[0])}, but those of the first step, for which"
+            f"the microbatches have inputs of the shapes {_in_words(found)}, but those of the first step, for which"
             f" the messages between ranks are set up, had {_in_words(expected)}: {_WAY_OUT}"
         )
+
+
+def _shapes(microbatch: Iterable[Any]) -> list[torch.Size]:
+    return [_local_shape(each) for each in microbatch if isinstance(each, Tensor)]
+
+
+def input_shapes(inputs: Iterable[Any]) -> list[Any]:
+    """What the first of these microbatches gives stage 0: shapes and types."""
+    for microbatch in inputs:
+        return [(tuple(_local_shape(each)), each.dtype) for each in microbatch if isinstance(each, Tensor)]
+    return []
 
 
 def _local_shape(tensor: Tensor) -> torch.Size:
@@ -294,16 +309,28 @@ def asked_receives(
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
-def require_same_job(schedule: Schedule, placement: Placement, n_microbatches: int) -> None:
-    """Refuse to adopt a schedule for other stages, or for another number of microbatches, than those that run."""
+def require_same_placement(schedule: Schedule, placement: Placement) -> None:
+    """Refuse to adopt a schedule for other stages than those that run."""
     if schedule.placement != placement:
         raise ValueError(
             f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
             f" {placement.rank_of}: adopt one with this placement, or build a new schedule on new stages"
         )
-    if schedule.num_microbatches != n_microbatches:
+
+
+def require_count(name: str, number: object) -> None:
+    """Refuse what is no number of microbatches."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"a step has a whole number of microbatches from 1 on, got {name}={number!r}")
+
+
+def require_inferred_shapes(runtime: _torch.ScheduleRuntime) -> None:
+    """Refuse microbatches of other shapes where torch cannot infer them."""
+    if not _torch.can_infer_shapes(runtime):
         raise ValueError(
-            f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, but a step has {n_microbatches}"
+            "the microbatches have other shapes than those of earlier steps, and the stages were built for fixed shapes"
+            " (input_args and output_args of PipelineStage, a traced model, or torch before 2.13): give all steps the"
+            " same shapes, or leave these arguments out"
         )
 
 

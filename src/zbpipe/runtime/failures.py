@@ -60,10 +60,14 @@ class Failure(NamedTuple):
 
 
 class Steps:
-    """The steps of one schedule: one that failed, or was refused, has consequences for the next."""
+    """The steps of one schedule: one that failed, or was refused, has consequences for the next.
 
-    def __init__(self) -> None:
-        self._progress = Progress()
+    Args:
+        when_stuck: called by another thread, now and then, while a step does not move.
+    """
+
+    def __init__(self, when_stuck: Callable[[], None]) -> None:
+        self._progress = Progress(when_stuck)
         self._broken_by: str | None = None
         """How a step failed while messages were under way; no other step can follow."""
         self._refusal: Failure | None = None

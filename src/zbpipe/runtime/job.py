@@ -66,6 +66,11 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
             f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"
             f" of steps to measure with {name}, or use the schedule Auto"
         )
+    if options.plan_out and not is_auto:
+        raise ValueError(
+            f"{spell('plan_out')} {options.plan_out} is for the schedule Auto, which plans, and this is {name}: leave"
+            " it out, or use Auto"
+        )
     _require_files(options, spell)
     if options.offload:
         _require_offload(algorithm, options, spell)
@@ -175,12 +180,15 @@ def _runs_i_and_w(algorithm: Algorithm, num_ranks: int, n_microbatches: int) -> 
 
 
 def _require_files(options: Options, spell: checks.Spell) -> None:
-    for option, file in {"costs_out": options.costs_out, "trace": options.trace}.items():
+    files = {"costs_out": options.costs_out, "trace": options.trace, "plan_out": options.plan_out}
+    for option, file in files.items():
         if file is None:
             continue
         try:
             if option == "costs_out":
                 costs_file.require_ending(file)
+            if option == "plan_out" and not file.lower().endswith(".csv"):
+                raise ValueError(f"{file!r} is no name of a schedule: give one that ends in .csv")
             # Only the first rank writes; the others may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)

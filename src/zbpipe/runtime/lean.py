@@ -65,7 +65,7 @@ class LeanSchedule(RegisteredSchedule):
     def settle(self) -> None:
         """All ranks have to run one schedule, and a rank may have nothing but an embedding."""
         unsure, self._unsure = self._unsure, None
-        if unsure is None or unsure is not self.schedule or self.checkpointing is None:
+        if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
         stage = _torch.stages_of(self)[0]
         words = agreement.answers(
@@ -75,8 +75,7 @@ class LeanSchedule(RegisteredSchedule):
         logger.info("%s is made for %s activation checkpointing, as the modules show", self.schedule_name, agreed)
         if agreed is not self.checkpointing:
             self.checkpointing = agreed
-            costs = usual_costs(self.placement, agreed)
-            self.adopt(self.made_for(costs), costs)
+            self.remake(usual_costs(self.placement, agreed))
 
 
 def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:

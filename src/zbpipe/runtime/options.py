@@ -67,6 +67,8 @@ class Options:
     """The step to trace, counted from 1."""
     check_gradients: int | None = None
     """The number of steps in which the split is compared with an ordinary backward; None compares nothing."""
+    plan_out: str | None = None
+    """For `Auto`: the CSV file for a plan that places stages otherwise, if that would be faster."""
     optimizer_step: OptimizerSteps = "synchronous"
     """Whether all ranks wait for each other in the optimizer step; a framework's plug may have the other way."""
 
@@ -80,6 +82,7 @@ class Options:
         arguments.require_yes_or_no("defer_loss", self.defer_loss)
         arguments.require_path("costs_out", self.costs_out)
         arguments.require_path("costs_file", self.costs_file)
+        arguments.require_path("plan_out", self.plan_out)
         Offload.parse(self.offload)
         arguments.require_path("trace", self.trace)
         steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
@@ -94,7 +97,8 @@ class Options:
 
     def for_auto(self) -> dict[str, Any]:
         """The keyword arguments that only `Auto` has."""
-        return {} if self.profile_steps is None else {"profile_steps": self.profile_steps}
+        names = ("profile_steps", "plan_out")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def need_zbpipes_schedule(self) -> bool:
         """Whether an option is set that torch's own schedules do not have."""
@@ -179,6 +183,12 @@ def _add_measurements(add: Callable[..., None], prefix: str) -> None:
         choices=_words(Offload),
         help="Copy to the host's memory what waits for W (pairs), for I (activations), or both (all). It needs"
         f" {prefix}costs-file, or the schedule Auto.",
+    )
+    add(
+        "plan_out",
+        metavar="FILE",
+        help="For Auto: if another placement of the stages would be faster, write its plan to this CSV file, which the"
+        " next start takes as its schedule.",
     )
     add("trace", metavar="FILE", help="Write what every rank did in one step to this file, for ui.perfetto.dev.")
     add(

@@ -94,9 +94,14 @@ class Launched:
 
 
 class Progress:
-    """Of the steps of one schedule, on this rank."""
+    """Of the steps of one schedule, on this rank.
 
-    def __init__(self) -> None:
+    Args:
+        when_stuck: called by another thread, now and then, while a step does not move.
+    """
+
+    def __init__(self, when_stuck: Callable[[], None] = lambda: None) -> None:
+        self._when_stuck = when_stuck
         self._launched: Launched | None = None
         """None on the CPU, where host and device are the same."""
         self._thread: int | None = None
@@ -148,6 +153,9 @@ class Progress:
             return _LONGEST_PAUSE
         place = None if self._thread is None else _torch.place_now(self._thread, schedule)
         host = None if place is None else (self._steps, place)
+        if host is not None and host == self._seen[0]:
+            with suppress(RuntimeError):  # the store may be gone, as the process group knows first
+                self._when_stuck()
         # Ask the device only if the host does not move: the query would break the capture of a graph.
         seen = host, self._ran() if host is not None and host == self._seen[0] else None
         if host is None or seen != self._seen:

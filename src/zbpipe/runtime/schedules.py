@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.step_sizes import StepSizes
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
@@ -50,6 +51,18 @@ class Validation(Protocol):
 
     def finish(self) -> None:
         """Both, if there is a step to validate."""
+
+
+@dataclass
+class _Lowered:
+    """A schedule as torch runs it."""
+
+    lists: _torch.Lists
+    receives: Receives
+    is_agreed: bool = False
+    """Whether all ranks have been seen to have the same lists."""
+    ahead: RunAhead | None = None
+    """The lists cut for the validation of an optimizer step; None until that is needed."""
 
 
 class RegisteredSchedule(_torch.OwnRuntime):
@@ -132,8 +145,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
         stages, placement = checks.placed(stages, algorithm)
         per_rank = len(stages) if algorithm.any_stages_per_rank else None
 
-        def make(costs: CostModel | None, runs_ahead: bool = False) -> Schedule:
-            size = placement.num_ranks, n_microbatches
+        def make(costs: CostModel | None, runs_ahead: bool = False, microbatches: int = n_microbatches) -> Schedule:
+            size = placement.num_ranks, microbatches
             room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
             made = registry.generate(
                 source,
@@ -162,28 +175,28 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._frees_sends_early = options.get("max_outstanding_sends") is None
         self.placement = placement
         """Which rank has which stage."""
-        self._failures = failures.Steps()
+        self.sizes = StepSizes(stages[0], n_microbatches)
+        """Of the steps: numbers of microbatches, and shapes."""
+        self._failures = failures.Steps(self.sizes.comparison.answer_for_stuck_step)
         self.always_train()
-        self._lowered: dict[Schedule, tuple[_torch.Lists, Receives]] = {}
-        self._is_agreed = False
-        """Whether all ranks have been seen to have the same lists."""
+        self._adopted: dict[int, Schedule] = {}
+        """By number of microbatches, what such a step was made to run."""
+        self._made: dict[int, Schedule] = {n_microbatches: schedule}
+        """What other steps run."""
+        self._lowered: dict[Schedule, _Lowered] = {}
         self._models_are_checked = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
         self._copies: Copies | None = None
         """What runs the copies of schedules that have some."""
         self.made_for = make
-        """Makes the schedule for other costs, and for steps that run ahead."""
+        """Makes the schedule for other costs, for steps that run ahead, and for other numbers of microbatches."""
         self._split: Callable[[], object] | None = lambda: split.split_backward(
             _torch.stages_of(self), split_backward, gradients
         )
         """None once I and W share the backward."""
         self._validation: Validation | None = None
-        self._ahead: RunAhead | None = None
-        """The lists that run, cut for the validation; None until they are needed."""
-        self._adopt(schedule)
-        checks.require_pairs(schedule, stages)
-        self._copy_beside(schedule)
+        self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
     def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
@@ -194,34 +207,87 @@ class RegisteredSchedule(_torch.OwnRuntime):
         The next step begins with a check that all ranks have the same schedule.
 
         Args:
-            schedule: with the placement of the one that runs.
+            schedule: with the placement of the one that runs. Steps with its number of microbatches run it, the others
+                run what they ran before.
             costs: to place receives from now on, the same on all ranks; default: those known so far.
 
         Raises:
-            ValueError: it has another placement or another number of microbatches, or cannot run.
+            ValueError: it has another placement, or cannot run.
         """
         if not isinstance(schedule, Schedule):
             raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
-        checks.require_same_job(schedule, self.placement, _torch.num_microbatches(self))
+        checks.require_same_placement(schedule, self.placement)
+        checks.require_pairs(schedule, _torch.stages_of(self))
         if costs is not None:
             self._costs = costs
             self._lowered.clear()
-        checks.require_pairs(schedule, _torch.stages_of(self))
-        self._adopt(schedule)
-        self._copy_beside(schedule)
+            self._made.clear()
+        self._adopted[schedule.num_microbatches] = schedule
+        if schedule.num_microbatches == _torch.num_microbatches(self):
+            self._use(schedule)
+        else:
+            checks.require_runnable(schedule)
 
-    def _adopt(self, schedule: Schedule) -> None:
+    def remake(self, costs: CostModel) -> None:
+        """Make what was not adopted anew, for these costs. All ranks have to call this."""
+        self._costs = costs
+        self._lowered.clear()
+        self._made.clear()
+        self._use(self.for_microbatches(_torch.num_microbatches(self)))
+
+    def for_microbatches(self, number: int) -> Schedule:
+        """What a step with so many microbatches runs: what was adopted for it, else what is made for it.
+
+        All ranks make it by themselves, at the first such step.
+
+        Raises:
+            ValueError: there is no such schedule, for example because the one that runs is a table.
+        """
+        if number in self._adopted:
+            return self._adopted[number]
+        if number not in self._made:
+            self._made[number] = self.make_for_microbatches(number)
+        return self._made[number]
+
+    def make_for_microbatches(self, number: int) -> Schedule:
+        """The schedule for another number of microbatches, the same on all ranks."""
+        algorithm = registry.lookup(self.given or self.schedule_name)
+        if algorithm.table is not None and number != algorithm.table.num_microbatches:
+            raise ValueError(
+                f"{algorithm.name} is a table for {algorithm.table.num_microbatches} microbatches, but a step has"
+                f" {number}: let the schedule adopt one for this number before, or build it by a name"
+            )
+        return self.made_for(self._costs, runs_ahead=self._validation is not None, microbatches=number)
+
+    def _take_microbatches(self, number: int) -> None:
+        """Make the next step one of so many microbatches."""
+        checks.require_count("microbatches", number)
+        before = _torch.num_microbatches(self)
+        if number == before:
+            return
+        schedule = self.for_microbatches(number)
+        _torch.use_microbatches(self, number)
+        try:
+            self._use(schedule)
+        except ValueError:
+            _torch.use_microbatches(self, before)
+            _torch.use_lists(self, self._running.lists)
+            raise
+
+    def _use(self, schedule: Schedule) -> None:
+        """Run it from the next step on; it has the number of microbatches of that step."""
         if schedule not in self._lowered:
             receives = self._lower(schedule)
-            self._lowered[schedule] = _torch.lists_of(self), receives
-            self._is_agreed = False
-        lists, self.receives = self._lowered[schedule]
-        _torch.use_lists(self, lists)
+            self._lowered[schedule] = _Lowered(_torch.lists_of(self), receives)
+            if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
+                self._split()
+                self._split = None
+            checks.require_pairs(schedule, _torch.stages_of(self))
+        self._running = self._lowered[schedule]
+        self.receives = self._running.receives
+        _torch.use_lists(self, self._running.lists)
         self.schedule = schedule
-        self._ahead = None
-        if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
-            self._split()
-            self._split = None
+        self._copy_beside(schedule)
 
     def _copy_beside(self, schedule: Schedule) -> None:
         """Run the schedule's copies beside its computations."""
@@ -257,31 +323,48 @@ class RegisteredSchedule(_torch.OwnRuntime):
             for stage in _torch.stages_of(self):
                 kept.enter_context(_torch.without_gradients(stage.submod))
             super().initialize_stages(*args, **kwargs)
+        self.sizes.are_set_up = True
         if _torch.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
         """One training step, with torch's arguments; the batch is split into equal microbatches.
 
+        Args:
+            args: torch's, likewise `kwargs`.
+            target: of the batch, on the rank with the last stage.
+            microbatches: in how many this step splits its batch, if not in `n_microbatches`; the same on all ranks.
+                Microbatches may then have other shapes than those of the first step, too. The ranks compare both
+                before such a step. Microbatches that are split already (torch's `kwarg_mbs`) say their number.
+
         Raises:
-            ValueError: before anything is sent, for a batch that `n_microbatches` does not divide, a batch of another
-                size than the first, no input for stage 0, no target for the last stage, or no loss_fn.
+            ValueError: before anything is sent, for a batch that the number of microbatches does not divide, other
+                shapes than those of the first step without `microbatches=`, no input for stage 0, no target for the
+                last stage, no loss_fn, or a `microbatches` that is not the same on all ranks.
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
-        with self._failures.begun(self.schedule.name):
-            checks.require_loss_and_target(self, target)
-            return super().step(*args, target=target, **kwargs)
+        microbatches = microbatches_of(self, microbatches, kwargs)
+        with self._failures.begun(self.schedule.name), self.sizes.begun(microbatches):
+            try:
+                self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
+                checks.require_loss_and_target(self, target)
+                return super().step(*args, target=target, **kwargs)
+            finally:
+                self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """One step, of microbatches that are split already: what cannot run is refused, what fails is explained."""
-        checks.require_microbatches_alike(self, args, kwargs, targets)
         stages = _torch.stages_of(self)
+        checks.require_microbatches_alike(self, args, kwargs, targets)
+        if self.sizes.agree(self, args):
+            self._is_warm = False
+        checks.require_known_shapes(self, args)
         with self._failures.named(self, self.schedule.name):
-            if not self._is_agreed:
+            if not self._running.is_agreed:
                 self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
-                self._is_agreed = True
+                self._running.is_agreed = True
             if _torch.trains(self) and not self._models_are_checked:
                 if _torch.has_split_backward(self):
                     split.require_no_early_reduction(stages)
@@ -324,8 +407,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def _made_to_run_ahead(self) -> Schedule:
         """The one that runs, unless it can be made for this and is still the one that was made."""
         can_be_made = "runs_ahead" in registry.lookup(self.schedule_name).keywords
-        if can_be_made and self.schedule == self.made_for(self._costs):
-            return self.made_for(self._costs, runs_ahead=True)
+        number = _torch.num_microbatches(self)
+        if can_be_made and self.schedule == self.made_for(self._costs, microbatches=number):
+            return self.made_for(self._costs, runs_ahead=True, microbatches=number)
         return self.schedule
 
     def finish_optimizer_step(self) -> None:
@@ -347,16 +431,30 @@ class RegisteredSchedule(_torch.OwnRuntime):
             run()
 
     def _cut(self) -> RunAhead:
-        if self._ahead is None:
+        if self._running.ahead is None:
             rows = _torch.rows_of(self)
             cut = RunAhead.of(passes.with_waits(rows), ahead_of(self.schedule, self._simulated_costs()))
             if findings := cut.findings():
                 raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
-            self._ahead = cut
-        return self._ahead
+            self._running.ahead = cut
+        return self._running.ahead
 
     def _simulated_costs(self) -> CostModel:
         return self._costs or passes.unknown_costs(self.placement)
+
+
+def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: Mapping[str, Any]) -> int | None:
+    """The number of microbatches that a step is asked for; None for the usual one.
+
+    Args:
+        schedule: whose step it is.
+        asked: by `microbatches=`.
+        arguments: of the step; a framework that splits batches gives `kwarg_mbs` on all ranks.
+    """
+    split = arguments.get("kwarg_mbs")
+    if asked is None and isinstance(split, list) and len(split) not in (0, schedule.sizes.usual):
+        return len(split)
+    return asked
 
 
 class ScheduleZBH1(RegisteredSchedule):

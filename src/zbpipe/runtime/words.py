@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 
 def tell(logger: logging.Logger, words: str, *values: object) -> None:
     """Log it as information, or as a warning in a job that shows no information, as Python does by default."""
     logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Such as "ranks 0-2, 5", for ranks in ascending order: a job may have thousands of them."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, each)) for each in found)

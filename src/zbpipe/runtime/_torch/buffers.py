@@ -8,6 +8,7 @@ on a rank with two stages. `zbpipe.passes.messages_held` tells how many there ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from enum import StrEnum
 from typing import Any
 
@@ -32,6 +33,12 @@ class ReceivesOnDemand(_PipelineStageBase):
         """Let go of what is allocated. Call it once, after the stage's class has got these methods."""
         self.args_recv_info = _Received(self.args_recv_info)
         self.grad_recv_info = _Received(self.grad_recv_info)
+
+    def forget_shapes(self) -> None:
+        """Know of no shapes, as before the first step."""
+        self._stage_meta = type(self._stage_meta)()
+        self.args_recv_info, self.grad_recv_info = _Received({}), _Received({})
+        self.act_send_info, self.grad_send_info = {}, None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
@@ -66,6 +73,18 @@ class _Received(dict[int, tuple[Any, ...]]):
         super().__init__()
         for microbatch, infos in known.items():
             self[microbatch] = infos
+
+    def __missing__(self, microbatch: int) -> tuple[Any, ...]:
+        """Steps may have more microbatches than the one for which torch has set this up."""
+        if not microbatch:
+            raise KeyError(microbatch)
+        infos = tuple(copy(info) for info in self[0])
+        for info in infos:
+            # What microbatch 0 has received is its own.
+            if hasattr(info, "buffer"):
+                info.buffer = getattr(info, "placeholder", None)
+        self[microbatch] = infos
+        return infos
 
     def __setitem__(self, microbatch: int, infos: tuple[Any, ...]) -> None:
         for info in infos:

@@ -322,6 +322,46 @@ def num_microbatches(schedule: _PipelineSchedule) -> int:
     return schedule._n_microbatches
 
 
+def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
+    """Run so many microbatches in the next step; its lists have to be for as many."""
+    schedule._n_microbatches = number
+    for stage in schedule._stages:
+        if stage.chunks is not None:
+            stage.chunks = number
+
+
+Shapes = tuple[bool, bool, list[dict[str, Any]]]
+"""What torch has set up for microbatches of some shapes: whether forward and backward are, and each stage's part."""
+
+_OF_SHAPES = ("_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
+
+
+def shapes_of(schedule: _PipelineScheduleRuntime) -> Shapes:
+    """What is set up for the shapes of the last step."""
+    stages = [{name: vars(stage)[name] for name in _OF_SHAPES} for stage in schedule._stages]
+    return schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages
+
+
+def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
+    """Set up what `shapes_of` has returned once."""
+    schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages = shapes
+    for stage, known in zip(schedule._stages, stages, strict=True):
+        vars(stage).update(known)
+
+
+def forget_shapes(schedule: _PipelineScheduleRuntime) -> None:
+    """Have torch infer all shapes in the next step, as in the first one."""
+    schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
+    for stage in schedule._stages:
+        cast(OwnStage, stage).forget_shapes()
+
+
+def can_infer_shapes(schedule: _PipelineScheduleRuntime) -> bool:
+    """Whether torch (from 2.13 on) has inferred the shapes of all stages of all ranks; else they were given to it."""
+    modes = [getattr(stage, "_inference_mode", None) for stage in schedule._stages]
+    return all(getattr(mode, "name", "") == "DYNAMIC" for mode in modes)
+
+
 def trains(schedule: _PipelineSchedule) -> bool:
     """Whether its present or next step has backwards, which is not so in `eval`."""
     return bool(cast(Any, schedule)._has_backward)

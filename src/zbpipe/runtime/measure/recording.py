@@ -54,6 +54,8 @@ class StepRecord:
     """For one op of each kind and stage, if wanted: the most bytes that it had allocated and not freed at any time."""
     message_bytes: int
     """The largest message that this rank sends forward, for one microbatch; 0 if it has only the last stage."""
+    has_usual_shapes: bool = True
+    """Whether its microbatches had the shapes of the first step."""
 
 
 class Watcher(Protocol):
@@ -81,7 +83,8 @@ def collect(
 
     Args:
         schedule: any of zbpipe's or torch's.
-        wanted: for each of the next steps; of the last one not nothing.
+        wanted: for each of the next steps; of the last one not nothing. Steps whose microbatches have other shapes than
+            usual do not count.
         done: called after the last step, with the records in order.
     """
     watch(schedule, _Collector(wanted, done))
@@ -121,13 +124,18 @@ def _attached(schedule: _torch.PipelineSchedule) -> _Attached:
 class _Collector:
     def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
         self._coming = deque(wanted)
+        self._wanted: Wanted | None = None
         self._records: list[StepRecord] = []
         self._done = done
 
     def before(self) -> Wanted | None:
-        return self._coming.popleft() if self._coming else None
+        self._wanted = self._coming.popleft() if self._coming else None
+        return self._wanted
 
     def after(self, record: StepRecord) -> None:
+        if not record.has_usual_shapes and self._wanted is not None:
+            self._coming.appendleft(self._wanted)
+            return
         self._records.append(record)
         if not self._coming:
             self._done(self._records)
@@ -171,8 +179,6 @@ class _Recorder:
         # On the CPU this needs torch's profiler, and only one can run at a time.
         with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
         self._with_memory = with_memory
-        self._first_watched = min(1, _torch.num_microbatches(schedule) - 1)
-        """The first microbatch whose memory is measured: not the very first, which allocates `.grad`."""
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
@@ -213,7 +219,8 @@ class _Recorder:
         return result
 
     def _is_watched(self, op: Op) -> bool:
-        if not self._with_memory or op.microbatch < self._first_watched:
+        # The very first microbatch allocates `.grad`.
+        if not self._with_memory or op.microbatch < min(1, _torch.num_microbatches(self._schedule) - 1):
             return False
         first = self._watched.setdefault((op.stage, op.kind), op) == op
         # torch's profiler counts what an op frees only if it has seen it allocated, and here it is not yet known of
@@ -229,7 +236,8 @@ class _Recorder:
         counted = self._watched.values()
         kept = {op: self._kept[op] for op in counted if op.kind in (OpKind.F, OpKind.I)}
         most = {op: self._most[op] for op in counted}
-        return StepRecord(self._name, end, spans, kept, most, self._message_bytes)
+        is_usual = not isinstance(self._schedule, RegisteredSchedule) or not self._schedule.sizes.last.shapes
+        return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 
 def _name_of(schedule: _torch.PipelineSchedule) -> str:

@@ -1,0 +1,116 @@
+"""Whether stages placed otherwise would make the steps of a job shorter, from its next start on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement, Schedule
+from zbpipe.job_costs import JobCosts
+from zbpipe.planner.plan import plan
+from zbpipe.planner.request import PLACEMENTS
+
+_WORTH_A_START = 0.99
+_EVEN_ENOUGH = 1.05
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A plan with another placement."""
+
+    schedule: Schedule
+    words: str
+    """For a log."""
+
+
+def faster_elsewhere(microbatches: int, job: JobCosts, here: float, budget: float | None = None) -> Elsewhere | None:
+    """The fastest plan on another placement, if it is faster by more than a hundredth.
+
+    Tried are those on which each rank has the same number of stages, and one stage a rank, which is two stages of the
+    job in one. A stage that does not fit into memory there, as in the job, is not tried.
+
+    Args:
+        microbatches: of a step.
+        job: measured costs of stages, with their placement, and with limits of memory.
+        here: seconds of a step as the job places its stages now.
+        budget: as for `zbpipe.plan`.
+
+    Raises:
+        TypeError: costs of layers, or no placement.
+    """
+    if not isinstance(job.costs, CostModel) or job.placement is None:
+        raise TypeError("faster_elsewhere needs the costs of stages and their placement")
+    ranks = job.placement.num_ranks
+    found = []
+    for name, placement in sorted({name: place(ranks) for name, place in PLACEMENTS.items()}.items()):
+        if placement == job.placement or ranks == 1:
+            continue
+        costs = _on(placement, job.costs)
+        if costs is None:
+            continue
+        try:
+            best = plan(ranks, microbatches, replace(job, costs=costs, placement=placement), budget=budget)
+        except ValueError:  # it does not fit
+            continue
+        found.append((best.makespan, name, best.schedule))
+    if not found or min(found)[0] >= here * _WORTH_A_START:
+        return None
+    seconds, name, schedule = min(found)
+    words = f"with the placement {name!r} a step should take {seconds:.4g} s, {1 - seconds / here:.1%} less than now"
+    return Elsewhere(replace(schedule, name=f"plan-{name}"), words)
+
+
+def _on(placement: Placement, costs: CostModel) -> CostModel | None:
+    """The costs of the stages so placed: the same ones, or two in one; None for other numbers of stages.
+
+    Ranks between which nothing was measured have the slowest of the measured links.
+    """
+    slowest = max(costs.links.values(), key=lambda link: link.seconds(costs.message_bytes), default=costs.link)
+    costs = replace(costs, link=slowest)
+    if placement.num_stages == costs.num_stages:
+        return costs
+    if 2 * placement.num_stages != costs.num_stages:
+        return None
+    pairs = range(0, costs.num_stages, 2)
+
+    def both(column: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(column[stage] + column[stage + 1] for stage in pairs)
+
+    def larger(column: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return tuple(max(column[stage : stage + 2]) for stage in pairs) if isinstance(column, tuple) else column
+
+    held = both(costs.activations)
+    freed = costs.freed_by_i if isinstance(costs.freed_by_i, tuple) else (costs.freed_by_i,) * costs.num_stages
+    parts = both(tuple(share * held for share, held in zip(freed, costs.activations, strict=True)))
+    return replace(
+        costs,
+        f=both(costs.f),
+        i=both(costs.i),
+        w=both(costs.w),
+        activations=held,
+        freed_by_i=tuple(part / whole if whole else 0.0 for part, whole in zip(parts, held, strict=True)),
+        working={kind: larger(column) for kind, column in costs.working.items()},
+    )
+
+
+def uneven_stages(job: JobCosts) -> str:
+    """Which stage has more than its share of the work, and which has least: where layers should move. Empty if even.
+
+    >>> uneven_stages(JobCosts(CostModel((1, 1, 1, 2), (1, 1, 1, 2), (1, 1, 1, 2), (1,) * 4), Placement.v(2)))
+    'stage 3 (rank 0) takes 1.60 times the average of all stages, and stage 1 (rank 1) 0.80 times: move layers there'
+    """
+    costs, placement = job.costs, job.placement
+    if not isinstance(costs, CostModel) or placement is None:
+        raise TypeError("uneven_stages needs the costs of stages and their placement")
+    seconds = [sum(each) for each in zip(costs.f, costs.i, costs.w, strict=True)]
+    ranks = [sum(seconds[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    average = sum(seconds) / len(seconds)
+    if not average or max(ranks) * len(ranks) <= _EVEN_ENOUGH * sum(ranks):
+        return ""
+    rank = ranks.index(max(ranks))
+    most = max(placement.stages_on(rank), key=lambda stage: seconds[stage])
+    least = min(placement.stages_on(ranks.index(min(ranks))), key=lambda stage: seconds[stage])
+    return (
+        f"stage {most} (rank {rank}) takes {seconds[most] / average:.2f} times the average of all stages, and stage"
+        f" {least} (rank {placement.rank_of[least]}) {seconds[least] / average:.2f} times: move layers there"
+    )

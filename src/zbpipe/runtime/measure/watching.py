@@ -1,0 +1,101 @@
+"""Look at the times of all steps of a job, and have all ranks do something in the same step when they change for good.
+
+A step costs two readings of the clock. The first rank alone decides, because a slow rank or link anywhere makes the
+steps of all ranks longer. It says so in the job's key-value store. The others look there once in a while, in steps with
+numbers that all ranks know. The step that it names is at least two steps ahead, and no rank can begin that one before
+the first rank has begun the step before it: so all ranks find the word of the first rank there, or none does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+
+from zbpipe.drift import Drift, DriftDetector
+from zbpipe.runtime import _torch
+from zbpipe.runtime.measure.recording import Wanted
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.step_sizes import StepSize
+
+_LOOKS_EVERY = 0.2
+"""Seconds: a look into the store takes about a ten thousandth of one."""
+
+_num_watchers: Counter[tuple[int, ...]] = Counter()
+"""By their ranks, how many there have been in this process: all ranks make the same ones."""
+
+
+class DriftWatcher:
+    """Calls `found` in the same step on all ranks, before it begins, when the steps' times have changed for good.
+
+    It holds no schedule, and leaves after that call. Steps of another size than the usual one do not count.
+
+    Args:
+        schedule: whose steps these are.
+        group: the ranks that watch together; None for all of the job.
+        seconds: of a step, the same number on all ranks.
+        found: called with the schedule, and how the times have changed.
+    """
+
+    def __init__(
+        self,
+        schedule: RegisteredSchedule,
+        group: dist.ProcessGroup | None,
+        seconds: float,
+        found: Callable[[Any, Drift], None],
+    ) -> None:
+        self._schedule = ref(schedule)
+        self._usual = StepSize(schedule.sizes.usual)
+        self._found = found
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        _num_watchers[ranks] += 1
+        self._key = f"zbpipe/drift/{'-'.join(map(str, ranks))}/{_num_watchers[ranks]}"
+        self._detector = DriftDetector() if dist.get_rank(group) == 0 else None
+        self._every = max(1, ceil(_LOOKS_EVERY / seconds))
+        self._step = 0
+        self._began: float | None = None
+
+    def before(self) -> Wanted | None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        schedule = self._schedule()
+        if schedule is None:
+            return None
+        self._step += 1
+        if self._detector is not None:
+            self._look_at_last_step(schedule, time.perf_counter())
+        if self._step % self._every:
+            return Wanted.NOTHING
+        drift = self._heard()
+        if drift is None:
+            return Wanted.NOTHING
+        self._found(schedule, drift)
+        return None
+
+    def after(self, record: Any) -> None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+
+    def _look_at_last_step(self, schedule: RegisteredSchedule, now: float) -> None:
+        """With all that was beside it: the host of a GPU is done with a step long before the GPU."""
+        assert self._detector is not None
+        began, self._began = self._began, now
+        if began is None or schedule.sizes.last != self._usual:
+            return
+        drift = self._detector.observe(now - began)
+        if drift is not None:
+            step = ceil((self._step + 2) / self._every) * self._every
+            _torch.default_store().set(self._key, json.dumps([step, drift.ratio, drift.steps]))
+            self._detector = None
+
+    def _heard(self) -> Drift | None:
+        """What the first rank has said of this step."""
+        store = _torch.default_store()
+        if not store.check([self._key]):
+            return None
+        step, ratio, steps = json.loads(store.get(self._key))
+        return Drift(ratio, steps) if step == self._step else None

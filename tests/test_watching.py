@@ -1,0 +1,118 @@
+"""`Auto` after its choice: a rank that becomes slower is found and named, and faster placements are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import build_stage, loss_fn
+from ranks import run_ranks
+from test_steps import Kept
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import CostModel, Link, Placement, Schedule
+from zbpipe.job_costs import JobCosts
+from zbpipe.planner.elsewhere import _on, faster_elsewhere, uneven_stages
+
+STEPS, SLOW_FROM = 80, 45
+
+
+class Asleep(nn.Module):
+    """A stage whose forward takes as long as it is told."""
+
+    def __init__(self, inner: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        output: Tensor = self.inner(x)
+        return output
+
+
+def watched(plan_out: Path) -> tuple[list[str], list[str]]:
+    """The log of this rank, and the schedules of all steps. Rank 0 is slow, with both ends of the V, later rank 1."""
+    kept = Kept()
+    logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    indices = zbpipe.stage_indices("Auto", rank=rank, num_ranks=num_ranks)
+    modules = {index: Asleep(build_stage(index, 4), 0.02 if index in (0, 3) else 0.007) for index in indices}
+    stages = [PipelineStage(each, index, 2 * num_ranks, torch.device("cpu")) for index, each in modules.items()]
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        "Auto", stages, 4, loss_fn, profile_steps=2, budget=1e4, plan_out=plan_out
+    )
+    names = []
+    for number in range(STEPS):
+        if number == SLOW_FROM and rank == 1:
+            for module in modules.values():
+                module.seconds *= 6
+        tokens = torch.zeros(4, 3, dtype=torch.long)
+        schedule.step(*([tokens] if 0 in modules else []), target=tokens if 2 * num_ranks - 1 in modules else None)
+        names.append(schedule.schedule.name)
+    return kept.messages, names
+
+
+def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
+    (told, names), (silent, others) = run_ranks(2, watched, tmp_path / "plan.csv", timeout=300)
+    assert names == others
+    assert not silent
+    # Another process on this machine may be a drift, too.
+    drifts = [each for each in told if "times as long as usual: measures again" in each]
+    causes = [each for each in told if "compared with the costs for which it planned" in each]
+    assert len(drifts) == len(causes) >= 1
+    assert any("planned, rank 1 computes" in each for each in causes), causes
+    assert "Auto-ZBVLean" in names[SLOW_FROM + 3 : SLOW_FROM + 12]
+    assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
+    assert any("with the placement" in each and "less than now" in each for each in told)
+    assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).placement != Placement.v(2)
+
+
+def measured(ranks: int, **changes: Any) -> JobCosts:
+    placement = Placement.v(ranks)
+    return JobCosts(replace(CostModel.uniform(placement), **changes), placement)
+
+
+def test_another_placement_is_told_if_it_is_faster() -> None:
+    """A V with a long first and last stage, which are on one rank, waits for that rank."""
+    uneven = (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0)
+    job = measured(4, f=uneven, i=uneven, w=uneven)
+    here = zbpipe.plan(4, 8, job, budget=1e5).makespan
+    found = faster_elsewhere(8, job, here, budget=1e5)
+    assert found is not None
+    assert found.schedule.placement != Placement.v(4)
+    assert "less than now" in found.words
+    again = Schedule.from_csv(found.schedule.to_csv())
+    assert again.ops == found.schedule.ops
+
+
+def test_no_other_placement_is_told_if_it_gains_little() -> None:
+    job = measured(4)
+    here = zbpipe.plan(4, 8, job, budget=1e5).makespan
+    assert faster_elsewhere(8, job, here, budget=1e5) is None
+
+
+def test_ranks_with_no_link_measured_have_the_slowest() -> None:
+    """A loop sends from the last rank to the first, a V never does."""
+    ways = {pair: Link(5.0 + pair[0]) for a in range(3) for pair in ((a, a + 1), (a + 1, a))}
+    found = _on(Placement.loop(4, 2), measured(4, links=ways).costs)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.link == Link(8.0)
+    pairs = _on(Placement.loop(4), measured(4, f=tuple(range(8))).costs)  # type: ignore[arg-type]
+    assert pairs is not None
+    assert pairs.f == (1.0, 5.0, 9.0, 13.0)
+
+
+def test_layers_that_should_move() -> None:
+    assert uneven_stages(measured(4)) == ""
+    long = (1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    words = uneven_stages(measured(4, f=long, i=long, w=long))
+    assert words.startswith("stage 2 (rank 2) takes 1.78 times the average of all stages, and stage")
+    assert words.endswith("(rank 0) 0.89 times: move layers there")
