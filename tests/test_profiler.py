@@ -78,11 +78,11 @@ def mean_loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def sleepy_job(name: str, device: Any = CPU, **options: Any) -> Job:
+def sleepy_job(name: str, device: Any = CPU, model: Callable[[int], nn.Module] = Sleepy, **options: Any) -> Job:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_stages = zbpipe.registry.lookup(name).place(num_ranks).num_stages
     indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
-    stages = [PipelineStage(Sleepy(index + 1), index, num_stages, device) for index in indices]
+    stages = [PipelineStage(model(index + 1), index, num_stages, device) for index in indices]
     schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
     return Job(schedule, indices, num_stages)
 
@@ -433,10 +433,15 @@ def test_auto_plans_and_keeps_the_better() -> None:
     assert rows.startswith("rank 0: 0F0")
 
 
+def with_activations(naps: int) -> nn.Module:
+    """One keeps something that is neither its input nor its output, which others hold."""
+    return nn.Sequential(Sleepy(naps), nn.Tanh(), nn.Tanh())
+
+
 def offloading() -> tuple[bool, bool, bool, int]:
     """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
     setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
-    job = sleepy_job("Auto", profile_steps=1, offload="all")
+    job = sleepy_job("Auto", model=with_activations, profile_steps=1, offload="all")
     seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
     for _ in range(6):
         job.step()
