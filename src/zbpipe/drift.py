@@ -29,7 +29,9 @@ _ALARM = 4.5
 _NORMAL = 1.4826
 """Deviations in a median absolute deviation, if times are normal."""
 _WORTH_TELLING = 1.1
-"""A rank or link that takes so many times what it took is named."""
+"""A rank that takes so many times what it took is named."""
+_OF_A_LINK = 1.5
+"""The same for a link, whose time is measured by a few messages."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
         f"the link of the ranks {one} and {other} takes": _message(after, one, other) / _message(before, one, other)
         for one, other in sorted(both_ways)
     }
-    changed = _changed(ranks | links)
+    changed = _changed(ranks | {what: ratio for what, ratio in links.items() if max(ratio, 1 / ratio) > _OF_A_LINK})
     if not changed:
         return "no rank or link alone: all together, or what runs beside the pipeline"
     if changed.keys() == ranks.keys() and len(ranks) > 1 and len({ratio > 1 for ratio in ranks.values()}) == 1:
