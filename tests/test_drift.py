@@ -64,9 +64,12 @@ def test_causes() -> None:
     assert causes(before, slow, placement) == "rank 2 computes 2.00 times as long as before"
     away = replace(before, links=ways | {(1, 2): Link(1e-5, 1e8), (2, 1): Link(1e-5, 1e8)})
     assert causes(before, away, placement) == ("the link of the ranks 1 and 2 takes 9.91 times as long as before")
-    both = causes(before, replace(away, f=(1, 1, 14, 14, 1, 1)), placement)
-    assert both.startswith("the link of the ranks 1 and 2 takes 9.91 times as long as before, rank 2 computes 5.33")
-    # What has changed by far less is noise, or waits for the cause.
+    # What has changed by far fewer seconds is noise, or waits for the cause.
+    assert causes(before, replace(away, f=(1, 1, 14, 14, 1, 1)), placement).startswith("rank 2 computes 5.33")
+    assert "link" not in causes(before, replace(away, f=(1, 1, 14, 14, 1, 1)), placement)
+    both = causes(before, replace(away, message_bytes=2e8, f=(1, 1, 2.5, 2.5, 1, 1)), placement)
+    assert both.startswith("the link of the ranks 1 and 2 takes")
+    assert "rank 2 computes 1.50" in both
     assert causes(before, replace(slow, i=(1.4, 1, 4, 4, 1, 1.4)), placement).startswith("rank 2 computes 3.00")
     assert "rank 0" not in causes(before, replace(slow, i=(1.4, 1, 4, 4, 1, 1.4)), placement)
     longer = replace(before, f=(2.0,) * 6, i=(2.0,) * 6, w=(2.0,) * 6)

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ class Asleep(nn.Module):
         super().__init__()
         self.inner = inner
         self.seconds = seconds
+        self.noise = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * self.noise)
         output: Tensor = self.inner(x)
         return output
 
@@ -50,10 +52,14 @@ def watched(plan_out: Path) -> tuple[list[str], list[str]]:
         "Auto", stages, 4, loss_fn, profile_steps=2, budget=1e4, plan_out=plan_out
     )
     names = []
+    random = Random(0)
     for number in range(STEPS):
+        noise = 1 + 0.1 * random.gauss(0, 1)  # more than other processes make
+        for module in modules.values():
+            module.noise = noise
         if number == SLOW_FROM and rank == 1:
             for module in modules.values():
-                module.seconds *= 6
+                module.seconds *= 8
         tokens = torch.zeros(4, 3, dtype=torch.long)
         schedule.step(*([tokens] if 0 in modules else []), target=tokens if 2 * num_ranks - 1 in modules else None)
         names.append(schedule.schedule.name)
@@ -68,7 +74,7 @@ def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
     drifts = [each for each in told if "times as long as usual: measures again" in each]
     causes = [each for each in told if "compared with the costs for which it planned" in each]
     assert len(drifts) == len(causes) >= 1
-    assert any("planned, rank 1 computes" in each for each in causes), causes
+    assert any("rank 1 computes" in each and "rank 0 computes" not in each for each in causes), causes
     assert "Auto-ZBVLean" in names[SLOW_FROM + 3 : SLOW_FROM + 12]
     assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
     assert any("with the placement" in each and "less than now" in each for each in told)

@@ -8,9 +8,9 @@ so that a checkpoint or a pause of the collector, however long, is no drift: at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from statistics import fmean, median
 
 from zbpipe.costs import CostModel
@@ -29,7 +29,9 @@ _ALARM = 4.5
 _NORMAL = 1.4826
 """Deviations in a median absolute deviation, if times are normal."""
 _WORTH_TELLING = 1.1
-"""A rank or link that takes so many times what it took is named."""
+"""A rank that takes so many times what it took is named."""
+_OF_A_LINK = 1.5
+"""The same for a link, whose time is measured by a few messages."""
 
 
 @dataclass(frozen=True)
@@ -104,29 +106,52 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
         after: measured anew.
         placement: of the stages.
     """
-    ranks = {
-        f"rank {rank} computes": _seconds(after, placement.stages_on(rank))
-        / _seconds(before, placement.stages_on(rank))
-        for rank in range(placement.num_ranks)
-    }
-    both_ways = {(min(pair), max(pair)) for pair in before.links.keys() & after.links.keys()}
-    links = {
-        f"the link of the ranks {one} and {other} takes": _message(after, one, other) / _message(before, one, other)
-        for one, other in sorted(both_ways)
-    }
-    changed = _changed(ranks | links)
+    changed = _largest(_changes(before, after, placement))
     if not changed:
         return "no rank or link alone: all together, or what runs beside the pipeline"
-    if changed.keys() == ranks.keys() and len(ranks) > 1 and len({ratio > 1 for ratio in ranks.values()}) == 1:
-        return f"all ranks compute {fmean(ranks.values()):.2f} times as long as before"
-    return ", ".join(f"{what} {ratio:.2f} times as long as before" for what, ratio in changed.items())
+    slower = [each.ratio > 1 for each in changed]
+    if placement.num_ranks > 1 and sum(each.of_rank for each in changed) == placement.num_ranks and len({*slower}) == 1:
+        return f"all ranks compute {fmean(each.ratio for each in changed if each.of_rank):.2f} times as long as before"
+    return ", ".join(f"{each.what} {each.ratio:.2f} times as long as before" for each in changed)
 
 
-def _changed(ratios: Mapping[str, float]) -> dict[str, float]:
-    """The largest change first, and what has changed at least half as much."""
-    sizes = {what: abs(log(ratio)) for what, ratio in ratios.items()}
-    least = max(log(_WORTH_TELLING), max(sizes.values(), default=0.0) / 2)
-    return {what: ratios[what] for what in sorted(sizes, key=lambda each: -sizes[each]) if sizes[what] > least}
+@dataclass(frozen=True)
+class _Change:
+    what: str
+    before: float
+    """Seconds for one microbatch."""
+    after: float
+    of_rank: bool
+
+    @property
+    def ratio(self) -> float:
+        if self.before <= 0:
+            return inf if self.after > 0 else 1.0
+        return self.after / self.before
+
+    @property
+    def seconds(self) -> float:
+        return abs(self.after - self.before)
+
+
+def _changes(before: CostModel, after: CostModel, placement: Placement) -> Iterator[_Change]:
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_on(rank)
+        yield _Change(f"rank {rank} computes", _seconds(before, stages), _seconds(after, stages), of_rank=True)
+    for one, other in sorted({(min(pair), max(pair)) for pair in before.links.keys() & after.links.keys()}):
+        what = f"the link of the ranks {one} and {other} takes"
+        yield _Change(what, _message(before, one, other), _message(after, one, other), of_rank=False)
+
+
+def _largest(changes: Iterable[_Change]) -> list[_Change]:
+    """Those worth telling: the one of the most seconds first, and what has changed by half as many at least."""
+    worth = [
+        each
+        for each in changes
+        if not 1 / (least := _WORTH_TELLING if each.of_rank else _OF_A_LINK) <= each.ratio <= least
+    ]
+    most = max((each.seconds for each in worth), default=0.0)
+    return sorted((each for each in worth if each.seconds >= most / 2), key=lambda each: -each.seconds)
 
 
 def _seconds(costs: CostModel, stages: tuple[int, ...]) -> float:

@@ -79,10 +79,7 @@ class _Received(dict[int, tuple[Any, ...]]):
         if not microbatch:
             raise KeyError(microbatch)
         infos = tuple(copy(info) for info in self[0])
-        for info in infos:
-            # What microbatch 0 has received is its own.
-            if hasattr(info, "buffer"):
-                info.buffer = getattr(info, "placeholder", None)
+        _empty(infos)  # what microbatch 0 has received is its own
         self[microbatch] = infos
         return infos
 
@@ -108,6 +105,14 @@ def _allocate(infos: Iterable[Any], device: torch.device | str) -> list[Tensor]:
     return [info.buffer for info in empty]
 
 
+def _empty(infos: Iterable[Any]) -> None:
+    """As before anything was received, also where torch (from 2.15 on) keeps the buffers itself."""
+    for info in infos:
+        if hasattr(info, "take_buffer"):
+            info.buffer = None
+    _let_go(infos)
+
+
 def _let_go(infos: Iterable[Any]) -> None:
     for info in infos:
         if hasattr(info, "placeholder"):
@@ -118,10 +123,7 @@ def release_receives(stage: _PipelineStageBase) -> None:
     """Let go of what `stage` has received and not used."""
     for received in (stage.args_recv_info, stage.grad_recv_info):
         for infos in received.values():
-            _let_go(infos)
-            for info in infos:
-                if hasattr(info, "take_buffer"):  # torch from 2.15 on, which has no buffer but while it is in use
-                    info.buffer = None
+            _empty(infos)
 
 
 class _Wait(StrEnum):
