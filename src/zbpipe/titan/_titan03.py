@@ -9,6 +9,7 @@ from typing import Any
 
 import torchtitan.train
 import torchtitan.trainer
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.attention import SDPBackend
@@ -20,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools import utils as titan_utils
 from torchtitan.trainer import Trainer
 
 from zbpipe.registry import Algorithm
@@ -183,3 +185,24 @@ def _use_causal_attention(model_spec: Any) -> None:
                 owner[attribute] = ScaledDotProductAttention.Config()
             else:
                 setattr(owner, attribute, ScaledDotProductAttention.Config())
+
+
+def parsed(arguments: list[str]) -> Any:
+    """A `Trainer.Config` from TorchTitan's command line, for what trains nothing.
+
+    Raises:
+        ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
+    """
+    try:
+        return ConfigManager().parse_args(arguments)
+    except SystemExit:
+        raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+
+
+def built_on_meta(config: Any) -> Any:
+    """The whole model of a `Trainer.Config`, as its `Trainer` would build it, without any weight."""
+    model_config = config.model_spec.model
+    _use_causal_attention(config.model_spec)
+    model_config.update_from_config(config=config)
+    with torch.device("meta"), titan_utils.set_default_dtype(torch.bfloat16):
+        return model_config.build()

@@ -43,7 +43,7 @@ GPUS = {name: device.gib for name, device in DEVICES.items()}
 """GiB, as torch sees them."""
 
 _BF16, _FP32 = 2, 4
-_SIZES = {"bfloat16": _BF16, "float32": _FP32}
+SIZES = {"bfloat16": _BF16, "float32": _FP32}
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Any) -> Model:
-        size, policy = _SIZES[config.training.dtype], config.activation_checkpoint
+        size, policy = SIZES[config.training.dtype], config.activation_checkpoint
         if hasattr(config, "model_spec"):
             model = config.model_spec.model
             kinds = {"NoneType": "none", "FullAC.Config": "full", "SelectiveAC.Config": "selective"}

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpipe.ir import OpKind
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
-from zbpipe.runtime.substitution import replaced
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def layer_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    with replaced(F, scaled_dot_product_attention=_torch.attention_as_one_op):
+    with _torch.fused_on_meta():
         split = _run(module, x, args, gradients)
         whole = _run(module, x, args, None)
     kept, waits = split.kept_by_f, split.kept_by_i
@@ -79,8 +77,8 @@ def _run(module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightG
     own, pending = _size(x), []
     with _torch.StorageMeter() as meter:
         y = module(x, *args)
+        most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
         given = torch.empty_like(y)
-        most_in_f, kept_by_f = meter.peak, meter.live - _size(y) - _size(given)
         meter.peak = meter.live
 
         def backward() -> None:
@@ -93,7 +91,7 @@ def _run(module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightG
                 backward()
         most_in_i = meter.peak
         waits = _distinct(pending)
-    return _Run(own + kept_by_f, own + most_in_f - _size(given), waits, own + most_in_i - _size(y))
+    return _Run(own + kept_by_f, own + most_in_f, waits, own + most_in_i - _size(y))
 
 
 def _distinct(pending: list[Any]) -> int:

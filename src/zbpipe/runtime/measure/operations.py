@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
-from zbpipe.runtime.substitution import replaced
 
 _Result = TypeVar("_Result")
 
@@ -51,7 +49,7 @@ def operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
-    with replaced(F, scaled_dot_product_attention=_torch.attention_as_one_op):
+    with _torch.fused_on_meta():
         output, forward = _counted(lambda: module(*args, **kwargs))
         results = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with gradients.record() as pending:

@@ -1,19 +1,24 @@
-"""torch's op for attention, as one op on the meta device, and what it computes."""
+"""Ops that are one on a GPU, as one on the meta device, too, and what attention computes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ATTENTION_OPERATIONS", "attention_as_one_op"]
+from zbpipe.runtime.substitution import replaced
+
+__all__ = ["ATTENTION_OPERATIONS", "fused_on_meta"]
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
-def attention_as_one_op(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -45,3 +50,30 @@ _CAUSAL = 7
 
 ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
 """For torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas know no causal mask."""
+
+
+class _Norm(torch.autograd.Function):
+    """The shapes of a fused RMSNorm, which saves its input and one number a row. On the meta device nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def _norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`F.rms_norm`, which on the meta device torch takes apart, and then keeps copies in float32."""
+    result: Tensor = _Norm.apply(input, weight)
+    return result
+
+
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """Within, attention and norms are one op each on the meta device, as they are on a GPU."""
+    with replaced(F, scaled_dot_product_attention=_attention, rms_norm=_norm):
+        yield
