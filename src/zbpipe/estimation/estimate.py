@@ -117,9 +117,7 @@ class _Job:
         costs = self.costs(placement, split)
         made_for = self.workload.usual_costs(placement, costs)
         if algorithm.table is None:
-            schedule = generate(
-                algorithm.name, degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for
-            )
+            schedule = generate(algorithm.name, degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
         else:
             schedule = algorithm.table
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
@@ -135,9 +133,7 @@ class _Job:
         )
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
-    def step(
-        self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str
-    ) -> Step:
+    def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         timeline = simulate(schedule, costs)
         seconds = timeline.makespan + self._sharding(schedule.placement, split)
         memories = self._memories(timeline, split)
@@ -199,7 +195,9 @@ class _Job:
         each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
         room = tuple(usable - count * each - beside for count in workload.parameters_by_rank(placement, split))
         if min(room) <= 0:
-            raise ValueError(f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are")
+            raise ValueError(
+                f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are"
+            )
         return room
 
     def _sharding(self, placement: Placement, split: Split) -> float:

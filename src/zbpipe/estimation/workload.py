@@ -250,7 +250,9 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
     bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):
-            raise ValueError(f"{name} = {value!r} is no rate: give a number above 0, for example 400 TFLOP/s or 50 GB/s")
+            raise ValueError(
+                f"{name} = {value!r} is no rate: give a number above 0, for example 400 TFLOP/s or 50 GB/s"
+            )
     if len(bandwidths) > 2:
         raise ValueError(f"link = {link!r}: give one number for links between nodes, or two: inside,between")
     if bandwidths:

@@ -229,8 +229,12 @@ def _head(modules: dict[str, Any], tokens: int, in_chunks: bool) -> _Layer:
     logits = forward / max(modules["lm_head"].in_features, 1)  # twice a logit: its bytes in bfloat16
     hidden = _BF16 * tokens * modules["lm_head"].in_features
     rows = logits / (_CHUNKS if in_chunks else 1)
-    held = LayerBytes(3 * hidden, 0, {OpKind.F: int(7 * rows)}) if in_chunks else LayerBytes(
-        int(2 * hidden + 3 * logits), int(hidden + logits), {OpKind.F: int(2 * logits), OpKind.I: int(4 * logits)}
+    held = (
+        LayerBytes(3 * hidden, 0, {OpKind.F: int(7 * rows)})
+        if in_chunks
+        else LayerBytes(
+            int(2 * hidden + 3 * logits), int(hidden + logits), {OpKind.F: int(2 * logits), OpKind.I: int(4 * logits)}
+        )
     )
     return _Layer(("norm", "lm_head"), counts, sum(_parameters(modules[name]) for name in ("norm", "lm_head")), held)
 
@@ -240,5 +244,3 @@ _CHUNKS = 8
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-

@@ -102,5 +102,3 @@ def _distinct(pending: list[Any]) -> int:
 
 def _size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
