@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from zbpipe.runtime._torch import StorageMeter
 

@@ -47,6 +47,9 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
     help="From a GPU to other nodes in one direction, or two numbers: inside of a node, between nodes.",
 )
 @click.option("--costs-file", type=_EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
+@click.option(
+    "--schedule", "only", multiple=True, metavar="NAME", help="Only this one, 1F1B and plans. Can be repeated."
+)
 @click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
 @json_option
 @click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
@@ -60,6 +63,7 @@ def estimate(
     tflops: float | None,
     link: tuple[float, ...] | None,
     costs_file: Path | None,
+    only: tuple[str, ...],
     search: bool,
     as_json: bool,
     html_file: Path | None,
@@ -83,6 +87,7 @@ def estimate(
     from zbpipe.estimation.search import search as searched
 
     _require(device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file")
+    _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before TorchTitan is imported, which takes seconds
@@ -91,7 +96,9 @@ def estimate(
     if search:
         all_found = searched(workload, device, tflops=tflops, link=link)
     else:
-        all_found = [estimated(workload, device, tflops=tflops, link=link, costs=costs)]
+        all_found = [
+            estimated(workload, device, tflops=tflops, link=link, costs=costs, only=("1F1B", *only) if only else None)
+        ]
     _show(all_found, as_json, html_file, search)
 
 

@@ -26,6 +26,8 @@ _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda rank
 """Placements on which a plan is searched for, by name: the best of each number of stages a rank."""
 _BUDGET = 3e7
 """Ops that the search of one plan may time: a fraction of a second."""
+_SEARCHED = 64
+"""Ranks times microbatches up to which schedules that are searched for, such as ZBVLean, are made unasked."""
 _MESSAGES = 6
 """For which a plan leaves room, for each stage of a rank; the table counts them as they are."""
 
@@ -67,21 +69,24 @@ def estimate(
     names = None if only is None else {lookup(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
     left_out: list[tuple[str, str]] = []
+    if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
+        own = lookup(workload.schedule).name
+        slow = [each for each in wanted if "memory_limit" in each.keywords and each.name != own]
+        left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
+        wanted = [each for each in wanted if each not in slow]
 
-    def kept(name: str, make: Callable[[], Step]) -> Iterator[Step]:
+    def kept(name: str, make: Callable[..., Step], *args: Any) -> Iterator[Step]:
         try:
-            yield make()
+            yield make(*args)
         except ValueError as error:
             left_out.append((name, str(error)))
 
-    steps = [
-        step
-        for algorithm, stages in _variants(wanted, workload)
-        for step in kept(f"{algorithm.name}, {stages} stages a rank", lambda a=algorithm, s=stages: job.named(a, s))
-    ]
+    steps: list[Step] = []
+    for algorithm, stages in _variants(wanted, workload):
+        steps += kept(f"{algorithm.name}, {stages} stages a rank", job.named, algorithm, stages)
     if plans and workload.degrees.pipeline > 1:
         for name, place in _PLANNED:
-            steps += kept(f"plan, {name}", lambda n=name, p=place: job.planned(n, p, budget))
+            steps += kept(f"plan, {name}", job.planned, name, place, budget)
     if job.rates is not None:
         steps += kept(NO_PIPELINE, job.without_pipeline)
     steps.sort(key=lambda step: (not step.fits, step.seconds))
@@ -153,7 +158,7 @@ class _Job:
         timeline: Timeline | None = None,
     ) -> Step:
         speed = self.workload.global_tokens / seconds / self.workload.degrees.gpus
-        device = self.rates and self.rates.device
+        device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)

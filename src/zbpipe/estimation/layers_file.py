@@ -1,4 +1,4 @@
-"""A model outside of TorchTitan, for `zbpipe estimate --layers`: TOML or JSON. docs/estimate.md describes the format."""
+"""A model outside of TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/estimate.md describes it."""
 
 from __future__ import annotations
 
@@ -85,9 +85,14 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
     if not isinstance(modules, list) or not modules or not all(isinstance(each, str) for each in modules):
         raise ValueError(f"{name} modules = {modules!r}: expected a list of names, for example ['layers.0']")
     numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
+    f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
     return LayerWork(
         tuple(modules),
-        **{key: numbers[key] for key in _AMOUNTS},
+        f,
+        i,
+        w,
+        parameters,
+        activations,
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
     )

@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)

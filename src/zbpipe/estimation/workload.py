@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from zbpipe.balance import balanced
@@ -147,7 +148,8 @@ class Workload:
         microbatches, rest = divmod(sequences, degrees.data)
         if rest or not microbatches:
             raise ValueError(
-                f"{sequences} microbatches of a step cannot be shared by {degrees.data} data-parallel groups ({degrees})"
+                f"{sequences} microbatches of a step cannot be shared by {degrees.data} groups with data of their own:"
+                f" {degrees}"
             )
         if self.remade is not None:
             return replace(self.remade(degrees), microbatches=microbatches)
@@ -232,7 +234,7 @@ class Rates:
 
 def _neighbours(placement: Placement) -> Sequence[tuple[int, int]]:
     ranks = placement.rank_of
-    pairs = {pair for pair in zip(ranks, ranks[1:], strict=False) if pair[0] != pair[1]}
+    pairs = {pair for pair in pairwise(ranks) if pair[0] != pair[1]}
     return sorted(pairs | {(other, one) for one, other in pairs})
 
 

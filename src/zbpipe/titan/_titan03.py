@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torchtitan.train
 import torchtitan.trainer
-import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.attention import SDPBackend

@@ -184,7 +184,7 @@ def _counted(model: nn.Module, config: Any, how: Checkpointing) -> _Counted:
     tokens = training.seq_len * config.parallelism.pipeline_parallel_microbatch_size
     dim = config.model_spec.model.dim
     whole = cut.Model(model, config.model_spec.model, training.seq_len)
-    attention = cut.attention_products(whole) / max(len(modules["layers"]), 1)
+    attention = cut.attention_products(whole) / max(len(list(modules["layers"].children())), 1)
     per_token = float(config.model_spec.model.get_nparams_and_flops(model, training.seq_len)[1])
     products = {name: cut.products(block) + attention for name, block in modules["layers"].named_children()}
     parameters = {name: _parameters(block) for name, block in modules["layers"].named_children()}

@@ -25,9 +25,9 @@ _PARTS = {
 }
 """Of a rank's memory, with a head for people."""
 LEGEND = (
-    "GiB: of the worst rank at its worst moment, and its parts: weights with the copies that products use; gradients and"
-    " optimizer; what F left for I; pairs of x and dY that wait for W; messages; what the op needs that runs then, or"
-    " the logits; to 1F1B, to FSDP: tokens per second more or less"
+    "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
+    " and optimizer; what F left for I; pairs of x and dY that wait for W; messages; what the op needs that runs then,"
+    " or the logits. To 1F1B, to FSDP: tokens per second more or less"
 )
 _DRAWN = 5
 """Schedules in the page's picture."""

@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["StorageMeter"]
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts from 0 at its entry; tensors that were there before count for nothing.
 
-    It sees the result of every operator, counts its storage once and subtracts it when the storage is freed. It does not see what a kernel allocates and frees inside.
+    It sees the result of every operator, counts its storage once and subtracts it when the storage is freed. What a
+    kernel allocates and frees inside it does not see.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._known: set[int] = set()

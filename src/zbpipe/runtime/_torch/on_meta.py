@@ -53,7 +53,7 @@ ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
 
 
 class _Norm(torch.autograd.Function):
-    """The shapes of a fused RMSNorm, which saves its input and one number a row. On the meta device nothing is computed."""
+    """The shapes of a fused RMSNorm, which saves its input and one number a row. It computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:

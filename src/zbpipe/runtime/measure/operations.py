@@ -1,4 +1,4 @@
-"""Count the floating-point operations of F, I and W of a module, on meta tensors: nothing runs, and nothing is stored."""
+"""Count the floating-point operations of F, I and W of a module on meta tensors, where nothing is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +45,7 @@ def operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
         args: for it, on the meta device; those that need a gradient require one. Likewise `kwargs`.
 
     Raises:
-        RuntimeError, NotImplementedError: the module does something that meta tensors cannot, such as looking at values.
+        RuntimeError, NotImplementedError: the module does what meta tensors cannot, such as looking at values.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
@@ -55,8 +55,13 @@ def operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward = _counted(lambda: torch.autograd.backward(results, given))
-        _, weights = _counted(lambda: [gradient.accumulate() for gradient in pending])
+        _, weights = _counted(lambda: _accumulate(pending))
     return Operations(forward, backward, weights)
+
+
+def _accumulate(pending: list[PendingGradient]) -> None:
+    for gradient in pending:
+        gradient.accumulate()
 
 
 def _counted(run: Callable[[], _Result]) -> tuple[_Result, float]:
