@@ -139,3 +139,32 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
         click.echo(f"left out {name}: {reason}", err=True)
     if html_file is not None:
         click.echo(f"wrote {html_file}", err=as_json)
+
+
+@click.command(cls=Command, context_settings=_TITANS)
+@_titan_options
+@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="To time, for each stage.")
+@click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
+@_titan_arguments
+def measure(module: str | None, config: str | None, steps: int, output: Path, arguments: tuple[str, ...]) -> None:
+    """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
+
+    Times F, I, W and B, and what they keep and need, without any other rank; writes the cost file that `estimate` and
+    `plan` take with --costs-file. Further options are TorchTitan's. It also works on the CPU.
+
+    \b
+    Example:
+      zbpipe measure --module titan_integration.llama3 --config llama3_debug -o costs.toml
+    """
+    from zbpipe.costs_file import dump_costs, require_ending
+    from zbpipe.views.report import costs as costs_table
+
+    _require(bool(module and config), "name the job: --module and --config")
+    require_ending(output)
+    with in_one_line(ImportError):
+        from zbpipe.titan.alone import measure as measured
+
+        costs = measured(str(module), str(config), arguments, steps)
+    dump_costs(costs, output)
+    click.echo(costs_table(costs))
+    click.echo(f"wrote {output}")

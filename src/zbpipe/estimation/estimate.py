@@ -26,7 +26,7 @@ _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda rank
 """Placements on which a plan is searched for, by name: the best of each number of stages a rank."""
 _BUDGET = 3e7
 """Ops that the search of one plan may time: a fraction of a second."""
-_SEARCHED = 64
+_SEARCHED = 1024
 """Ranks times microbatches up to which schedules that are searched for, such as ZBVLean, are made unasked."""
 _MESSAGES = 6
 """For which a plan leaves room, for each stage of a rank; the table counts them as they are."""

@@ -48,20 +48,25 @@ def read(
         ValueError: what TorchTitan or zbpipe refuses: an unknown module or config, GPUs that are not a multiple of the
             degrees, a checkpointing of the user's own.
     """
+    found = parse(module, config, arguments)
+    return of_config(found, memory.degrees_of(found, gpus) if degrees is None else degrees, f"{module} {config}")
+
+
+def parse(module: str, config: str, arguments: Sequence[str]) -> Any:
+    """The `Trainer.Config` of a command line; see `read` for what it raises."""
     if installed().name != "0.3.0":
         raise ImportError(
-            f"zbpipe estimate reads the configs of torchtitan 0.3, and this is {installed().name}: describe the model"
-            " with --layers FILE"
+            f"zbpipe reads the configs of torchtitan 0.3 here, and this is {installed().name}: describe the model with"
+            " --layers FILE"
         )
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
     from zbpipe.titan import _titan03
 
     try:
-        found = _titan03.parsed(["--module", module, "--config", config, *arguments])
+        return _titan03.parsed(["--module", module, "--config", config, *arguments])
     except ImportError as error:
         raise ValueError(f"--module {module}: {error}") from None
-    return of_config(found, memory.degrees_of(found, gpus) if degrees is None else degrees, f"{module} {config}")
 
 
 def of_config(config: Any, degrees: Degrees, name: str) -> Workload:
