@@ -70,8 +70,8 @@ def measure(module: str, config: str, arguments: Sequence[str] = (), steps: int 
 @contextmanager
 def _alone() -> Iterator[None]:
     """A process group of this process."""
-    device = torch.accelerator.current_accelerator()
-    backend = "gloo" if device is None else dist.get_default_backend_for_device(device)
+    device = "cpu" if cpu.is_needed() else torch.accelerator.current_accelerator()
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
