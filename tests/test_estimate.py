@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from documents import blocks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -70,6 +70,7 @@ def test_pairs_that_wait_are_a_part_of_the_memory() -> None:
     assert zbh1.memory.total == pytest.approx(most + ParameterBytes().total(1) * 2000)
 
 
+@settings(max_examples=25)
 @given(testing.runnable_schedules(), st.data())
 def test_parts_add_up_to_the_peak(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(testing.cost_models(schedule.placement))
@@ -98,7 +99,7 @@ def test_fsdp_without_a_pipeline_waits_for_what_takes_longer() -> None:
     """4 GPUs of one node, 1 microbatch each at a time: computing takes 24 seconds, gathering almost nothing."""
     degrees = Degrees(pipeline=2, fsdp=2)
     fast = step_without_pipeline(workload(degrees=degrees, microbatches=2), rates(ONE_A_SECOND))
-    assert (fast.seconds, fast.exposed) == (pytest.approx(24), pytest.approx(0))
+    assert [fast.seconds, fast.exposed] == pytest.approx([24, 0])
     slow = step_without_pipeline(workload(degrees=degrees, microbatches=2), rates(replace(ONE_A_SECOND, inside=1.0)))
     gather, reduce = 2 * 1000 * 0.75, 4 * 1000 * 0.75
     assert slow.seconds == pytest.approx(gather + 4 * (2 * gather + reduce) + reduce)
@@ -106,8 +107,8 @@ def test_fsdp_without_a_pipeline_waits_for_what_takes_longer() -> None:
 
 
 def test_as_many_sequences_at_a_time_as_fit() -> None:
-    """Each of 4 layers keeps 1 GiB of a microbatch: 85 GiB hold 8, 17 GiB hold 4."""
-    small, large = (replace(ONE_A_SECOND, gib=gib) for gib in (20, 100))
+    """Each of 4 layers keeps 1 GiB of a microbatch: 16 GiB and 2 that F needs for 4 of them."""
+    small, large = (replace(ONE_A_SECOND, gib=gib) for gib in (22, 100))
     assert step_without_pipeline(workload(), rates(large)).memory.activations == 16 * GIB
     assert step_without_pipeline(workload(microbatches=16), rates(small)).memory.activations == 16 * GIB
 
@@ -218,7 +219,7 @@ def test_attention_without_a_mask_costs_twice() -> None:
     with torch.device("meta"):
         q = torch.empty(1, HEADS, LENGTH, DIM // HEADS, requires_grad=True)
     attend = nn.Module()
-    attend.forward = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # type: ignore[assignment]
+    attend.forward = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # type: ignore[misc]
     found = operations(attend, q)
     assert (found.f, found.i, found.w) == (2 * ATTENTION, 5 * ATTENTION, 0)
 
@@ -273,7 +274,7 @@ def test_a_file_of_layers(file: Path) -> None:
 )
 def test_a_wrong_file_is_refused(file: Path, key: str, value: str, words: str) -> None:
     file.write_text(toml(**{key: value}))
-    with pytest.raises(ValueError, match="model.toml") as caught:
+    with pytest.raises(ValueError, match=r"model\.toml") as caught:
         zbpipe.load_layers(file, gpus=16)
     assert words in str(caught.value)
 

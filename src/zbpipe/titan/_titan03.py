@@ -210,9 +210,8 @@ def built_on_meta(config: Any) -> Any:
         return model_config.build()
 
 
-def part(config: Any, names: list[str]) -> Part:
+def part(config: Any, names: list[str], device: torch.device) -> Part:
     """One stage of a job, with these modules of the model, built as its `Trainer` builds it for one GPU."""
-    device = titan_utils.get_local_device()
     parallelism = replace(
         config.parallelism,
         pipeline_parallel_degree=1,

@@ -62,19 +62,20 @@ def measure(module: str, config: str, arguments: Sequence[str] = (), steps: int 
     workload = of_config(found, Degrees(ranks), config)
     split = workload.split(placement, algorithm)
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
-    with _alone():
-        tables = [_table(_titan03.part(found, names[stage]), stage, split, steps) for stage in range(len(split))]
+    with _alone() as device:
+        tables = [_table(_titan03.part(found, names[n], device), n, split, steps) for n in range(len(split))]
     return replace(combined(tables, placement), transport=None)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """A process group of this process."""
-    device = "cpu" if cpu.is_needed() else torch.accelerator.current_accelerator()
+def _alone() -> Iterator[torch.device]:
+    """A process group of this process, and its device."""
+    device = torch.device("cpu") if cpu.is_needed() else torch.accelerator.current_accelerator()
+    assert device is not None, "there is one, or the CPU is needed"
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        yield device
     finally:
         dist.destroy_process_group()
 

@@ -32,21 +32,22 @@ def _attention(
     return result
 
 
-def _forward(query: Any, key: Any, value: Any, bias: Any, lse: Any, p: Any, is_causal: bool = False, **_: Any) -> int:
+def _forward(query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
     """q times k, and the result times v; under a causal mask half of each."""
     batch, heads, length, width = query
-    return int(batch * heads * length * key[2] * 2 * (width + value[3]) * (0.5 if is_causal else 1))
+    return int(batch * heads * length * key[2] * 2 * (width + value[3]) * _share(more, 3))
 
 
 def _backward(grad: Any, query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
     """The scores again, and two products for each of the forward's two."""
     batch, heads, length, width = query
-    is_causal = len(more) > _CAUSAL and more[_CAUSAL]
-    return int(batch * heads * length * key[2] * 2 * (3 * width + 2 * value[3]) * (0.5 if is_causal else 1))
+    return int(batch * heads * length * key[2] * 2 * (3 * width + 2 * value[3]) * _share(more, 7))
 
 
-_CAUSAL = 7
-"""The place of `is_causal` behind the value."""
+def _share(more: tuple[Any, ...], place: int) -> float:
+    """Half where the argument at this place behind the value, `is_causal`, says so. torch leaves out defaults."""
+    return 0.5 if len(more) > place and more[place] else 1.0
+
 
 ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
 """For torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas know no causal mask."""
