@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.estimate import estimate
 from zbpipe.estimation.result import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
@@ -30,7 +31,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def search(workload: Workload, device: Any, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
+def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
     """Estimates for all degrees, the best first, that best one with all schedules and plans.
 
     Args:
@@ -42,10 +43,9 @@ def search(workload: Workload, device: Any, *, names: Sequence[str] = FEW, **how
     Raises:
         ValueError: as `zbpipe.estimate`, or no degrees are possible.
     """
-    first = estimate(workload, device, only=(), plans=False, **how)
-    assert first.device is not None, "no costs were given"
+    device = find(device) if isinstance(device, str) else device
     found = []
-    for degrees in degrees_to_try(workload, first.device.gpus_per_node):
+    for degrees in degrees_to_try(workload, device.gpus_per_node):
         try:
             there = workload.on(degrees)
         except ValueError:  # for example heads that TP cannot share

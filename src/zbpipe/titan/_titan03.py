@@ -206,7 +206,7 @@ def built_on_meta(config: Any) -> Any:
     model_config = config.model_spec.model
     _use_causal_attention(config.model_spec)
     model_config.update_from_config(config=config)
-    with torch.device("meta"), titan_utils.set_default_dtype(torch.bfloat16):
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.mixed_precision_param]):
         return model_config.build()
 
 

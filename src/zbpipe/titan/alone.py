@@ -51,9 +51,9 @@ def measure(module: str, config: str, arguments: Sequence[str] = (), steps: int 
         ImportError: TorchTitan is not installed, or a version whose configs this does not read.
         ValueError: what TorchTitan or zbpipe refuses.
     """
-    from zbpipe.titan import _titan03
-
     found = parse(module, config, arguments)
+    from zbpipe.titan import _titan03  # not before: TorchTitan chooses its device when it is imported
+
     ranks = found.parallelism.pipeline_parallel_degree
     algorithm = lookup(found.parallelism.pipeline_parallel_schedule)
     placement = algorithm.place(ranks)

@@ -25,7 +25,7 @@ import torch
 
 from zbpipe.balance import balanced
 from zbpipe.costs import CostModel, rank_shares
-from zbpipe.estimation.devices import DEVICES, GIB, USABLE
+from zbpipe.estimation import devices
 from zbpipe.estimation.workload import Degrees, ParameterBytes
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, joined, split_of
@@ -39,7 +39,8 @@ from zbpipe.titan import command_line, cpu, cut
 from zbpipe.transformer import Block, Checkpointing
 from zbpipe.yardstick import in_unit_of
 
-GPUS = {name: device.gib for name, device in DEVICES.items()}
+GIB, USABLE = devices.GIB, devices.USABLE
+GPUS = {name: device.gib for name, device in devices.DEVICES.items()}
 """GiB, as torch sees them."""
 
 _BF16, _FP32 = 2, 4

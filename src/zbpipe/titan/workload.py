@@ -112,12 +112,19 @@ def _workload(config: Any, degrees: Degrees, *, name: str, how: Checkpointing, c
         degrees,
         training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         tokens,
-        message_bytes=_BF16 * tokens * config.model_spec.model.dim / degrees.tensor,
+        message_bytes=memory.SIZES[training.mixed_precision_param]
+        * tokens
+        * config.model_spec.model.dim
+        / degrees.tensor,
         operations=counted.operations,
         words=words,
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=how,
-        parameter_bytes=ParameterBytes(stored=memory.SIZES[training.dtype]),
+        parameter_bytes=ParameterBytes(
+            memory.SIZES[training.mixed_precision_param],
+            memory.SIZES[training.mixed_precision_reduce],
+            memory.SIZES[training.dtype],
+        ),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in layers]),
     )
 
@@ -155,7 +162,9 @@ def _with_bytes(
 
 
 def _is_llama(config: Any) -> bool:
-    return type(config.model_spec.model.layers[0]).__qualname__.startswith("Llama3")
+    """Whether `zbpipe.titan.memory` knows its bytes: it counts in bfloat16."""
+    is_known = type(config.model_spec.model.layers[0]).__qualname__.startswith("Llama3")
+    return is_known and config.training.mixed_precision_param == "bfloat16"
 
 
 def _shared(layer: _Layer, tensor: int) -> LayerBytes:
@@ -200,21 +209,28 @@ def _counted(model: nn.Module, config: Any, how: Checkpointing) -> _Counted:
     for name, block in model.get_submodule("layers").named_children():
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
-            known[kind] = _on_meta(block, tokens, dim, training.seq_len) or (
+            x = torch.empty(
+                tokens // training.seq_len,
+                training.seq_len,
+                dim,
+                device="meta",
+                dtype=next(block.parameters()).dtype,
+                requires_grad=True,
+            )
+            known[kind] = _on_meta(block, x) or (
                 _by_products(products[name], tokens, how),
                 None,
             )
         blocks.append(_Layer((f"layers.{name}",), known[kind][0], parameters[name], known[kind][1]))
-    head = _head(modules, tokens, hasattr(config.loss, "num_chunks"))
+    head = _head(modules, tokens, getattr(config.loss, "num_chunks", 0))
     embedding = _Layer(
         ("tok_embeddings",), Operations(0, 0, 0), _parameters(modules["tok_embeddings"]), LayerBytes(0, 0, {})
     )
     return _Counted((embedding, *blocks, head), per_token, all(found is not None for _, found in known.values()))
 
 
-def _on_meta(block: nn.Module, tokens: int, dim: int, length: int) -> tuple[Operations, LayerBytes] | None:
+def _on_meta(block: nn.Module, x: torch.Tensor) -> tuple[Operations, LayerBytes] | None:
     """None if the block cannot run on meta tensors."""
-    x = torch.empty(tokens // length, length, dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
     try:
         return operations(block, x, None), layer_bytes(block, x, None)
     except _ON_META:
@@ -227,24 +243,20 @@ def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations
     return Operations(layer.f, layer.i, layer.w)
 
 
-def _head(modules: dict[str, Any], tokens: int, in_chunks: bool) -> _Layer:
-    """Norm and head. A loss in chunks runs the head's whole backward in F."""
+def _head(modules: dict[str, Any], tokens: int, chunks: int) -> _Layer:
+    """Norm and head. A loss in chunks runs the head's whole backward in F; 0 chunks: it is in one."""
     forward = 2.0 * cut.products(modules["lm_head"]) * tokens
-    counts = Operations(3 * forward, 0, 0) if in_chunks else Operations(forward, forward, forward)
+    counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
     logits = forward / max(modules["lm_head"].in_features, 1)  # twice a logit: its bytes in bfloat16
     hidden = _BF16 * tokens * modules["lm_head"].in_features
-    rows = logits / (_CHUNKS if in_chunks else 1)
     held = (
-        LayerBytes(3 * hidden, 0, {OpKind.F: int(7 * rows)})
-        if in_chunks
+        LayerBytes(3 * hidden, 0, {OpKind.F: int(7 * logits / chunks)})
+        if chunks
         else LayerBytes(
             int(2 * hidden + 3 * logits), int(hidden + logits), {OpKind.F: int(2 * logits), OpKind.I: int(4 * logits)}
         )
     )
     return _Layer(("norm", "lm_head"), counts, sum(_parameters(modules[name]) for name in ("norm", "lm_head")), held)
-
-
-_CHUNKS = 8
 
 
 def _parameters(module: nn.Module) -> int:
