@@ -75,7 +75,7 @@ def _gain(gain: float | None) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
 def searched_lines(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
