@@ -196,8 +196,8 @@ class Block(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False) if self.checkpointed else self.layers(x)
 
     def layers(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norm(x)).view(1, LENGTH, HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
-        attended = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = self.qkv(self.norm(x)).view(1, LENGTH, HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.down(torch.relu(self.up(x + self.out(attended.transpose(1, 2).flatten(2)))))
 
 

@@ -93,7 +93,7 @@ def estimate(
         find(device)  # before TorchTitan is imported, which takes seconds
     workload = _workload(module, config, layers, gpus, arguments)
     costs = None if costs_file is None else load_costs(costs_file)
-    if search:
+    if search and device is not None:
         all_found = searched(workload, device, tflops=tflops, link=link)
     else:
         all_found = [
