@@ -116,11 +116,11 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
 def test_plans_leave_room_for_the_weights() -> None:
     work = workload(layers=8, degrees=Degrees(pipeline=2))
     heavy = replace(work, layers=tuple(replace(each, parameters=GIB / 4) for each in work.layers))
-    limited = estimate(heavy, replace(ONE_A_SECOND, gib=40), only=("1F1B",))
+    limited = estimate(heavy, replace(ONE_A_SECOND, gib=40), only=("1F1B",), budget=1e5)
     plans = [step for step in limited.steps if step.is_plan]
     assert {step.stages_per_rank for step in plans} == {1, 2, 4}
     assert all(step.fits and step.memory.total <= 0.85 * 40 * GIB for step in plans)
-    free = estimate(heavy, replace(ONE_A_SECOND, gib=1000), only=("1F1B",))
+    free = estimate(heavy, replace(ONE_A_SECOND, gib=1000), only=("1F1B",), budget=1e5)
     assert row(free, PLAN).memory.total > 0.85 * 40 * GIB
     assert row(free, PLAN).seconds < row(limited, "1F1B").seconds
 
@@ -301,10 +301,12 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
 
 
 def test_given_rates_take_the_place_of_the_tables(file: Path) -> None:
-    common = ("--layers", file, "--gpus", 16, "--device", "H100", "--schedule", "ZBV", "--json")
-    slow, fast = (json.loads(run(*common, "--tflops", tflops, "--link", "1e6,1e6")) for tflops in (100, 200))
-    for one, two in zip(slow["schedules"], fast["schedules"], strict=True):
-        assert one["seconds"] == pytest.approx(2 * two["seconds"], rel=0.01)
+    work = zbpipe.load_layers(file, 16)
+    slow, fast = (
+        estimate(work, "H100", tflops=tflops, link=(1e6, 1e6), only=["ZBV"], plans=False) for tflops in (100.0, 200.0)
+    )
+    for one, two in zip(slow.steps, fast.steps, strict=True):
+        assert one.seconds == pytest.approx(2 * two.seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(
