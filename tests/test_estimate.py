@@ -152,6 +152,9 @@ def test_the_search_keeps_the_tokens_of_a_step() -> None:
     found = search(workload(degrees=Degrees(pipeline=2, fsdp=2)), ONE_A_SECOND)
     assert {each.workload.global_tokens for each in found} == {160}
     assert {each.workload.degrees.gpus for each in found} == {4}
+    for each in found:
+        step = each.on_these_degrees
+        assert step is None or (step.schedule == NO_PIPELINE) == (each.workload.degrees.pipeline == 1)
     # The costs are those of TP 1 alone.
     assert {each.workload.degrees.pipeline for each in found} == {1, 2, 4}
     assert any(step.is_plan for step in found[0].steps) or found[0].workload.degrees.pipeline == 1

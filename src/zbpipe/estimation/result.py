@@ -90,6 +90,12 @@ class Estimate:
         """The fastest that fits."""
         return next((step for step in self.steps if step.fits), None)
 
+    @property
+    def on_these_degrees(self) -> Step | None:
+        """The fastest that fits and uses the pipeline ranks, if there are several; None if nothing does."""
+        alone = self.workload.degrees.pipeline == 1
+        return next((step for step in self.steps if step.fits and alone == (step.timeline is None)), None)
+
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)
 

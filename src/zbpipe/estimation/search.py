@@ -58,5 +58,5 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
 
 
 def _order(each: Estimate) -> tuple[bool, float]:
-    best = each.best
+    best = each.on_these_degrees
     return best is None, best.seconds if best else 0.0

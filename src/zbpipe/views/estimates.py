@@ -92,8 +92,9 @@ def searched_lines(searched: Sequence[Estimate], best: Estimate) -> Iterator[str
 
 def _best(searched: Sequence[Estimate]) -> Iterator[tuple[Estimate, Step]]:
     for each in searched:
-        if each.steps:
-            yield each, each.best or each.steps[0]
+        step = each.on_these_degrees
+        if step is not None:
+            yield each, step
 
 
 def record(found: Estimate) -> dict[str, Any]:
