@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from zbpipe.runtime._torch import StorageMeter
 
 
 class Meter(Protocol):
@@ -27,7 +25,7 @@ class Meter(Protocol):
 
 def meter(device: torch.device) -> AbstractContextManager[Meter]:
     """The meter for tensors on `device`."""
-    return _CudaMeter(device) if device.type == "cuda" else _StorageMeter()
+    return _CudaMeter(device) if device.type == "cuda" else StorageMeter()
 
 
 class _CudaMeter:
@@ -52,47 +50,6 @@ class _CudaMeter:
     @property
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) - self._before
-
-
-class _StorageMeter(TorchDispatchMode):
-    """Sees the result of every operator, counts its storage once and subtracts it when the storage is freed.
-
-    It does not see what a kernel allocates and frees inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Results may be views of arguments or the arguments themselves, also of those older than this meter.
-        for storage in _storages((args, kwargs)):
-            self._know(storage, 0)
-        result = func(*args, **kwargs)
-        for storage in _storages(result):
-            self._know(storage, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _know(self, storage: torch.UntypedStorage, size: int) -> None:
-        # A storage has one Python object for its whole life, so the object's id and its end are the storage's.
-        if id(storage) not in self._known:
-            self._known.add(id(storage))
-            self.live += size
-            weakref.finalize(storage, self._forget, id(storage), size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def self_check(device: torch.device) -> None:

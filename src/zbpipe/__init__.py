@@ -21,6 +21,10 @@ from zbpipe.validation import Finding, validate
 
 if TYPE_CHECKING:
     from zbpipe.costs_file import dump_costs, load_costs
+    from zbpipe.estimation.estimate import estimate
+    from zbpipe.estimation.layers_file import load_layers
+    from zbpipe.estimation.result import Estimate
+    from zbpipe.estimation.workload import Workload
     from zbpipe.frameworks.installation import install, uninstall
     from zbpipe.memory import peak_bytes
     from zbpipe.planner.plan import plan
@@ -57,6 +61,7 @@ __all__ = [
     "LINEAR",
     "AutoSchedule",
     "CostModel",
+    "Estimate",
     "Finding",
     "GradientCheck",
     "GradientReport",
@@ -85,13 +90,16 @@ __all__ = [
     "ScheduleZBVLean",
     "Timeline",
     "WeightProduct",
+    "Workload",
     "build_pipeline_schedule",
     "check_gradients",
     "dump_costs",
+    "estimate",
     "from_first_rank",
     "generate",
     "install",
     "load_costs",
+    "load_layers",
     "offload",
     "peak_bytes",
     "plan",
@@ -105,6 +113,10 @@ __all__ = [
 
 _LATER = {
     "costs_file": ("dump_costs", "load_costs"),
+    "estimation.estimate": ("estimate",),
+    "estimation.layers_file": ("load_layers",),
+    "estimation.result": ("Estimate",),
+    "estimation.workload": ("Workload",),
     "frameworks.installation": ("install", "uninstall"),
     "memory": ("peak_bytes",),
     "planner.plan": ("plan",),

@@ -50,22 +50,31 @@ def load_costs(path: str | Path) -> JobCosts:
         ValueError: the file cannot be read or is neither, or something in it is unknown, missing, of the wrong type
             or of the wrong length; the message names file, key and value.
     """
+    data = read_data(path)
+    try:
+        return from_data(data)
+    except ValueError as error:
+        raise ValueError(f"cost file {str(path)!r}: {error}") from None
+
+
+def read_data(path: str | Path) -> Any:
+    """What a TOML or JSON file holds.
+
+    Raises:
+        TypeError, ValueError: as `load_costs`, but for what is in it.
+    """
     require_ending(path)
     path = Path(path)
     kind = path.suffix[1:].upper()
     try:
         text = read_text(path)
-        data = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+        return tomllib.loads(text) if kind == "TOML" else json.loads(text)
     except OSError as error:
         raise ValueError(f"cost file {str(path)!r} cannot be read: {error.strerror}") from None
     except RecursionError:
         raise ValueError(f"cost file {str(path)!r} nests its values too deep: it needs tables of lists only") from None
     except ValueError as error:
         raise ValueError(f"cost file {str(path)!r} is no {kind}: {error}") from None
-    try:
-        return from_data(data)
-    except ValueError as error:
-        raise ValueError(f"cost file {str(path)!r}: {error}") from None
 
 
 def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> None:
@@ -97,7 +106,7 @@ def from_data(data: Any) -> JobCosts:
         ValueError: as `load_costs`. What is a number, and which, is checked by the classes that the file fills.
     """
     keys = ("freed_by_i", "memory_bytes", "message_bytes", "transport", "link", "links", "host", "working")
-    table = _table(data, "", optional=(*keys, "stages", "layers"))
+    table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
@@ -107,13 +116,13 @@ def from_data(data: Any) -> JobCosts:
         shared["link"] = _link(table.get("link", {}), "[link]")
         shared["host"] = _link(table["host"], "[host]") if "host" in table else None
         shared["working"] = _working(table.get("working", {}))
-        shared["links"] = _links(_rows(table.get("links", []), "links"))
+        shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
-            rows = _rows(table["layers"], "layers")
+            rows = rows_of(table["layers"], "layers")
             # One more than there may be is enough to be refused: `count` can be any number.
             layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
             return JobCosts(LayerCosts(tuple(layers), **shared), **job)
-        stages = _table(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
+        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
     except (TypeError, ValueError) as error:
@@ -147,7 +156,7 @@ def to_data(job: JobCosts) -> _Table:
     return data
 
 
-def _table(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequence[str] = ()) -> _Table:
+def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequence[str] = ()) -> _Table:
     """A copy of a table of the file, with all keys that it needs and no other."""
     if not isinstance(data, dict):
         raise ValueError(f"{name or 'the file'} has to be a table of keys and values, got {data!r}")
@@ -163,7 +172,7 @@ def _table(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequ
     return dict(data)
 
 
-def _rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
+def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The tables of a list, each with a name for messages."""
     if not isinstance(rows, list):
         raise ValueError(f"{name} = {rows!r}: expected a list of tables, in TOML [[{name}]]")
@@ -177,18 +186,18 @@ def _placement(rank_of: Any) -> Placement:
 
 
 def _link(data: Any, name: str) -> Link:
-    return Link(**_table(data, name, optional=("latency", "bandwidth")))
+    return Link(**table_of(data, name, optional=("latency", "bandwidth")))
 
 
 def _working(data: Any) -> Mapping[OpKind, Any]:
-    table = _table(data, "[working]", optional=tuple(map(str, COMPUTATIONS)))
+    table = table_of(data, "[working]", optional=tuple(map(str, COMPUTATIONS)))
     return {OpKind(kind): numbers for kind, numbers in table.items()}
 
 
 def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
     links: dict[tuple[int, int], Link] = {}
     for name, row in rows:
-        table = _table(row, name, required=("from", "to"), optional=("latency", "bandwidth"))
+        table = table_of(row, name, required=("from", "to"), optional=("latency", "bandwidth"))
         ends = table.pop("from"), table.pop("to")
         for end in ends:
             if type(end) is not int or end < 0:
@@ -210,22 +219,35 @@ def _columns(costs: CostModel | Layer) -> _Table:
 
 
 def _layers(row: Any, name: str) -> Iterator[Layer]:
-    """One layer, or `count` layers with the number at the end of their name counted up."""
-    table = _table(row, name, required=("modules", *COLUMNS), optional=("count",))
-    count = table.pop("count", None)
-    layer = Layer(**table)
+    """One layer, or several alike."""
+    return (Layer(**each) for each in counted(row_table(row, name, required=("modules", *COLUMNS)), name))
+
+
+def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:
+    """A row of a list of layers, which may have a `count`."""
+    return table_of(row, name, required=required, optional=(*optional, "count"))
+
+
+def counted(row: _Table, name: str) -> Iterator[_Table]:
+    """A layer's table, or `count` tables with the number at the end of the module's name counted up.
+
+    Raises:
+        ValueError: a count that is no whole number from 1 on, or a name that ends in no number.
+    """
+    modules, count = row["modules"], row.pop("count", None)
     if count is None:
-        return iter((layer,))
+        return iter((row,))
     if type(count) is not int or count < 1:
         raise ValueError(f"{name} count = {count!r}: expected a whole number from 1 on")
-    match = _NUMBERED.fullmatch(layer.modules[0]) if len(layer.modules) == 1 else None
+    only = modules[0] if isinstance(modules, list) and len(modules) == 1 else None
+    match = _NUMBERED.fullmatch(only) if isinstance(only, str) else None
     if match is None:
         raise ValueError(
-            f"{name} modules = {list(layer.modules)!r}: expected one name that ends in a number, for example"
-            f" ['layers.0'], because count = {count} counts it up"
+            f"{name} modules = {modules!r}: expected one name that ends in a number, for example ['layers.0'], because"
+            f" count = {count} counts it up"
         )
     first = int(match[2])
-    return (Layer(**table | {"modules": (f"{match[1]}{number}",)}) for number in range(first, first + count))
+    return (row | {"modules": [f"{match[1]}{number}"]} for number in range(first, first + count))
 
 
 def _toml(data: Mapping[str, Any]) -> str:

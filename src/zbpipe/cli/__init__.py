@@ -9,6 +9,7 @@ import click
 from zbpipe import __version__
 from zbpipe.cli.base import Group, in_one_line
 from zbpipe.cli.demo import demo
+from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
 from zbpipe.cli.show import compare, list_, show, simulate
@@ -38,5 +39,5 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, plan, export, validate, playground, demo):
+for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, demo):
     main.add_command(command)

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torchtitan.train
 import torchtitan.trainer
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.attention import SDPBackend
 from torchtitan.components import metrics
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config import ConfigManager, ParallelismConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, ParallelismConfig
 from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools import utils as titan_utils
 from torchtitan.trainer import Trainer
 
 from zbpipe.registry import Algorithm
@@ -30,6 +33,7 @@ from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, cut, plug, steps
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import asks_for_help
+from zbpipe.titan.part import Part
 from zbpipe.transformer import Checkpointing
 
 
@@ -183,3 +187,90 @@ def _use_causal_attention(model_spec: Any) -> None:
                 owner[attribute] = ScaledDotProductAttention.Config()
             else:
                 setattr(owner, attribute, ScaledDotProductAttention.Config())
+
+
+def parsed(arguments: list[str]) -> Any:
+    """A `Trainer.Config` from TorchTitan's command line, for what trains nothing.
+
+    Raises:
+        ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
+    """
+    try:
+        return ConfigManager().parse_args(arguments)
+    except SystemExit:
+        raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+
+
+def built_on_meta(config: Any) -> Any:
+    """The whole model of a `Trainer.Config`, as its `Trainer` would build it, without any weight."""
+    model_config = config.model_spec.model
+    _use_causal_attention(config.model_spec)
+    model_config.update_from_config(config=config)
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.mixed_precision_param]):
+        return model_config.build()
+
+
+def part(config: Any, names: list[str], device: torch.device) -> Part:
+    """One stage of a job, with these modules of the model, built as its `Trainer` builds it for one GPU."""
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=1,
+        tensor_parallel_degree=1,
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=1,
+        fsdp_reshard_after_forward="never",  # as in a pipeline
+    )
+    dims, training = ParallelDims.from_config(parallelism, 1), config.training
+    dims.build_mesh()
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        model = config.model_spec.model.build()
+    _prune(model, names)
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    loss = config.loss.build(compile_config=config.compile)
+    if isinstance(loss, ChunkedLossWrapper) and model.lm_head is not None:
+        loss.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    sizes = (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
+    tokens = torch.tensor(float(sizes[0] * sizes[1]), device=device)
+    return Part(
+        model,
+        device,
+        sizes,
+        config.model_spec.model.vocab_size,
+        (config.model_spec.model.dim, TORCH_DTYPE_MAP[training.mixed_precision_param]),
+        _keywords(model, sizes, device),
+        lambda output, target: loss(output, target, tokens)[0],
+    )
+
+
+def _prune(model: Any, names: list[str]) -> None:
+    """Leave these modules alone, as TorchTitan cuts its models."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, torch.nn.ModuleDict):
+            for block in [each for each in child if f"{name}.{each}" not in names]:
+                del child[block]
+        elif name not in names:
+            setattr(model, name, None)
+
+
+def _keywords(model: Any, sizes: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Positions, and a mask where the attention takes one."""
+    positions = torch.arange(sizes[1], device=device).expand(sizes)
+    try:
+        masks = model.get_attention_masks(positions)
+    except TypeError:
+        masks = None
+    return {"positions": positions, "attention_masks": masks}

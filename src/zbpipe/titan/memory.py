@@ -25,6 +25,8 @@ import torch
 
 from zbpipe.balance import balanced
 from zbpipe.costs import CostModel, rank_shares
+from zbpipe.estimation import devices
+from zbpipe.estimation.workload import Degrees, ParameterBytes
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, joined, split_of
 from zbpipe.memory import peak_bytes
@@ -37,14 +39,12 @@ from zbpipe.titan import command_line, cpu, cut
 from zbpipe.transformer import Block, Checkpointing
 from zbpipe.yardstick import in_unit_of
 
-GIB = 2**30
-GPUS = {"H100": 79, "H200": 139, "MI300X": 192, "MI325X": 256, "MI355X": 288}
+GIB, USABLE = devices.GIB, devices.USABLE
+GPUS = {name: device.gib for name, device in devices.DEVICES.items()}
 """GiB, as torch sees them."""
-USABLE = 0.85
-"""The share of a GPU's memory that can be used."""
 
 _BF16, _FP32 = 2, 4
-_SIZES = {"bfloat16": _BF16, "float32": _FP32}
+SIZES = {"bfloat16": _BF16, "float32": _FP32}
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,17 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
         ValueError: the GPUs are not a multiple of the product of the other degrees, the checkpointing is none of
             zbpipe's three, or the job would run in float32.
     """
-    parallelism, tp = config.parallelism, config.parallelism.tensor_parallel_degree
-    ranks = parallelism.pipeline_parallel_degree
-    each = ranks * tp * parallelism.data_parallel_replicate_degree
-    fsdp, rest = divmod(num_gpus, each)
-    if rest or not fsdp:
-        raise ValueError(
-            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
-            f" {(fsdp + 1) * each}"
-        )
+    parallelism, degrees = config.parallelism, degrees_of(config, num_gpus)
+    ranks, tp = degrees.pipeline, degrees.tensor
     algorithm = lookup(parallelism.pipeline_parallel_schedule)
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    model, placement, limit = _Model.of(config), algorithm.place(ranks), arguments.limit(memory_limit)
+    model, placement, limit = Model.of(config), algorithm.place(ranks), arguments.limit(memory_limit)
     is_auto = algorithm.name == AutoSchedule.schedule_name
     made_for = None if is_auto else usual_costs(placement, model.checkpointing)
     unit = made_for or CostModel.uniform(placement)
     room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
     schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=room)
-    bytes_each = model.bytes_per_parameter(fsdp)
+    bytes_each = model.parameter_bytes(degrees.fsdp).total(degrees.fsdp)
     split = _split(model, config, placement)
     costs = _costs(model, config, split)
     peaks = peak_bytes(simulate(schedule, costs))
@@ -100,11 +93,29 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
     return [Need(count, count / tp * bytes_each, peak) for count, peak in zip(parameters, peaks, strict=True)]
 
 
+def degrees_of(config: Any, num_gpus: int) -> Degrees:
+    """Those of the config; FSDP uses the GPUs that the others leave.
+
+    Raises:
+        ValueError: the GPUs are not a multiple of the product of the other degrees.
+    """
+    parallelism = config.parallelism
+    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    each = pipeline * tensor * parallelism.data_parallel_replicate_degree
+    fsdp, rest = divmod(num_gpus, each)
+    if rest or not fsdp:
+        raise ValueError(
+            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
+            f" {(fsdp + 1) * each}"
+        )
+    return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
+
+
 def unit_of_memory_limit(config: Any) -> float:
     """Bytes on each GPU that F keeps of one microbatch in an average rank's layers."""
     parallelism = config.parallelism
     placement = lookup(parallelism.pipeline_parallel_schedule).place(parallelism.pipeline_parallel_degree)
-    model = _Model.of(config)
+    model = Model.of(config)
     return _unit(placement, _costs(model, config, _split(model, config, placement)))
 
 
@@ -112,7 +123,7 @@ def _unit(placement: Placement, costs: CostModel) -> float:
     return sum(rank_shares(placement, costs)) / placement.num_ranks
 
 
-def _split(model: _Model, config: Any, placement: Placement) -> Split:
+def _split(model: Model, config: Any, placement: Placement) -> Split:
     """By stage the layers: the embedding is number 0, then come the blocks; norm and head together are the last."""
     if lookup(config.parallelism.pipeline_parallel_schedule).source == "torch":
         return split_of(even_sizes(model.num_layers + 2, placement.num_stages))
@@ -129,7 +140,7 @@ def _split(model: _Model, config: Any, placement: Placement) -> Split:
     return split_of(balanced(costs, placement))
 
 
-def _parameters(model: _Model, placement: Placement, split: Split) -> list[int]:
+def _parameters(model: Model, placement: Placement, split: Split) -> list[int]:
     """By rank."""
     embedding = model.vocab_size * model.block.dim
     layers = [embedding, *[model.block.parameters] * model.num_layers, embedding + model.block.dim]
@@ -137,21 +148,25 @@ def _parameters(model: _Model, placement: Placement, split: Split) -> list[int]:
     return [sum(stages[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
 
 
-def _costs(model: _Model, config: Any, split: Split) -> CostModel:
-    """Of the stages, in bytes of one microbatch on one GPU. Times make no difference to memory."""
+def _costs(model: Model, config: Any, split: Split) -> CostModel:
+    """Of the stages."""
+    return joined(layer_costs(model, config), split)
+
+
+def layer_costs(model: Model, config: Any) -> CostModel:
+    """Of the layers, in bytes of one microbatch on one GPU. Times make no difference to memory."""
     parallelism = config.parallelism
     tp = parallelism.tensor_parallel_degree
     tokens = config.training.seq_len * parallelism.pipeline_parallel_microbatch_size
     layers = [model.embedding(tokens, tp), *[model.each_block(tokens, tp)] * model.num_layers, model.head(tokens, tp)]
     ones = (1.0,) * len(layers)
-    costs = CostModel(
+    return CostModel(
         *(ones, ones, ones),
         activations=tuple(layer.kept_by_f for layer in layers),
         freed_by_i=tuple(1 - layer.kept_by_i / layer.kept_by_f if layer.kept_by_f else 0.0 for layer in layers),
         message_bytes=_BF16 * tokens * model.block.dim / tp,
         working={kind: tuple(layer.working(kind) for layer in layers) for kind in COMPUTATIONS},
     )
-    return joined(costs, split)
 
 
 @dataclass(frozen=True)
@@ -182,7 +197,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
     """The model of a config."""
 
     block: Block
@@ -194,8 +209,8 @@ class _Model:
     is_titan_02: bool
 
     @classmethod
-    def of(cls, config: Any) -> _Model:
-        size, policy = _SIZES[config.training.dtype], config.activation_checkpoint
+    def of(cls, config: Any) -> Model:
+        size, policy = SIZES[config.training.dtype], config.activation_checkpoint
         if hasattr(config, "model_spec"):
             model = config.model_spec.model
             kinds = {"NoneType": "none", "FullAC.Config": "full", "SelectiveAC.Config": "selective"}
@@ -213,7 +228,7 @@ class _Model:
         how = f"selective by layers ({policy.selective_ac_option})" if by_layers else policy.mode
         return cls(block_of_titan_02(block), args.n_layers, args.vocab_size, _checkpointing(how), size, True)
 
-    def bytes_per_parameter(self, fsdp: int) -> float:
+    def parameter_bytes(self, fsdp: int) -> ParameterBytes:
         """For each parameter that a GPU shares with `fsdp - 1` others.
 
         A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds
@@ -221,13 +236,13 @@ class _Model:
         gradient and the two moments of AdamW. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
         """
         if fsdp > 1 or not self.is_titan_02:
-            return _BF16 + _FP32 + 4 * self.size / fsdp
+            return ParameterBytes(_BF16, _FP32, self.size)
         if self.size != _BF16:
             raise ValueError(
                 "TorchTitan 0.2 has mixed precision only with FSDP, and these degrees leave no GPUs for FSDP, so all"
                 " would run in float32: take twice as many GPUs, or --training.dtype bfloat16"
             )
-        return 4 * _BF16
+        return ParameterBytes(0, 0, _BF16)
 
     def each_block(self, tokens: int, tp: int) -> _Layer:
         """Of all blocks alike."""

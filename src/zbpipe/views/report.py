@@ -99,7 +99,7 @@ def costs(job: JobCosts) -> str:
     ]
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    return "\n".join([*table(head, rows), f"{model.message_bytes / mebibyte:.2f} MiB a message; " + "; ".join(links)])
+    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB a message", *links])])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""`estimate` and `measure`: what a job would gain, before it is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, options, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zbpipe.estimation.result import Estimate
+    from zbpipe.estimation.workload import Workload
+
+_EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
+_TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+_titan_options = options(
+    click.option("--module", metavar="MODULE", help="TorchTitan's."),
+    click.option("--config", metavar="NAME", help="TorchTitan's."),
+)
+_titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN'S OPTIONS]")
+
+
+def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    """Parse `--link`."""
+    if text is None:
+        return None
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no bandwidth in GB/s; write for example 50, or 450,50") from None
+
+
+@click.command(cls=Command, context_settings=_TITANS)
+@_titan_options
+@click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside of TorchTitan (docs/estimate.md).")
+@click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
+@click.option("--device", metavar="NAME", help="H100, H200, B200, MI300X, MI325X or MI355X.")
+@click.option("--tflops", type=float, metavar="X", help="What a GPU sustains in training, in place of the table's.")
+@click.option(
+    "--link",
+    callback=_link,
+    metavar="GB/S",
+    help="From a GPU to other nodes in one direction, or two numbers: inside of a node, between nodes.",
+)
+@click.option("--costs-file", type=_EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
+@click.option(
+    "--schedule", "only", multiple=True, metavar="NAME", help="Only this one, 1F1B and plans. Can be repeated."
+)
+@click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
+@json_option
+@click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
+@_titan_arguments
+def estimate(
+    module: str | None,
+    config: str | None,
+    layers: Path | None,
+    gpus: int,
+    device: str | None,
+    tflops: float | None,
+    link: tuple[float, ...] | None,
+    costs_file: Path | None,
+    only: tuple[str, ...],
+    search: bool,
+    as_json: bool,
+    html_file: Path | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Estimate what a job would gain, without a GPU and before it is launched.
+
+    Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
+    rank, beside plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the table
+    says where all figures come from. Further options are TorchTitan's.
+
+    \b
+    Examples:
+      zbpipe estimate --module titan_integration.llama3 --config llama3_70b --gpus 64 --device MI300X
+      zbpipe estimate --module llama3 --config llama3_8b --gpus 64 --device H100 --search
+      zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
+    """
+    from zbpipe.costs_file import load_costs
+    from zbpipe.estimation.devices import find
+    from zbpipe.estimation.estimate import estimate as estimated
+    from zbpipe.estimation.search import search as searched
+
+    _require(device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file")
+    _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
+    _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
+    if device is not None:
+        find(device)  # before TorchTitan is imported, which takes seconds
+    workload = _workload(module, config, layers, gpus, arguments)
+    costs = None if costs_file is None else load_costs(costs_file)
+    if search and device is not None:
+        all_found = searched(workload, device, tflops=tflops, link=link)
+    else:
+        all_found = [
+            estimated(workload, device, tflops=tflops, link=link, costs=costs, only=("1F1B", *only) if only else None)
+        ]
+    _show(all_found, as_json, html_file, search)
+
+
+def _workload(
+    module: str | None, config: str | None, layers: Path | None, gpus: int, arguments: Sequence[str]
+) -> Workload:
+    _require(bool(layers) != bool(module and config), "name either --module and --config, or a file of --layers")
+    if layers is not None:
+        from zbpipe.estimation.layers_file import load_layers
+
+        _require(
+            not arguments, f"unknown options: {' '.join(arguments)}; a file of --layers takes none of TorchTitan's"
+        )
+        return load_layers(layers, gpus)
+    from zbpipe.titan.workload import read
+
+    with in_one_line(ImportError):
+        return read(str(module), str(config), gpus, arguments)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise click.UsageError(otherwise, click.get_current_context())
+
+
+def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, search: bool) -> None:
+    from zbpipe.views.estimates import lines, page, record, searched_lines
+
+    best = found[0]
+    if html_file is not None:
+        html_file.write_text(page(best), encoding="utf-8")
+    if as_json:
+        print_json([record(each) for each in found] if search else record(best))
+    else:
+        for line in searched_lines(found, best) if search else lines(best):
+            click.echo(line)
+    for name, reason in best.left_out:
+        click.echo(f"left out {name}: {reason}", err=True)
+    if html_file is not None:
+        click.echo(f"wrote {html_file}", err=as_json)
+
+
+@click.command(cls=Command, context_settings=_TITANS)
+@_titan_options
+@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="To time, for each stage.")
+@click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
+@_titan_arguments
+def measure(module: str | None, config: str | None, steps: int, output: Path, arguments: tuple[str, ...]) -> None:
+    """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
+
+    Times F, I, W and B, and what they keep and need, without any other rank; writes the cost file that `estimate` and
+    `plan` take with --costs-file. Further options are TorchTitan's. It also works on the CPU.
+
+    \b
+    Example:
+      zbpipe measure --module titan_integration.llama3 --config llama3_debug -o costs.toml
+    """
+    from zbpipe.costs_file import dump_costs, require_ending
+    from zbpipe.views.report import costs as costs_table
+
+    _require(bool(module and config), "name the job: --module and --config")
+    require_ending(output)
+    with in_one_line(ImportError):
+        from zbpipe.titan.alone import measure as measured
+
+        costs = measured(str(module), str(config), arguments, steps)
+    dump_costs(costs, output)
+    click.echo(costs_table(costs))
+    click.echo(f"wrote {output}")

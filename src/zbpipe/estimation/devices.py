@@ -1,0 +1,178 @@
+"""What GPUs can do, by their makers' data sheets, and how much of it training sustains. As of November 2026.
+
+The figures of the makers are dense BF16 peaks, bandwidths in one direction, and memory as torch sees it. The sustained
+share is no maker's: it is what the matrix products and attention of large Llama models reach inside of a training step,
+norms, rotary embeddings and activation functions included. It is the least certain number of an estimate, the same for
+all schedules: it moves all rows together, and the gains hardly at all. `--tflops` replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+GIB = 2**30
+AS_OF = "2026-11"
+"""When the table was last compared with its sources."""
+USABLE = 0.85
+"""The share of a GPU's memory that can be used: the communication library and fragmentation need the rest."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, and the node that it is in.
+
+    >>> h100 = find("h100")
+    >>> round(h100.sustained / 1e12), h100.gpus_per_node
+    (396, 8)
+    """
+
+    name: str
+    peak: float
+    """Floating-point operations per second in BF16, without sparsity."""
+    share: float
+    """Of the peak that training sustains."""
+    inside: float
+    """Bytes per second from a GPU to the others of its node, in one direction."""
+    between: float
+    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
+    gib: float
+    """Of memory, as torch sees it."""
+    source: str
+    """Of the maker's figures."""
+    share_from: str
+    """Where the sustained share comes from."""
+    gpus_per_node: int = 8
+    latency: float = 2e-5
+    """Seconds that a message takes beyond its bytes."""
+
+    @property
+    def sustained(self) -> float:
+        """Floating-point operations per second that training reaches."""
+        return self.peak * self.share
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of its memory."""
+        return USABLE * self.gib * GIB
+
+    def bandwidth(self, gpus: int, apart: int) -> float:
+        """Bytes per second of a collective, for each GPU of a group.
+
+        A group that spans nodes uses the cards of all its GPUs in a node side by side: what comes into a node once is
+        handed on inside.
+
+            >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
+            (450.0, 50.0)
+
+        Args:
+            gpus: of the group.
+            apart: how many places there are from one of its GPUs to the next, as ranks are numbered node by node.
+        """
+        if gpus * apart <= self.gpus_per_node:
+            return self.inside
+        here = max(self.gpus_per_node // apart, 1)
+        return min(self.inside, here * self.between)
+
+
+_NVLINK = "400 Gb/s ConnectX-7 a GPU, as in NVIDIA DGX H100 and HGX reference designs"
+_MEASURED = "TorchTitan's report of December 2024: Llama 3.1 8B, 8 H100 at 500 W, compiled, 6,667 tokens/s a GPU"
+_GUESS_AMD = "an assumption: no report of a TorchTitan job in BF16 was found; below NVIDIA's, as its peak is higher"
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            Device(
+                "H100",
+                peak=989.4e12,
+                share=0.40,
+                inside=450e9,
+                between=50e9,
+                gib=79,
+                source=f"NVIDIA H100 data sheet (SXM5): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
+                share_from=_MEASURED,
+            ),
+            Device(
+                "H200",
+                peak=989.4e12,
+                share=0.42,
+                inside=450e9,
+                between=50e9,
+                gib=139,
+                source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
+                share_from="as H100, with more memory bandwidth",
+            ),
+            Device(
+                "B200",
+                peak=2250e12,
+                share=0.40,
+                inside=900e9,
+                between=50e9,
+                gib=178,
+                source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
+                f" with sparsity; {_NVLINK}",
+                share_from="an assumption: as H100",
+            ),
+            Device(
+                "MI300X",
+                peak=1307.4e12,
+                share=0.35,
+                inside=448e9,
+                between=50e9,
+                gib=192,
+                source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
+                " 400 Gb/s a GPU, as in AMD's cluster reference guide",
+                share_from=_GUESS_AMD,
+            ),
+            Device(
+                "MI325X",
+                peak=1307.4e12,
+                share=0.37,
+                inside=448e9,
+                between=50e9,
+                gib=256,
+                source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
+                " 400 Gb/s a GPU, as in AMD's cluster reference guide",
+                share_from=_GUESS_AMD,
+            ),
+            Device(
+                "MI355X",
+                peak=2516.6e12,
+                share=0.35,
+                inside=537.6e9,
+                between=50e9,
+                gib=288,
+                source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"
+                " 400 Gb/s a GPU, as in AMD's cluster reference guide",
+                share_from=_GUESS_AMD,
+            ),
+        )
+    }
+)
+"""By name, as people write it."""
+
+
+def find(name: str) -> Device:
+    """The device of that name, in any case.
+
+    >>> find("mi300x").gib
+    192
+
+    Raises:
+        TypeError: no string.
+        ValueError: there is none; the message has the names.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a device is named by a string, for example 'H100', got {name!r}")
+    known = {each.lower(): device for each, device in DEVICES.items()}
+    if (device := known.get(name.lower())) is not None:
+        return device
+    near = get_close_matches(name.lower(), known, n=1)
+    meant = f"did you mean {known[near[0]].name}? " if near else ""
+    raise ValueError(
+        f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; take the nearest one, and replace its"
+        " figures with --tflops and --link"
+    )

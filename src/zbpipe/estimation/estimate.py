@@ -1,0 +1,269 @@
+"""Steps of a job that was not launched: each schedule on each placement, plans, 1F1B, and the same GPUs with FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbpipe.costs import CostModel
+from zbpipe.estimation.devices import Device, find
+from zbpipe.estimation.fsdp import step_without_pipeline
+from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
+from zbpipe.estimation.workload import Rates, Workload, rates
+from zbpipe.ir import OpKind, Placement, Schedule
+from zbpipe.job_costs import JobCosts
+from zbpipe.layer_costs import Split
+from zbpipe.memory import Held, peak_parts
+from zbpipe.planner.plan import plan
+from zbpipe.registry import Algorithm, generate, lookup, schedules
+from zbpipe.simulation import simulate
+from zbpipe.timeline import Timeline
+from zbpipe.yardstick import merged
+
+_STAGES_PER_RANK = (1, 2, 4)
+_PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
+"""Placements on which a plan is searched for, by name: the best of each number of stages a rank."""
+_BUDGET = 3e7
+"""Ops that the search of one plan may time: a fraction of a second."""
+_SEARCHED = 1024
+"""Ranks times microbatches up to which schedules that are searched for, such as ZBVLean, are made unasked."""
+_MESSAGES = 6
+"""For which a plan leaves room, for each stage of a rank; the table counts them as they are."""
+
+
+def estimate(
+    workload: Workload,
+    device: str | Device | None = None,
+    *,
+    tflops: float | None = None,
+    link: float | Sequence[float] | None = None,
+    costs: JobCosts | None = None,
+    only: Sequence[str] | None = None,
+    plans: bool = True,
+    budget: float = _BUDGET,
+) -> Estimate:
+    """What each schedule would make of a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
+
+    Args:
+        workload: of the job, on its degrees: `zbpipe.titan.workload.read` makes it of a TorchTitan config,
+            `zbpipe.load_layers` reads it from a file.
+        device: its name in the table (H100, H200, B200, MI300X, MI325X, MI355X), or a Device; None only with `costs`.
+        tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
+        link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's.
+        costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
+        only: names of schedules; default: all that are registered.
+        plans: whether to search for plans, one for each number of stages a rank.
+        budget: how many ops the search of one plan may time.
+
+    Raises:
+        TypeError: no Workload, or no name of a device.
+        ValueError: an unknown device or schedule, a rate that is none, or costs of another number of ranks.
+    """
+    if not isinstance(workload, Workload):
+        raise TypeError(f"an estimate takes a zbpipe.Workload, got {workload!r}: zbpipe.titan.workload.read makes one")
+    found = find(device) if isinstance(device, str) else device
+    if found is None and costs is None:
+        raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
+    job = _Job(workload, None if found is None else rates(found, tflops, link), costs)
+    names = None if only is None else {lookup(name).name for name in only}
+    wanted = [each for each in schedules().values() if names is None or each.name in names]
+    left_out: list[tuple[str, str]] = []
+    if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
+        own = lookup(workload.schedule).name
+        slow = [each for each in wanted if "memory_limit" in each.keywords and each.name != own]
+        left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
+        wanted = [each for each in wanted if each not in slow]
+
+    def kept(name: str, make: Callable[..., Step], *args: Any) -> Iterator[Step]:
+        try:
+            yield make(*args)
+        except ValueError as error:
+            left_out.append((name, str(error)))
+
+    steps: list[Step] = []
+    for algorithm, stages in _variants(wanted, workload):
+        steps += kept(f"{algorithm.name}, {stages} stages a rank", job.named, algorithm, stages)
+    if plans and workload.degrees.pipeline > 1:
+        for name, place in _PLANNED:
+            steps += kept(f"plan, {name}", job.planned, name, place, budget)
+    if job.rates is not None:
+        steps += kept(NO_PIPELINE, job.without_pipeline)
+    steps.sort(key=lambda step: (not step.fits, step.seconds))
+    return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
+
+
+def _variants(wanted: Sequence[Algorithm], workload: Workload) -> Iterator[tuple[Algorithm, int]]:
+    """Each schedule with its numbers of stages a rank; the job's own, too, if it is a file."""
+    if workload.degrees.pipeline < 2:
+        return
+    for algorithm in wanted:
+        own = algorithm.stages_per_rank
+        for stages in _STAGES_PER_RANK if algorithm.any_stages_per_rank else (own,):
+            if stages >= own or own > max(_STAGES_PER_RANK):
+                yield algorithm, stages
+    own_algorithm = lookup(workload.schedule)
+    if own_algorithm.table is not None:
+        yield own_algorithm, own_algorithm.stages_per_rank
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A workload with what is known of its times."""
+
+    workload: Workload
+    rates: Rates | None
+    measured: JobCosts | None
+
+    def named(self, algorithm: Algorithm, stages: int) -> Step:
+        degrees, microbatches = self.workload.degrees, self.workload.microbatches
+        placement = algorithm.place(degrees.pipeline, stages)
+        split = self.workload.split(placement, algorithm)
+        costs = self.costs(placement, split)
+        made_for = self.workload.usual_costs(placement, costs)
+        if algorithm.table is None:
+            schedule = generate(algorithm.name, degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
+        else:
+            schedule = algorithm.table
+        return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
+
+    def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
+        """The best found that leaves room for the weights."""
+        placement = place(self.workload.degrees.pipeline)
+        split = self.workload.split(placement)
+        costs = self.costs(placement, split)
+        room = self._room(placement, split)
+        found = plan(
+            placement.num_ranks, self.workload.microbatches, costs, room, placements=[placement], budget=budget
+        )
+        return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
+
+    def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
+        timeline = simulate(schedule, costs)
+        seconds = timeline.makespan + self._sharding(schedule.placement, split)
+        memories = self._memories(timeline, split)
+        worst = max(memories, key=lambda memory: memory.total)
+        stages = len(schedule.placement.stages_on(0))
+        return self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+
+    def _row(
+        self,
+        name: str,
+        placement: str,
+        stages: int,
+        seconds: float,
+        bubble: float,
+        memory: Memory,
+        source: str = "",
+        timeline: Timeline | None = None,
+    ) -> Step:
+        speed = self.workload.global_tokens / seconds / self.workload.degrees.gpus
+        device = None if self.rates is None else self.rates.device
+        mfu = speed * self.workload.operations / device.peak if device else None
+        fits = device is None or memory.total <= device.usable_bytes
+        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
+
+    def costs(self, placement: Placement, split: Split) -> CostModel:
+        """Of the stages: measured, or counted.
+
+        Raises:
+            ValueError: what was measured tells nothing of so many stages.
+        """
+        if self.measured is None:
+            assert self.rates is not None, "checked when the estimate began"
+            return self.rates.costs(self.workload, placement, split)
+        known = self.measured.costs
+        if isinstance(known, CostModel) and known.num_stages % placement.num_stages == 0:
+            return merged(known, placement.num_stages)
+        return self.measured.on(placement)
+
+    def _memories(self, timeline: Timeline, split: Split) -> Iterator[Memory]:
+        """By rank."""
+        placement, workload = timeline.schedule.placement, self.workload
+        shards, each = workload.degrees.fsdp, workload.parameter_bytes
+        counts = workload.parameters_by_rank(placement, split)
+        for count, held in zip(counts, peak_parts(timeline), strict=True):
+            own = count / workload.degrees.tensor
+            yield _memory(own * each.weights(shards), own * each.optimizer(shards), held, placement.num_stages - 1)
+
+    def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:
+        """By rank what the weights leave, less some messages; None where no device sets a limit.
+
+        Raises:
+            ValueError: a rank's weights alone do not fit.
+        """
+        if self.rates is None:
+            return None
+        workload = self.workload
+        usable = self.rates.device.usable_bytes
+        beside = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
+        each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
+        room = tuple(usable - count * each - beside for count in workload.parameters_by_rank(placement, split))
+        if min(room) <= 0:
+            raise ValueError(
+                f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are"
+            )
+        return room
+
+    def _sharding(self, placement: Placement, split: Split) -> float:
+        """Seconds in which FSDP gathers a rank's parameters before a step, and reduces its gradients after it."""
+        workload, degrees = self.workload, self.workload.degrees
+        if self.rates is None or degrees.data == 1:
+            return 0.0
+        each, device = workload.parameter_bytes, self.rates.device
+        most = max(workload.parameters_by_rank(placement, split)) / degrees.tensor
+        way = device.bandwidth(degrees.fsdp, apart=degrees.tensor)
+        seconds = (each.gathered + each.summed) * most * (degrees.fsdp - 1) / degrees.fsdp / way
+        between = device.bandwidth(degrees.replicas, apart=degrees.tensor * degrees.fsdp)
+        share = 2 * (degrees.replicas - 1) / degrees.replicas
+        return seconds + share * each.summed * most / degrees.fsdp / between
+
+    def without_pipeline(self) -> Step:
+        """The same tokens on the same GPUs, each layer gathered from all of them before it runs."""
+        assert self.rates is not None
+        seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
+        return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
+
+    def words(self, tflops: float | None, link: Any) -> Iterator[str]:
+        """For people."""
+        if self.measured is not None:
+            yield "times and activations: measured, from the cost file"
+        else:
+            yield f"operations and bytes: {self.workload.words}"
+        if self.rates is not None:
+            device = self.rates.device
+            rate = f"{self.rates.operations / 1e12:.0f} TFLOP/s"
+            share = f"{self.rates.operations / device.peak:.0%} of the peak of {device.peak / 1e12:.0f}"
+            where = "given" if tflops is not None else device.share_from
+            if self.measured is None:
+                yield f"speed: {device.name} sustains {rate}, {share} ({where})"
+            yield (
+                f"links: {device.inside / 1e9:.0f} GB/s inside of a node, {device.between / 1e9:.0f} between"
+                f" ({'given' if link is not None else device.source})"
+            )
+        yield (
+            "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"
+            " nothing; without a pipeline, communication of a layer runs beside the computation of another, and what"
+            " takes longer counts"
+        )
+
+
+def _memory(weights: float, optimizer: float, held: Held, last_stage: int) -> Memory:
+    is_head = held.op is not None and held.op.kind is OpKind.F and held.op.stage == last_stage
+    return Memory(
+        weights,
+        optimizer,
+        held.activations,
+        held.waiting,
+        held.messages,
+        0.0 if is_head else held.working,
+        held.working if is_head else 0.0,
+    )
+
+
+def _words_of(placement: Placement) -> str:
+    ranks, stages = placement.num_ranks, len(placement.stages_on(0))
+    if stages == 1:
+        return "single"
+    known = {"loop": Placement.loop(ranks, stages), "v": Placement.v(ranks, stages)}
+    return next((name for name, each in known.items() if each == placement), "table")

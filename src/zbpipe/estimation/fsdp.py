@@ -1,0 +1,79 @@
+"""The same job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zbpipe.costs import CostModel
+from zbpipe.estimation.result import Memory
+from zbpipe.estimation.workload import Degrees, Rates, Workload
+from zbpipe.ir import OpKind
+from zbpipe.layer_costs import joined, split_of
+
+_AHEAD = 2
+"""Layers whose parameters are gathered at a time: the one that runs, and the next."""
+_GRADIENT = 2.0 + 4.0
+"""Bytes of a gradient before it is reduced: in bfloat16, and in float32 for the reduction."""
+_REDUCED = 4.0
+"""Bytes of it that are sent."""
+
+
+class Sharded(NamedTuple):
+    """A step without a pipeline."""
+
+    seconds: float
+    exposed: float
+    """Seconds of it in which nothing but communication runs."""
+    memory: Memory
+
+
+def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
+    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering.
+
+    Raises:
+        ValueError: the step's microbatches cannot be shared equally by all these GPUs.
+    """
+    degrees = workload.degrees
+    alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
+    costs = rates.layer_costs(alone)
+    sizes = [size for size in range(alone.microbatches, 0, -1) if alone.microbatches % size == 0]
+    memories = {size: _memory(alone, costs, size) for size in sizes}
+    fitting = (size for size in sizes if memories[size].total <= rates.device.usable_bytes)
+    size = next(fitting, 1)
+    rounds = alone.microbatches // size
+    computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
+    seconds = rounds * sum(_round(alone, rates, costs, size))
+    return Sharded(seconds, seconds - computing, memories[size])
+
+
+def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
+    """Seconds, layer by layer, of one forward and backward of `size` microbatches at a time."""
+    degrees, gathered = workload.degrees, workload.parameter_bytes.gathered
+    way = rates.device.bandwidth(degrees.fsdp, apart=degrees.tensor) / max(1 - 1 / degrees.fsdp, 1e-100)
+    own = [layer.parameters / degrees.tensor for layer in workload.layers]
+    gather = [count * gathered / way for count in own]
+    reduce = [count * _REDUCED / way for count in own]
+    yield gather[0]
+    for layer in range(costs.num_stages):
+        yield max(size * costs.f[layer], gather[layer])
+        yield max(size * (costs.i[layer] + costs.w[layer]), gather[layer] + reduce[layer])
+    yield reduce[0]
+
+
+def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
+    """On each GPU, while `size` microbatches go through all layers at a time."""
+    degrees, each = workload.degrees, workload.parameter_bytes
+    whole = joined(costs, split_of((costs.num_stages,)))
+    largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
+    shards = workload.parameters / degrees.tensor * each.stored / degrees.fsdp
+    of_head, of_backward = (size * whole.working_of(0, kind) for kind in (OpKind.F, OpKind.B))
+    return Memory(
+        weights=shards + each.gathered * sum(largest),
+        optimizer=3 * shards + _GRADIENT * largest[-1],
+        activations=size * whole.activations[0],
+        waiting=0.0,
+        buffers=0.0,
+        working=of_backward if of_backward >= of_head else 0.0,
+        logits=of_head if of_head > of_backward else 0.0,
+    )

@@ -1,0 +1,103 @@
+"""A model outside of TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/estimate.md describes it."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from zbpipe.costs import amount
+from zbpipe.costs_file import counted, read_data, row_table, rows_of, table_of
+from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
+from zbpipe.ir import OpKind
+
+_DEGREES = ("pipeline", "tensor", "fsdp", "replicas")
+_AMOUNTS = ("f", "i", "w", "parameters", "activations")
+_WORKING = {"working_f": OpKind.F, "working_i": OpKind.I, "working_b": OpKind.B}
+_PARAMETER_BYTES = ("gathered", "summed", "stored")
+
+
+def load_layers(path: str | Path, gpus: int) -> Workload:
+    """Read what the layers of a model compute and keep, on so many GPUs; FSDP uses those that the degrees leave.
+
+    Args:
+        path: of a file in the format of docs/estimate.md.
+        gpus: of the whole job.
+
+    Raises:
+        TypeError: no path.
+        ValueError: the file cannot be read, something in it is unknown, missing or no amount, or the GPUs are not a
+            multiple of its degrees.
+    """
+    data = read_data(path)
+    try:
+        return _workload(data, gpus, Path(path).stem)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"file of layers {str(path)!r}: {error}") from None
+
+
+def _workload(data: Any, gpus: int, name: str) -> Workload:
+    job = table_of(
+        data,
+        "",
+        required=("tokens", "microbatches", "message_bytes", "layers"),
+        optional=("schedule", "degrees", "parameter_bytes"),
+    )
+    for key in ("tokens", "microbatches"):
+        _require_count(key, job[key])
+    layers = tuple(chain.from_iterable(_layers(row, name) for name, row in rows_of(job["layers"], "layers")))
+    if not layers:
+        raise ValueError("a model needs at least one layer: give [[layers]]")
+    sizes = table_of(job.get("parameter_bytes", {}), "[parameter_bytes]", optional=_PARAMETER_BYTES)
+    return Workload(
+        name,
+        layers,
+        _degrees(job.get("degrees", {}), gpus),
+        job["microbatches"],
+        job["tokens"],
+        amount("a job", "message_bytes", job["message_bytes"]),
+        # As of a model without recomputation: a backward costs two forwards.
+        3 * sum(layer.f for layer in layers) / job["tokens"],
+        f"as in {name}",
+        job.get("schedule", "1F1B"),
+        parameter_bytes=ParameterBytes(**{key: amount("a parameter", key, value) for key, value in sizes.items()}),
+    )
+
+
+def _degrees(given: Any, gpus: int) -> Degrees:
+    found = table_of(given, "[degrees]", optional=_DEGREES)
+    for key, value in found.items():
+        _require_count(f"[degrees] {key}", value)
+    fsdp = found.pop("fsdp", None)
+    each = Degrees(**found).gpus
+    if gpus % (each * (fsdp or 1)) or not gpus:
+        raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each * (fsdp or 1)}")
+    return Degrees(**found, fsdp=gpus // each)
+
+
+def _layers(row: Any, name: str) -> list[LayerWork]:
+    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", *_WORKING))
+    return [_layer(each, name) for each in counted(table, name)]
+
+
+def _layer(table: dict[str, Any], name: str) -> LayerWork:
+    modules = table["modules"]
+    if not isinstance(modules, list) or not modules or not all(isinstance(each, str) for each in modules):
+        raise ValueError(f"{name} modules = {modules!r}: expected a list of names, for example ['layers.0']")
+    numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
+    f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
+    return LayerWork(
+        tuple(modules),
+        f,
+        i,
+        w,
+        parameters,
+        activations,
+        waits=numbers.get("waits", numbers["activations"]),
+        working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
+    )
+
+
+def _require_count(key: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} = {value!r}: expected a whole number from 1 on")

@@ -1,0 +1,80 @@
+"""Ops that are one on a GPU, as one on the meta device, too, and what attention computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbpipe.runtime.substitution import replaced
+
+__all__ = ["ATTENTION_OPERATIONS", "fused_on_meta"]
+
+_FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
+_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, which on the meta device torch takes apart into products."""
+    result: Tensor = _FORWARD(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
+    return result
+
+
+def _forward(query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
+    """q times k, and the result times v; under a causal mask half of each."""
+    batch, heads, length, width = query
+    return int(batch * heads * length * key[2] * 2 * (width + value[3]) * _share(more, 3))
+
+
+def _backward(grad: Any, query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
+    """The scores again, and two products for each of the forward's two."""
+    batch, heads, length, width = query
+    return int(batch * heads * length * key[2] * 2 * (3 * width + 2 * value[3]) * _share(more, 7))
+
+
+def _share(more: tuple[Any, ...], place: int) -> float:
+    """Half where the argument at this place behind the value, `is_causal`, says so. torch leaves out defaults."""
+    return 0.5 if len(more) > place and more[place] else 1.0
+
+
+ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
+"""For torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas know no causal mask."""
+
+
+class _Norm(torch.autograd.Function):
+    """The shapes of a fused RMSNorm, which saves its input and one number a row. It computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def _norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`F.rms_norm`, which on the meta device torch takes apart, and then keeps copies in float32."""
+    result: Tensor = _Norm.apply(input, weight)
+    return result
+
+
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """Within, attention and norms are one op each on the meta device, as they are on a GPU."""
+    with replaced(F, scaled_dot_product_attention=_attention, rms_norm=_norm):
+        yield

@@ -1,0 +1,198 @@
+"""Estimates for people: a table in the terminal, records for JSON, and a page with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from zbpipe.estimation.devices import GIB
+from zbpipe.estimation.result import Estimate, Step
+from zbpipe.views.html import filled
+from zbpipe.views.report import table
+from zbpipe.views.style import percent
+from zbpipe.views.svg import svg
+
+_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
+_PARTS = {
+    "weights": "weights",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "waiting": "wait for W",
+    "buffers": "buffers",
+    "working": "working",
+    "logits": "logits",
+}
+"""Of a rank's memory, with a head for people."""
+LEGEND = (
+    "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
+    " and optimizer; what F left for I; pairs of x and dY that wait for W; messages; what the op needs that runs then,"
+    " or the logits. To 1F1B, to FSDP: tokens per second more or less"
+)
+_DRAWN = 5
+"""Schedules in the page's picture."""
+
+
+def lines(found: Estimate) -> Iterator[str]:
+    """The table, and below it where the figures come from."""
+    yield _job(found)
+    yield ""
+    yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
+    yield ""
+    yield LEGEND
+    yield from found.words
+
+
+def _job(found: Estimate) -> str:
+    work, device = found.workload, found.device
+    gpus = f"{work.degrees.gpus} {device.name if device else 'devices'}"
+    return (
+        f"{work.name}: {work.parameters / 1e9:.3g}B parameters on {gpus} ({work.degrees}),"
+        f" {work.microbatches} microbatches of {work.tokens} tokens, {work.global_tokens} tokens a step"
+    )
+
+
+def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
+    memory = step.memory
+    return (
+        step.schedule + (" (the job's)" if step.schedule == found.workload.schedule else ""),
+        step.placement,
+        str(step.stages_per_rank),
+        f"{step.seconds:.4g}",
+        percent(step.bubble),
+        f"{step.tokens_per_second:,.0f}",
+        "" if step.mfu is None else percent(step.mfu),
+        _gain(found.gain(step, found.usual)),
+        _gain(found.gain(step, found.without_pipeline)),
+        _gib(memory.total),
+        *(_gib(getattr(memory, part)) for part in _PARTS),
+        *([] if step.fits else ["  does not fit"]),
+    )
+
+
+def _gain(gain: float | None) -> str:
+    return "" if gain is None else f"{gain:+.1%}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
+
+
+def searched_lines(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
+    """A line for each choice of degrees with its best schedule, then the best one's table."""
+    yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
+    rows = [
+        (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
+        for each, step in _best(searched)
+    ]
+    yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
+    yield ""
+    yield from lines(best)
+
+
+def _best(searched: Sequence[Estimate]) -> Iterator[tuple[Estimate, Step]]:
+    for each in searched:
+        step = each.on_these_degrees
+        if step is not None:
+            yield each, step
+
+
+def record(found: Estimate) -> dict[str, Any]:
+    """For JSON: seconds, bytes, shares."""
+    work, device = found.workload, found.device
+    return {
+        "job": work.name,
+        "device": None if device is None else device.name,
+        "gpus": work.degrees.gpus,
+        "degrees": dict(vars(work.degrees)),
+        "microbatches": work.microbatches,
+        "tokens_per_step": work.global_tokens,
+        "parameters": work.parameters,
+        "schedules": [_step(found, step) for step in found.steps],
+        "left_out": dict(found.left_out),
+        "words": list(found.words),
+    }
+
+
+def _step(found: Estimate, step: Step) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(step).items() if name not in ("timeline", "memory")}
+    return {
+        **plain,
+        "memory": {**vars(step.memory), "total": step.memory.total},
+        "gain_over_1f1b": found.gain(step, found.usual),
+        "gain_over_fsdp": found.gain(step, found.without_pipeline),
+    }
+
+
+def page(found: Estimate) -> str:
+    """One HTML page: the table, memory against step time, and the best schedules one above the other."""
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values()))
+    rows = "\n".join(_row(_cells(found, step)) for step in found.steps)
+    return filled(
+        "estimates.html",
+        title=escape(_job(found)),
+        table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
+        plot=plot(found),
+        schedules=_drawn(found),
+        words="\n".join(f"<p>{escape(line)}</p>" for line in (LEGEND, *found.words)),
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in cells) + "</tr>"
+
+
+def _drawn(found: Estimate) -> str:
+    """The best, the job's own, and 1F1B, on one time scale."""
+    own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
+    best = [step for step in found.steps if step.timeline is not None and step.fits]
+    chosen = [step.timeline for step in (*best[: _DRAWN - len(own)], *own) if step.timeline is not None]
+    return svg(chosen[0], *chosen[1:]) if chosen else "<p>No schedule can run on these GPUs.</p>"
+
+
+# All lengths are pixels.
+_WIDTH, _HEIGHT, _MARGIN, _LABEL = 760, 420, 64, 150
+
+
+def plot(found: Estimate) -> str:
+    """Memory against step time as SVG: the lower left is best; hollow points do not fit."""
+    steps = found.steps
+    if not steps:
+        return ""
+    slowest, largest = max(step.seconds for step in steps), max(step.memory.total for step in steps)
+    fastest = min(step.seconds for step in steps)
+    limit = found.device.usable_bytes if found.device else 0.0
+    top = max(largest, limit) * 1.05
+    low = fastest - 0.05 * (slowest - fastest or slowest)
+
+    def x(seconds: float) -> float:
+        return _MARGIN + (_WIDTH - _MARGIN - _LABEL) * (seconds - low) / (slowest - low)
+
+    def y(size: float) -> float:
+        return 16 + (_HEIGHT - _MARGIN) * (1 - size / top)
+
+    def marks() -> Iterator[str]:
+        yield f'<line class="axis" x1="{_MARGIN}" y1="{y(0):.1f}" x2="{_WIDTH - _LABEL}" y2="{y(0):.1f}"/>'
+        yield f'<line class="axis" x1="{_MARGIN}" y1="16" x2="{_MARGIN}" y2="{y(0):.1f}"/>'
+        for share in (0.0, 0.5, 1.0):
+            seconds, size = fastest + share * (slowest - fastest), share * top
+            yield f'<text x="{x(seconds):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{seconds:.3g} s</text>'
+            yield f'<text x="{_MARGIN - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / GIB:.0f} GiB</text>'
+        if limit:
+            yield f'<line class="limit" x1="{_MARGIN}" y1="{y(limit):.1f}" x2="{_WIDTH}" y2="{y(limit):.1f}"/>'
+            yield f'<text x="{_WIDTH}" y="{y(limit) - 4:.1f}" text-anchor="end">can be used</text>'
+        for step in steps:
+            at = f'cx="{x(step.seconds):.1f}" cy="{y(step.memory.total):.1f}"'
+            kind = "fits" if step.fits else "over"
+            tip = escape(f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB")
+            yield f'<circle class="{kind}" {at} r="5"><title>{tip}</title></circle>'
+            yield (
+                f'<text class="name" x="{x(step.seconds) + 8:.1f}" y="{y(step.memory.total) + 4:.1f}">'
+                f"{escape(step.schedule)}</text>"
+            )
+
+    inside = "\n".join(marks())
+    return (
+        f'<svg class="memory" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img"'
+        f' aria-label="memory against step time">\n{inside}\n</svg>'
+    )

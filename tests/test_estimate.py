@@ -1,0 +1,347 @@
+"""`zbpipe estimate`: steps, memory and gains of a job that was not launched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from documents import blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zbpipe
+from zbpipe import CostModel, Estimate, Op, Schedule, Workload, cli, estimate, generate, simulate, testing
+from zbpipe.estimation.devices import DEVICES, GIB, Device, find
+from zbpipe.estimation.fsdp import step_without_pipeline
+from zbpipe.estimation.result import NO_PIPELINE, PLAN, Step
+from zbpipe.estimation.search import degrees_to_try, search
+from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, rates
+from zbpipe.ir import OpKind, Placement
+from zbpipe.memory import peak_bytes, peak_parts
+from zbpipe.runtime.measure.layer_bytes import layer_bytes
+from zbpipe.runtime.measure.operations import operations
+from zbpipe.transformer import Checkpointing
+from zbpipe.views.estimates import page
+
+ONE_A_SECOND = Device("toy", 2.0, 0.5, inside=1e30, between=1e30, gib=100, source="", share_from="", latency=0.0)
+"""One operation a second in training, and messages that take no time."""
+
+
+def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int = 8) -> Workload:
+    """Each layer computes 1 for F, 2 for I, 3 for W, keeps 1 GiB, and leaves 2 GiB to W."""
+    block = LayerWork(("layers.0",), 1, 2, 3, 1000.0, GIB, 2 * GIB, ((OpKind.F, 0.5 * GIB),))
+    blocks = tuple(replace(block, modules=(f"layers.{n}",)) for n in range(layers))
+    degrees = degrees or Degrees(pipeline=2)
+    return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
+
+
+def row(found: Estimate, name: str, stages: int = 1) -> Step:
+    return next(step for step in found.steps if (step.schedule, step.stages_per_rank) == (name, stages))
+
+
+def test_a_step_by_hand() -> None:
+    """1F1B on 2 ranks, 8 microbatches: 9 times what a rank works on one, 2 layers of 6 seconds."""
+    found = estimate(workload(), ONE_A_SECOND, only=("1F1B", "ZBH1"), plans=False)
+    usual = row(found, "1F1B")
+    assert usual.seconds == pytest.approx(9 * 12)
+    assert usual.bubble == pytest.approx(1 / 9)
+    assert usual.tokens_per_second == pytest.approx(80 / (9 * 12) / 2)
+    assert usual.mfu == pytest.approx(80 / (9 * 12) / 2 * 1.2 / 2)
+    # Two microbatches, and what F of a layer needs while it runs. 1000 parameters of 2 layers.
+    assert usual.memory.activations == 4 * GIB
+    assert usual.memory.weights + usual.memory.optimizer == ParameterBytes().total(1) * 2000
+    assert usual.fits
+    assert found.gain(row(found, "ZBH1"), usual) == pytest.approx(usual.seconds / row(found, "ZBH1").seconds - 1)
+
+
+def test_pairs_that_wait_are_a_part_of_the_memory() -> None:
+    found = estimate(workload(), ONE_A_SECOND, only=("1F1B", "ZBH1"), plans=False)
+    assert row(found, "1F1B").memory.waiting == 0
+    zbh1 = row(found, "ZBH1")
+    assert zbh1.timeline is not None
+    assert zbh1.memory.waiting > 0
+    most = max(peak_bytes(zbh1.timeline))
+    assert zbh1.memory.total == pytest.approx(most + ParameterBytes().total(1) * 2000)
+
+
+@settings(max_examples=25)
+@given(testing.runnable_schedules(), st.data())
+def test_parts_add_up_to_the_peak(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(testing.cost_models(schedule.placement))
+    timeline = simulate(schedule, replace(costs, message_bytes=0))
+    assert [held.total for held in peak_parts(timeline)] == pytest.approx(list(timeline.peak_memory))
+
+
+def test_tensor_parallelism_shares_operations_and_takes_time_for_collectives() -> None:
+    """Four collectives of 80 bytes at 10 bytes a second, three quarters of which come from others."""
+    device = replace(ONE_A_SECOND, inside=10.0)
+    work = workload(degrees=Degrees(pipeline=2, tensor=4))
+    work = replace(work, message_bytes=20.0, layers=tuple(replace(each, transfers=(4, 0)) for each in work.layers))
+    costs = rates(device).layer_costs(work)
+    assert costs.f[0] == pytest.approx(1 / 4 + 4 * 80 * 0.75 / 10)
+    assert (costs.i[0], costs.w[0]) == (2 / 4, 3 / 4)
+
+
+def test_neighbours_on_other_nodes_are_farther_apart() -> None:
+    device = replace(ONE_A_SECOND, inside=100.0, between=10.0)
+    work, placement = workload(degrees=Degrees(pipeline=4, fsdp=4)), Placement.loop(4)
+    costs = rates(device).costs(work, placement, work.split(placement))
+    assert [costs.links[pair].bandwidth for pair in ((0, 1), (1, 2), (2, 3))] == [100, 10, 100]
+
+
+def test_fsdp_without_a_pipeline_waits_for_what_takes_longer() -> None:
+    """4 GPUs of one node, 1 microbatch each at a time: computing takes 24 seconds, gathering almost nothing."""
+    degrees = Degrees(pipeline=2, fsdp=2)
+    fast = step_without_pipeline(workload(degrees=degrees, microbatches=2), rates(ONE_A_SECOND))
+    assert [fast.seconds, fast.exposed] == pytest.approx([24, 0])
+    slow = step_without_pipeline(workload(degrees=degrees, microbatches=2), rates(replace(ONE_A_SECOND, inside=1.0)))
+    gather, reduce = 2 * 1000 * 0.75, 4 * 1000 * 0.75
+    assert slow.seconds == pytest.approx(gather + 4 * (2 * gather + reduce) + reduce)
+    assert slow.memory.weights == pytest.approx(4 * 4000 / 4 + 2 * 2000)
+
+
+def test_as_many_sequences_at_a_time_as_fit() -> None:
+    """Each of 4 layers keeps 1 GiB of a microbatch: 16 GiB and 2 that F needs for 4 of them."""
+    small, large = (replace(ONE_A_SECOND, gib=gib) for gib in (22, 100))
+    assert step_without_pipeline(workload(), rates(large)).memory.activations == 16 * GIB
+    assert step_without_pipeline(workload(microbatches=16), rates(small)).memory.activations == 16 * GIB
+
+
+def test_plans_leave_room_for_the_weights() -> None:
+    work = workload(layers=8, degrees=Degrees(pipeline=2))
+    heavy = replace(work, layers=tuple(replace(each, parameters=GIB / 4) for each in work.layers))
+    limited = estimate(heavy, replace(ONE_A_SECOND, gib=40), only=("1F1B",), budget=1e5)
+    plans = [step for step in limited.steps if step.is_plan]
+    assert {step.stages_per_rank for step in plans} == {1, 2, 4}
+    assert all(step.fits and step.memory.total <= 0.85 * 40 * GIB for step in plans)
+    free = estimate(heavy, replace(ONE_A_SECOND, gib=1000), only=("1F1B",), budget=1e5)
+    assert row(free, PLAN).memory.total > 0.85 * 40 * GIB
+    assert row(free, PLAN).seconds < row(limited, "1F1B").seconds
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    found = estimate(workload(), replace(ONE_A_SECOND, gib=10), only=("1F1B", "GPipe"), plans=False)
+    assert [step.fits for step in found.steps] == sorted((step.fits for step in found.steps), reverse=True)
+    assert not row(found, "GPipe").fits
+
+
+def test_what_cannot_be_made_is_left_out_with_the_reason() -> None:
+    found = estimate(workload(layers=3), ONE_A_SECOND, only=("1F1B", "ZBV"), plans=False)
+    assert [step.schedule for step in found.steps if step.schedule != NO_PIPELINE] == ["1F1B"]
+    assert "3 layers cannot be cut into 4 stages" in dict(found.left_out)["ZBV, 2 stages a rank"]
+
+
+def test_measured_costs_take_the_place_of_counted_ones() -> None:
+    placement = Placement.v(2)
+    costs = zbpipe.JobCosts(CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1e9,) * 4), placement)
+    found = estimate(workload(), costs=costs, plans=False)
+    assert row(found, "ZBV", 2).seconds == simulate(generate("ZBV", 2, 8), costs.on(placement)).makespan
+    assert row(found, "1F1B").seconds == 9 * 6  # neighbours taken together
+    assert row(found, "1F1B").mfu is None
+    assert found.without_pipeline is None
+    assert "measured" in found.words[0]
+
+
+def test_the_search_keeps_the_tokens_of_a_step() -> None:
+    found = search(workload(degrees=Degrees(pipeline=2, fsdp=2)), ONE_A_SECOND)
+    assert {each.workload.global_tokens for each in found} == {160}
+    assert {each.workload.degrees.gpus for each in found} == {4}
+    for each in found:
+        step = each.on_these_degrees
+        assert step is None or (step.schedule == NO_PIPELINE) == (each.workload.degrees.pipeline == 1)
+    # The costs are those of TP 1 alone.
+    assert {each.workload.degrees.pipeline for each in found} == {1, 2, 4}
+    assert any(step.is_plan for step in found[0].steps) or found[0].workload.degrees.pipeline == 1
+    assert all(each.tensor <= 2 for each in degrees_to_try(workload(degrees=Degrees(2, 1, 2)), gpus_per_node=2))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_table_of_devices(name: str) -> None:
+    device = find(name.lower())
+    assert device is DEVICES[name]
+    assert device.peak > device.sustained > 1e14
+    assert device.inside > device.between > 1e10
+    assert device.source
+    assert device.share_from
+
+
+def test_a_collective_uses_the_cards_of_all_its_gpus_in_a_node() -> None:
+    h100 = find("H100")
+    assert [h100.bandwidth(8, 1), h100.bandwidth(16, 1), h100.bandwidth(8, 2), h100.bandwidth(8, 8)] == [
+        450e9,
+        400e9,
+        200e9,
+        50e9,
+    ]
+
+
+# Counted on meta tensors.
+
+DIM, HIDDEN, LENGTH, HEADS = 64, 128, 32, 4
+PRODUCTS = 2 * LENGTH * (4 * DIM * DIM + 2 * DIM * HIDDEN)
+ATTENTION = 2 * LENGTH * LENGTH * DIM  # half of two products, under a causal mask
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+        self.norm, self.checkpointed = nn.RMSNorm(DIM), checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False) if self.checkpointed else self.layers(x)
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(1, LENGTH, HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.down(torch.relu(self.up(x + self.out(attended.transpose(1, 2).flatten(2)))))
+
+
+def on_meta(checkpointed: bool = False) -> tuple[Block, torch.Tensor]:
+    with torch.device("meta"):
+        return Block(checkpointed), torch.empty(1, LENGTH, DIM, requires_grad=True)
+
+
+def test_operations_of_f_i_and_w() -> None:
+    found = operations(*on_meta())
+    assert (found.f, found.w) == (PRODUCTS + ATTENTION, PRODUCTS)
+    assert found.i == PRODUCTS + 2.5 * ATTENTION
+    again = operations(*on_meta(checkpointed=True))
+    assert (again.f, again.w) == (found.f, found.w)
+    assert again.i == found.i + found.f
+
+
+def test_attention_without_a_mask_costs_twice() -> None:
+    with torch.device("meta"):
+        q = torch.empty(1, HEADS, LENGTH, DIM // HEADS, requires_grad=True)
+    attend = nn.Module()
+    attend.forward = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # type: ignore[misc]
+    found = operations(attend, q)
+    assert (found.f, found.i, found.w) == (2 * ATTENTION, 5 * ATTENTION, 0)
+
+
+def test_bytes_of_a_layer() -> None:
+    """x and dY of four products wait for W; a checkpoint keeps the input alone."""
+    hidden = 4 * LENGTH * DIM
+    found, lean = layer_bytes(*on_meta()), layer_bytes(*on_meta(checkpointed=True))
+    assert lean.activations == hidden
+    assert found.activations > 5 * hidden
+    # x: the norm's result, attention's, the sum, relu's; dY: of q-k-v, out, up, down.
+    assert found.waits == lean.waits == hidden * (1 + 1 + 1 + 2) + hidden * (3 + 1 + 2 + 1)
+    assert lean.working[OpKind.I] + max(lean.activations, lean.waits) >= found.activations
+
+
+# The file of layers, and the command line.
+
+
+def toml(**changes: str) -> str:
+    (block,) = blocks("docs/estimate.md", "toml")
+    text = block.code
+    for key, value in changes.items():
+        lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
+        text = "\n".join([f"{key} = {value}", *lines])
+    return text
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.toml"
+    path.write_text(toml())
+    return path
+
+
+def test_a_file_of_layers(file: Path) -> None:
+    work = zbpipe.load_layers(file, gpus=16)
+    assert len(work.layers) == 34
+    assert work.layers[5].modules == ("layers.4",)
+    assert work.degrees == Degrees(pipeline=4, fsdp=4)
+    assert work.layers[5].waits > work.layers[5].activations
+    with pytest.raises(ValueError, match="6 GPUs are not a multiple"):
+        zbpipe.load_layers(file, gpus=6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tokens", "0", "tokens = 0: expected a whole number from 1 on"),
+        ("microbatch", "8", "microbatch = 8: unknown key; did you mean microbatches?"),
+        ("message_bytes", "-1", "cannot have message_bytes = -1"),
+    ],
+)
+def test_a_wrong_file_is_refused(file: Path, key: str, value: str, words: str) -> None:
+    file.write_text(toml(**{key: value}))
+    with pytest.raises(ValueError, match=r"model\.toml") as caught:
+        zbpipe.load_layers(file, gpus=16)
+    assert words in str(caught.value)
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.main, ["estimate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.output
+
+
+def test_the_command(file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "estimate.html"
+    chosen = ("--schedule", "ZBV", "--html", picture)
+    text = run("--layers", file, "--gpus", 16, "--device", "h100", *chosen)
+    for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "wait for W", "TFLOP/s", "NVLink"):
+        assert words in text, words
+    html = picture.read_text()
+    assert html.count('class="name"') == html.count("<circle") > 4
+    assert "ZBV" in html
+    data = json.loads(run("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV", "--json"))
+    assert data["degrees"] == {"pipeline": 4, "tensor": 1, "fsdp": 4, "replicas": 1}
+    for each in data["schedules"]:
+        assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
+
+
+def test_given_rates_take_the_place_of_the_tables(file: Path) -> None:
+    work = zbpipe.load_layers(file, 16)
+    slow, fast = (
+        estimate(work, "H100", tflops=tflops, link=(1e6, 1e6), only=["ZBV"], plans=False) for tflops in (100.0, 200.0)
+    )
+    for one, two in zip(slow.steps, fast.steps, strict=True):
+        assert one.seconds == pytest.approx(2 * two.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "H1000"), "unknown device 'H1000': did you mean H100?"),
+        (("--device", "H100", "--gpus", "6"), "6 GPUs are not a multiple of the degrees' product 4"),
+        ((), "name a --device, or give measured costs: --costs-file"),
+        (("--device", "H100", "--tflops", "-3"), "tflops = -3.0 is no rate"),
+        (("--device", "H100", "--link", "fast"), "'fast' is no bandwidth in GB/s"),
+        (("--device", "H100", "--link", "1,2,3"), "give one number for links between nodes, or two"),
+        (("--device", "H100", "--parallelism.x", "2"), "unknown options: --parallelism.x 2"),
+        (("--device", "H100", "--module", "llama3", "--config", "x"), "name either --module and --config"),
+        (("--device", "H100", "--schedule", "ZBW"), "unknown schedule 'ZBW'; did you mean 'ZBV'?"),
+    ],
+)
+def test_what_is_refused(file: Path, arguments: tuple[str, ...], words: str) -> None:
+    output = run("--layers", file, "--gpus", 16, *arguments, code=2)
+    assert words in " ".join(output.split())
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_an_empty_estimate_has_a_page() -> None:
+    found = estimate(workload(degrees=Degrees(pipeline=1)), ONE_A_SECOND, only=())
+    assert "No schedule can run" in page(found)
+
+
+def test_schedules_are_made_for_the_checkpointing() -> None:
+    """As the job makes them: ZBVLean for a typical transformer's memory, not for these costs."""
+    work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
+    step = row(estimate(work, ONE_A_SECOND, only=("ZBVLean",), plans=False), "ZBVLean", 2)
+    assert step.timeline is not None
+    costs = work.usual_costs(Placement.v(2), step.timeline.costs)
+    assert step.timeline.schedule == generate("ZBVLean", 2, 8, costs=costs)
+    assert Op.parse("0B0").kind in {op.kind for op in step.timeline.schedule.ops[0]}

@@ -1,0 +1,122 @@
+"""What `zbpipe estimate` reads of TorchTitan's configs: operations, bytes and degrees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from titan_jobs import require_titan
+
+require_titan("0.3.0")
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import json, sys
+from dataclasses import replace
+from zbpipe import OpKind, estimate
+from zbpipe.titan import cpu, memory, workload
+from zbpipe.estimation.workload import Degrees
+
+def bytes_of(layer):
+    return [layer.activations, layer.waits, *(dict(layer.working)[kind] for kind in (OpKind.F, OpKind.I, OpKind.B))]
+
+module, found = "titan_integration.llama3", {}
+job = workload.read(module, "llama3_70b", 64)
+block = job.layers[1]
+found["block"] = [block.f, block.i, block.w, block.parameters]
+found["job"] = [str(job.degrees), job.microbatches, job.schedule, str(job.checkpointing), job.parameters]
+rows = {step.schedule: step for step in estimate(job, "MI300X", only=["ZBV"], plans=False).steps}
+parsed = workload.parse(module, "llama3_70b", [])
+found["memory"] = [rows["ZBV"].memory.total, max(need.total for need in memory.needs(parsed, 64))]
+other = job.on(Degrees(8, 4, 2))
+found["other"] = [other.microbatches, other.global_tokens == job.global_tokens, other.layers[1].f == block.f]
+# The Llama's bytes, counted as for any other model.
+alone = ["--parallelism.tensor_parallel_degree", "1"]
+told = workload.read(module, "llama3_70b", 64, alone)
+workload._is_llama = lambda config: False
+counted = workload.read(module, "llama3_70b", 64, alone)
+found["bytes"] = [bytes_of(each.layers[1]) for each in (told, counted)]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[float]]:
+    """Of one process that imports TorchTitan."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    answers: dict[str, list[float]] = json.loads(result.stdout.splitlines()[-1])
+    return answers
+
+
+def test_operations_of_a_block(found: dict[str, list[float]]) -> None:
+    """Two for each weight and token, and half of the attention's two products; I repeats every second product."""
+    f, i, w, parameters = found["block"]
+    tokens, dim, hidden, kv = 8192, 8192, 28672, 1024
+    products = 2 * tokens * (2 * dim * dim + 2 * dim * kv + 3 * dim * hidden)
+    attention = 2 * tokens * tokens * dim
+    assert (f, w) == (products + attention, products)
+    again = 2 * tokens * (dim * dim + dim * hidden)  # out and up
+    assert i == products + 2.5 * attention + again
+    assert parameters == products / (2 * tokens) + 2 * dim
+
+
+def test_the_job(found: dict[str, list[float]]) -> None:
+    assert found["job"][:4] == ["PP 4 x TP 8 x FSDP 2", 16, "ZBV", "selective"]
+    assert found["job"][4] == pytest.approx(70.6e9, rel=0.01)
+    assert found["other"] == [16, True, True]
+
+
+def test_memory_is_that_of_the_calculator(found: dict[str, list[float]]) -> None:
+    ours, calculators = found["memory"]
+    assert ours == pytest.approx(calculators, rel=1e-6)
+
+
+def test_bytes_counted_on_meta_tensors_are_those_of_the_calculator(found: dict[str, list[float]]) -> None:
+    told, counted = found["bytes"]
+    assert counted == pytest.approx(told, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--config", "llama3_7b"), "Config function 'llama3_7b' not found"),
+        (("--gpus", "48", "--config", "llama3_70b"), "48 GPUs are not a multiple of PP x TP x replicas = 32"),
+    ],
+)
+@pytest.mark.zoo
+def test_what_titan_refuses_is_told_in_one_line(arguments: tuple[str, ...], words: str) -> None:
+    command = ["zbpipe", "estimate", "--module", "titan_integration.llama3", "--gpus", "64", "--device", "H100"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 2
+    assert words in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.zoo
+def test_measured_stages_are_planned_with(tmp_path: Path) -> None:
+    """`zbpipe measure` on the CPU, and an estimate with its file."""
+    file = tmp_path / "costs.toml"
+    job = ["--module", "titan_integration.llama3", "--config", "llama3_debug"]
+    for command in (
+        ["measure", *job, "--steps", "1", "-o", str(file)],
+        ["estimate", *job, "--gpus", "2", "--costs-file", str(file), "--json"],
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", "zbpipe", *command],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["schedules"]
+    assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
+    assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)
