@@ -142,12 +142,13 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
+    from zbpipe.runtime._torch import live
     from zbpipe.runtime.split.layers import defer_weights
     from zbpipe.runtime.split.products import WeightGradients
     from zbpipe.titan import memory
 
     # The tensors inside of DTensors and of pending collectives, which have storages of their own.
-    live_bytes.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
+    live.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     # The CPU's attention keeps other things than a GPU's, so the result of a GPU's is added below.
     ScaledDotProductAttentionWrapper.forward = attend_to_all
     dist.init_process_group("fake", rank=0, world_size=tp)
