@@ -260,6 +260,31 @@ def test_bytes_of_activations() -> None:
         assert min(of_auto.f[stage], of_auto.i[stage], of_auto.w[stage]) > 0
 
 
+class Renewing(nn.Module):
+    """Each forward replaces what the one before it has left, as FSDP does with what it gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = torch.empty(2**20)
+        return self.product(x)
+
+
+def test_what_an_op_frees_for_another_counts(one_rank: None) -> None:
+    stages = [PipelineStage(Renewing(), index, 2, CPU) for index in range(2)]
+    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 4, mean_loss)
+    records: list[StepRecord] = []
+    collect(schedule, [Wanted.MEMORY], records.extend)
+    schedule.step(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
+    (record,) = records
+    assert {op.stage for op in record.kept} == {0, 1}
+    for op, kept in record.kept.items():
+        assert abs(kept) < 2**16
+        assert record.most[op] >= (4 * 2**20 if op.kind is OpKind.F else 0)
+
+
 def profiled_beside_torchs() -> tuple[float, ...]:
     job = sleepy_job("ZBV")
     profiler = zbpipe.Profiler(job.schedule, 1)

@@ -118,6 +118,7 @@ def _records(part: Part, name: str, is_first: bool, is_last: bool, steps: int) -
             arg_mbs=[(_input(part, is_first),) for _ in range(_MICROBATCHES)],
             kwarg_mbs=[dict(part.keywords) for _ in range(_MICROBATCHES)],
             target_mbs=[_tokens(part) for _ in range(_MICROBATCHES)],
+            return_outputs=False,  # as in TorchTitan: logits would stay
         )
     return made
 

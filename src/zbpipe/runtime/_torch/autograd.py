@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -55,11 +56,21 @@ def profiler_is_on() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def allocations(seen: torch.profiler.profile) -> list[int]:
-    """The bytes of each allocation, and less than zero of each that was freed, in order, while `seen` ran."""
+def allocations(seen: torch.profiler.profile, mark: str) -> list[tuple[str, list[int]]]:
+    """What was allocated and freed while `seen` ran, within each `record_function` with a name that begins so.
+
+    Returns, in order, names with the bytes of each allocation, and less than zero of each that was freed.
+    """
     found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
-    memory: list[Any] = [event for event in found if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
+    events: list[Any] = sorted(found, key=lambda event: event.start_ns())
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    times = [time for time, _ in memory]
+    result = []
+    for event in events:
+        if event.name().startswith(mark):
+            within = slice(bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns()))
+            result.append((event.name(), [size for _, size in memory[within]]))
+    return result
 
 
 def has_hooks(weight: Tensor) -> bool:

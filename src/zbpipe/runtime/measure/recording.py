@@ -6,24 +6,22 @@ runs as torch runs it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
+from zbpipe.runtime.measure.allocated import counter_for
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.timeline import Span
 
@@ -174,16 +172,11 @@ class _Recorder:
         stage = _torch.stages_of(schedule)[0]
         self._group = stage.group
         self._device = _torch.device_of(stage)
-        on_cpu = self._device.type == "cpu"
-        self._clock: _Clock = _HostClock() if on_cpu else _DeviceClock(self._device)
-        # On the CPU this needs torch's profiler, and only one can run at a time.
-        with_memory = with_memory and not (on_cpu and _torch.profiler_is_on())
-        self._with_memory = with_memory
+        self._clock: _Clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
+        self._allocated = counter_for(self._device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
-        self._kept: dict[Op, int] = {}
-        self._most: dict[Op, int] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
 
@@ -194,7 +187,8 @@ class _Recorder:
         self._origin = self._clock.mark()
         undo = _torch.wrap_compute(self._schedule, self._around)
         try:
-            yield
+            with self._allocated.step() if self._allocated else nullcontext():
+                yield
         finally:
             undo()
         self._end = self._clock.mark()
@@ -202,13 +196,7 @@ class _Recorder:
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
         start = self._clock.mark()
-        if self._is_watched(op):
-            with _allocated(self._device) as allocated:
-                result = compute()
-            found, before = allocated(), self._kept.get(op, 0)
-            self._kept[op] = before + found.kept
-            self._most[op] = max(self._most.get(op, 0), before + found.most)
-        else:
+        with self._allocated.piece(op) if self._allocated and self._is_watched(op) else nullcontext():
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
@@ -220,12 +208,9 @@ class _Recorder:
 
     def _is_watched(self, op: Op) -> bool:
         # The very first microbatch allocates `.grad`.
-        if not self._with_memory or op.microbatch < min(1, _torch.num_microbatches(self._schedule) - 1):
+        if op.microbatch < min(1, _torch.num_microbatches(self._schedule) - 1):
             return False
-        first = self._watched.setdefault((op.stage, op.kind), op) == op
-        # torch's profiler counts what an op frees only if it has seen it allocated, and here it is not yet known of
-        # which microbatch the first I or B will be.
-        return first or op.kind is OpKind.F
+        return self._watched.setdefault((op.stage, op.kind), op) == op
 
     def record(self) -> StepRecord:
         def seconds(mark: Any) -> float:
@@ -233,9 +218,9 @@ class _Recorder:
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
-        counted = self._watched.values()
-        kept = {op: self._kept[op] for op in counted if op.kind in (OpKind.F, OpKind.I)}
-        most = {op: self._most[op] for op in counted}
+        found = self._allocated.found() if self._allocated else {}
+        kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
+        most = {op: each.most for op, each in found.items()}
         is_usual = not isinstance(self._schedule, RegisteredSchedule) or not self._schedule.sizes.last.shapes
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
@@ -274,39 +259,6 @@ class _DeviceClock:
     def seconds(self, start: torch.Event, end: torch.Event) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1000
-
-
-class _Bytes(NamedTuple):
-    """What a piece of code has allocated and not freed."""
-
-    kept: int
-    """At its end."""
-    most: int
-    """At any time."""
-
-
-_SILENT = "99"
-"""Of torch's profiler, which else writes lines on the screen for each op that is measured on a CPU."""
-
-
-@contextmanager
-def _allocated(device: torch.device) -> Iterator[Callable[[], _Bytes]]:
-    """Within, allocations count. Ask afterwards."""
-    if device.type != "cpu":
-        memory = torch.get_device_module(device)
-        # The peak of the job itself, which TorchTitan logs, is then that since this op.
-        memory.reset_peak_memory_stats(device)
-        before = memory.memory_allocated(device)
-        yield lambda: _Bytes(memory.memory_allocated(device) - before, memory.max_memory_allocated(device) - before)
-        return
-    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        yield lambda: _sum_up(_torch.allocations(seen))
-
-
-def _sum_up(changes: Iterable[int]) -> _Bytes:
-    held = list(accumulate(changes, initial=0))
-    return _Bytes(held[-1], max(held))
 
 
 def _num_bytes(values: Any) -> int:

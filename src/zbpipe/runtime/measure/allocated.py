@@ -1,0 +1,106 @@
+"""Bytes that ops of a step allocate: what they leave in the end, and the most at any time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zbpipe.ir import Op
+from zbpipe.runtime import _torch
+
+_SILENT = "99"
+"""Of torch's profiler, which else writes lines on the screen for each step that it sees on a CPU."""
+_MARK = "zbpipe's op "
+
+
+class Bytes(NamedTuple):
+    """What a piece of code has allocated and not freed."""
+
+    kept: int = 0
+    """At its end; negative if it freed more."""
+    most: int = 0
+    """At any time."""
+
+    def then(self, more: Bytes) -> Bytes:
+        """With another piece after this one."""
+        return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
+
+
+class Counter(Protocol):
+    """Counts in one step. An op can have several pieces: the loss is part of the last stage's F."""
+
+    def step(self) -> AbstractContextManager[object]:
+        """Around the step."""
+
+    def piece(self, op: Op) -> AbstractContextManager[object]:
+        """Around a piece of an op, within the step."""
+
+    def found(self) -> Mapping[Op, Bytes]:
+        """By op, after the step."""
+
+
+def counter_for(device: torch.device) -> Counter | None:
+    """None on the CPU while somebody else profiles: only one profiler can run at a time."""
+    if device.type != "cpu":
+        return _OnDevice(device)
+    return None if _torch.profiler_is_on() else _OnHost()
+
+
+class _OnDevice:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: dict[Op, Bytes] = {}
+
+    def step(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @contextmanager
+    def piece(self, op: Op) -> Iterator[None]:
+        memory = torch.get_device_module(self._device)
+        # The peak of the job itself, which TorchTitan logs, is then that since this op.
+        memory.reset_peak_memory_stats(self._device)
+        before = memory.memory_allocated(self._device)
+        yield
+        kept, most = memory.memory_allocated(self._device), memory.max_memory_allocated(self._device)
+        self._found[op] = self._found.get(op, Bytes()).then(Bytes(kept - before, most - before))
+
+    def found(self) -> Mapping[Op, Bytes]:
+        return self._found
+
+
+class _OnHost:
+    """By torch's profiler, for all of the step: it counts what an op frees only if it has seen it allocated."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, Op] = {}
+        self._seen: profile | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as self._seen:
+            yield
+
+    def piece(self, op: Op) -> AbstractContextManager[object]:
+        name = f"{_MARK}{op}"
+        self._ops[name] = op
+        return record_function(name)
+
+    def found(self) -> Mapping[Op, Bytes]:
+        assert self._seen is not None, "there was a step"
+        result: dict[Op, Bytes] = {}
+        for name, changes in _torch.allocations(self._seen, _MARK):
+            op = self._ops[name]
+            result[op] = result.get(op, Bytes()).then(_sum_up(changes))
+        return result
+
+
+def _sum_up(changes: Iterable[int]) -> Bytes:
+    held = list(accumulate(changes, initial=0))
+    return Bytes(held[-1], max(held))
