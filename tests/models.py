@@ -124,8 +124,14 @@ def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
 
 def reference(num_stages: int, num_microbatches: int, seed: int = 0) -> tuple[list[float], dict[str, Tensor]]:
     """Losses per microbatch and gradients of the mean loss, of the same model without pipeline and split."""
+    return without_pipeline(num_stages, num_microbatches, *batch(num_microbatches, seed))
+
+
+def without_pipeline(
+    num_stages: int, num_microbatches: int, tokens: Tensor, targets: Tensor
+) -> tuple[list[float], dict[str, Tensor]]:
+    """As `reference`, with this batch."""
     stages = {index: build_stage(index, num_stages) for index in range(num_stages)}
-    tokens, targets = batch(num_microbatches, seed)
     losses = []
     for x, target in zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
         for stage in stages.values():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, build_stage, gradients, loss_fn
+from models import batch, build_stage, gradients, loss_fn, without_pipeline
 from ranks import run_ranks
 from test_faults import MICROBATCHES, Job, renew_group
 from test_gradients import TOLERANCE
@@ -80,16 +80,8 @@ def train(names: tuple[str, ...]) -> dict[str, list[Step]]:
     return results
 
 
-def without_pipeline(num_stages: int, number: int, rows: int, length: int) -> Step:
-    stages = {index: build_stage(index, num_stages) for index in range(num_stages)}
-    losses = []
-    for x, target in zip(*(each.chunk(number) for each in data(rows, length)), strict=True):
-        for stage in stages.values():
-            x = stage(x)  # noqa: PLW2901
-        loss = loss_fn(x, target)
-        (loss / number).backward()
-        losses.append(loss.item())
-    return losses, gradients(stages)
+def expected_of(num_stages: int, number: int, rows: int, length: int) -> Step:
+    return without_pipeline(num_stages, number, *data(rows, length))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_gradients_of_steps_of_other_sizes(num_ranks: int, names: tuple[str, ...
     for name in names:
         num_stages = num_ranks * (1 if name in ("ZBH1", "ZB2P", "Table") else 2)
         for step, size in enumerate(STEPS):
-            expected_losses, expected = without_pipeline(num_stages, *size)
+            expected_losses, expected = expected_of(num_stages, *size)
             losses = [loss for results in per_rank for loss in results[name][step][0]]
             found = {key: grad for results in per_rank for key, grad in results[name][step][1].items()}
             assert losses == pytest.approx(expected_losses, rel=1e-6), (name, size)
@@ -198,7 +190,7 @@ def evaluate() -> list[float]:
 
 def test_eval_and_steps_in_turn() -> None:
     found = [loss for losses in run_ranks(2, evaluate) for loss in losses]
-    expected = [loss for number in (6, 3, 2, 3, 6) for loss in without_pipeline(4, number, 2 * number, 6)[0]]
+    expected = [loss for number in (6, 3, 2, 3, 6) for loss in expected_of(4, number, 2 * number, 6)[0]]
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -22,6 +22,10 @@ From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled 
 """
 
 
+_COMM = 0.01
+"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.unknown_costs`."""
+
+
 class Checkpointing(StrEnum):
     """What a block's F keeps."""
 
@@ -214,3 +218,8 @@ def typical_costs(
     return CostModel.uniform(
         placement, f, i, w, comm=comm, freed_by_i=1 - block.kept_by_i() / kept, working=working, host=host
     )
+
+
+def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:
+    """What a schedule that adapts to the checkpointing is made for in a job if nothing is measured."""
+    return typical_costs(placement, checkpointing, comm=_COMM)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement
+from zbpipe.layer_costs import joined, split_of
 from zbpipe.limits import Limit
 from zbpipe.registry import generate
 from zbpipe.simulation import simulate
@@ -70,14 +70,4 @@ def merged(costs: CostModel, num_stages: int) -> CostModel:
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
         raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
-
-    def groups(column: tuple[float, ...]) -> list[tuple[float, ...]]:
-        return [column[first : first + each] for first in range(0, costs.num_stages, each)]
-
-    f, i, w, kept = (tuple(map(sum, groups(column))) for column in (costs.f, costs.i, costs.w, costs.activations))
-    waits = map(sum, groups(tuple(costs.waits(stage) for stage in range(costs.num_stages))))
-    freed = tuple(1 - waiting / size if size else 0.0 for waiting, size in zip(waits, kept, strict=True))
-    working = {
-        kind: tuple(map(max, groups(column))) for kind, column in costs.working.items() if isinstance(column, tuple)
-    }
-    return replace(costs, f=f, i=i, w=w, activations=kept, freed_by_i=freed, working=working)
+    return joined(costs, split_of([each] * num_stages))

@@ -13,10 +13,7 @@ from zbpipe.estimation.devices import Device
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, joined, split_of
 from zbpipe.registry import Algorithm
-from zbpipe.transformer import Checkpointing, typical_costs
-
-_COMM = 0.01
-"""Seconds from rank to rank if F takes one, as `zbpipe.runtime.lean` assumes where nothing is measured."""
+from zbpipe.transformer import Checkpointing, usual_costs
 
 
 @dataclass(frozen=True)
@@ -179,9 +176,7 @@ class Workload:
 
     def usual_costs(self, placement: Placement, costs: CostModel) -> CostModel:
         """What a schedule is made for that adapts to the checkpointing, if nothing was measured; else `costs`."""
-        if self.checkpointing is None:
-            return costs
-        return typical_costs(placement, self.checkpointing, comm=_COMM)
+        return costs if self.checkpointing is None else usual_costs(placement, self.checkpointing)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from zbpipe.ir import Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
+from zbpipe.yardstick import merged
 
 _WORTH_A_START = 0.99
 _EVEN_ENOUGH = 1.05
@@ -69,28 +70,7 @@ def _on(placement: Placement, costs: CostModel) -> CostModel | None:
     costs = replace(costs, link=slowest)
     if placement.num_stages == costs.num_stages:
         return costs
-    if 2 * placement.num_stages != costs.num_stages:
-        return None
-    pairs = range(0, costs.num_stages, 2)
-
-    def both(column: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(column[stage] + column[stage + 1] for stage in pairs)
-
-    def larger(column: float | tuple[float, ...]) -> float | tuple[float, ...]:
-        return tuple(max(column[stage : stage + 2]) for stage in pairs) if isinstance(column, tuple) else column
-
-    held = both(costs.activations)
-    freed = costs.freed_by_i if isinstance(costs.freed_by_i, tuple) else (costs.freed_by_i,) * costs.num_stages
-    parts = both(tuple(share * held for share, held in zip(freed, costs.activations, strict=True)))
-    return replace(
-        costs,
-        f=both(costs.f),
-        i=both(costs.i),
-        w=both(costs.w),
-        activations=held,
-        freed_by_i=tuple(part / whole if whole else 0.0 for part, whole in zip(parts, held, strict=True)),
-        working={kind: larger(column) for kind, column in costs.working.items()},
-    )
+    return merged(costs, placement.num_stages) if 2 * placement.num_stages == costs.num_stages else None
 
 
 def uneven_stages(job: JobCosts) -> str:

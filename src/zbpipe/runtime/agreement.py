@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from hashlib import sha256
 
 import torch
@@ -13,6 +15,17 @@ from zbpipe.runtime.words import spans
 
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
+
+
+_num_keys: Counter[str] = Counter()
+"""How many keys this process has made of each kind for the same ranks."""
+
+
+def new_key(purpose: str, ranks: Sequence[int]) -> str:
+    """A key in the job's store that no other object has. All ranks make their objects in the same order."""
+    kind = f"zbpipe/{purpose}/{'-'.join(map(str, ranks))}"
+    _num_keys[kind] += 1
+    return f"{kind}/{_num_keys[kind]}"
 
 
 def require_same(

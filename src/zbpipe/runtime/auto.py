@@ -30,7 +30,6 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
 from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.step_sizes import StepSize
 from zbpipe.runtime.words import tell
 from zbpipe.simulation import simulate
 from zbpipe.yardstick import in_unit_of
@@ -171,20 +170,20 @@ class AutoSchedule(RegisteredSchedule):
         """What it measures with, until it has planned; then the better one of a plan and ZBVLean."""
         if self._known is None:
             return super().make_for_microbatches(number)
-        size = self.placement.num_ranks, number
-        limits = memory_limits(self._limit, self._known, *size)
         lean = self._lean(number, self._known)
         if self._chose_lean:
             return lean
         # All ranks search alike, so they find the same.
-        found = self._search(JobCosts(self._known), limits, number)
+        found = self._search(JobCosts(self._known), self._limits(number, self._known), number)
         is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
         return Schedule.from_csv(found.table, "plan") if is_better else lean
 
     def _lean(self, number: int, costs: CostModel) -> Schedule:
-        size = self.placement.num_ranks, number
-        lean = shortest("ZBVLean", *size, costs, memory_limits(self._limit, costs, *size))
+        lean = shortest("ZBVLean", self.placement.num_ranks, number, costs, self._limits(number, costs))
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
+
+    def _limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
+        return memory_limits(self._limit, costs, self.placement.num_ranks, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records
@@ -194,7 +193,7 @@ class AutoSchedule(RegisteredSchedule):
         if self._known is not None:
             self._log(f"compared with the costs for which it planned, {causes(self._known, model, self.placement)}")
         number = self.sizes.usual
-        limits = memory_limits(self._limit, model, self.placement.num_ranks, number)
+        limits = self._limits(number, model)
         start = self._to_beat or self._lean(number, model)
         self._known = model
         self.adopt(start, model)
@@ -312,7 +311,7 @@ class _InTurn:
         return Wanted.TIMES
 
     def after(self, record: StepRecord) -> None:
-        if self._runtime.sizes.last != StepSize(self._runtime.sizes.usual):
+        if not self._runtime.sizes.last_was_usual:
             self._coming.append(self._runtime.schedule)  # a step of another size tells nothing
             return
         self._records.append(record)

@@ -11,13 +11,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import registry
 from zbpipe.costs import CostModel
-from zbpipe.ir import Placement
 from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.transformer import Checkpointing, typical_costs
-
-_COMM = 0.01
-"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.unknown_costs`."""
+from zbpipe.transformer import Checkpointing, usual_costs
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +72,6 @@ class LeanSchedule(RegisteredSchedule):
         if agreed is not self.checkpointing:
             self.checkpointing = agreed
             self.remake(usual_costs(self.placement, agreed))
-
-
-def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:
-    """What a lean schedule is made for if nothing is measured."""
-    return typical_costs(placement, checkpointing, comm=_COMM)
 
 
 def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:

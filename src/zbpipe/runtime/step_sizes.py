@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpipe.runtime import _torch, checks
+from zbpipe.runtime.agreement import new_key
 from zbpipe.runtime.failures import PipelineError
 from zbpipe.runtime.words import spans
 
@@ -27,9 +27,6 @@ _LOOK = timedelta(seconds=1)
 """How long a rank waits before it looks whether the time is up."""
 _PATIENCE = 1800.0
 """Seconds, where the process group does not say its timeout."""
-
-_num_pipelines: Counter[tuple[int, ...]] = Counter()
-"""By the ranks of a pipeline, how many schedules this process has built for them: all ranks build the same ones."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ class Comparison:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
         self._is_alone = stage.group_size == 1 or dist.get_backend(stage.group) == "fake"
         self._me = dist.get_rank()
-        _num_pipelines[self._ranks] += 1
-        self._name = f"zbpipe/step/{'-'.join(map(str, self._ranks))}/{_num_pipelines[self._ranks]}"
+        self._name = new_key("step", self._ranks)
         self._step = 0
         self._answered = 0
         """The last step in which this rank has answered."""
@@ -172,6 +168,11 @@ class StepSizes:
         """By their number, shapes; on the rank with stage 0, which alone sees the input."""
         self._set_up: list[_torch.Shapes] = []
         """By the number of shapes, what torch has set up; not up to date for those of the last step."""
+
+    @property
+    def last_was_usual(self) -> bool:
+        """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
+        return self.last == StepSize(self.usual)
 
     @contextmanager
     def begun(self, asked: int | None) -> Iterator[None]:

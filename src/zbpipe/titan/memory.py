@@ -33,10 +33,9 @@ from zbpipe.memory import peak_bytes
 from zbpipe.registry import generate, lookup
 from zbpipe.runtime import arguments
 from zbpipe.runtime.auto import AutoSchedule, memory_limits
-from zbpipe.runtime.lean import usual_costs
 from zbpipe.simulation import simulate
 from zbpipe.titan import command_line, cpu, cut
-from zbpipe.transformer import Block, Checkpointing
+from zbpipe.transformer import Block, Checkpointing, usual_costs
 from zbpipe.yardstick import in_unit_of
 
 GIB, USABLE = devices.GIB, devices.USABLE

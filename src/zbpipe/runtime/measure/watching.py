@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from math import ceil
 from typing import Any
@@ -20,15 +19,12 @@ import torch.distributed as dist
 
 from zbpipe.drift import Drift, DriftDetector
 from zbpipe.runtime import _torch
+from zbpipe.runtime.agreement import new_key
 from zbpipe.runtime.measure.recording import Wanted
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.step_sizes import StepSize
 
 _LOOKS_EVERY = 0.2
 """Seconds: a look into the store takes about a ten thousandth of one."""
-
-_num_watchers: Counter[tuple[int, ...]] = Counter()
-"""By their ranks, how many there have been in this process: all ranks make the same ones."""
 
 
 class DriftWatcher:
@@ -51,11 +47,8 @@ class DriftWatcher:
         found: Callable[[Any, Drift], None],
     ) -> None:
         self._schedule = ref(schedule)
-        self._usual = StepSize(schedule.sizes.usual)
         self._found = found
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        _num_watchers[ranks] += 1
-        self._key = f"zbpipe/drift/{'-'.join(map(str, ranks))}/{_num_watchers[ranks]}"
+        self._key = new_key("drift", dist.get_process_group_ranks(group or dist.group.WORLD))
         self._detector = DriftDetector() if dist.get_rank(group) == 0 else None
         self._every = max(1, ceil(_LOOKS_EVERY / seconds))
         self._step = 0
@@ -84,7 +77,7 @@ class DriftWatcher:
         """With all that was beside it: the host of a GPU is done with a step long before the GPU."""
         assert self._detector is not None
         began, self._began = self._began, now
-        if began is None or schedule.sizes.last != self._usual:
+        if began is None or not schedule.sizes.last_was_usual:
             return
         drift = self._detector.observe(now - began)
         if drift is not None:
