@@ -1,16 +1,18 @@
 """Steps and memory of a real TorchTitan job beside what was estimated from its stages, measured one by one.
 
-python benchmarks/estimate.py --json estimate.json  # some ten minutes on two cores with nothing else to do
+python benchmarks/estimate.py --json estimate.json  # some 15 minutes on two cores with nothing else to do
 
-`zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core. From its cost file the step
-and the peak memory of each schedule are predicted. Then TorchTitan trains with it on 2 processes of one core each. The
-step is the schedule's, without optimizer and input; memory is what lives beyond what lived before the step, gradients
-included.
+`zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core. From its cost file
+`zbpipe.estimate` predicts the step and the memory of each schedule. Then TorchTitan trains with it on 2 processes of
+one core each. The step is the schedule's, without optimizer and input. Memory is all that PyTorch has for the job at
+the worst moment of a step: parameters, optimizer, and what torch's profiler sees allocated in the step. Both are done
+in rounds, in turn, because a virtual machine has faster and slower minutes; medians count.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -19,12 +21,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import zbpipe
-from zbpipe.memory import peak_bytes
 from zbpipe.registry import lookup
 
 RANKS = 2
@@ -39,23 +41,22 @@ FOLDER = "ZBPIPE_ESTIMATE_FOLDER"
 
 @dataclass(frozen=True)
 class Compared:
-    """One schedule. Seconds, and bytes by rank."""
+    """One schedule: by round, seconds of a step, and bytes of the worst rank."""
 
     schedule: str
     checkpointing: str
-    predicted_step: float
-    step: float
+    predicted_steps: tuple[float, ...]
+    steps: tuple[float, ...]
     predicted_bytes: tuple[float, ...]
     bytes: tuple[float, ...]
 
     @property
     def step_off(self) -> float:
-        return self.predicted_step / self.step - 1
+        return median(self.predicted_steps) / median(self.steps) - 1
 
     @property
     def memory_off(self) -> float:
-        """Of the worst rank."""
-        return max(self.predicted_bytes) / max(self.bytes) - 1
+        return median(self.predicted_bytes) / median(self.bytes) - 1
 
 
 # On a rank.
@@ -90,7 +91,9 @@ def train_and_write() -> None:
 
 
 def _metered(found: dict[str, float]) -> Any:
-    """A context for each step, which counts live bytes in the last of them."""
+    """A context for each step, which counts bytes in the last of them."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
     from zbpipe.runtime import _torch
 
     left = [METERED]
@@ -101,11 +104,27 @@ def _metered(found: dict[str, float]) -> Any:
         if left[0]:
             yield
             return
-        with _torch.StorageMeter() as meter:
+        before = _bytes_of_weights()
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
+            record_function("all of it"),
+        ):
             yield
-        found["bytes"] = float(meter.peak)
+        ((_, changes),) = _torch.allocations(seen, "all of it")
+        found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return around
+
+
+def _bytes_of_weights() -> int:
+    """Of this rank's parameters and optimizers' states."""
+    import torch
+
+    optimizers = [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]
+    held = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+    held += [each for one in optimizers for state in one.state.values() for each in state.values()]
+    local = {id(each): getattr(each, "_local_tensor", each) for each in held if isinstance(each, torch.Tensor)}
+    return sum(each.numel() * each.element_size() for each in local.values())
 
 
 # The comparison.
@@ -123,32 +142,23 @@ def arguments_of(schedule: str, checkpointing: str, options: argparse.Namespace)
 JOB = ("--module", "zbpipe.demo.models03", "--config", "llama3_python_stdlib")
 
 
-def predict(
-    arguments: list[str], schedule: str, folder: Path, options: argparse.Namespace
-) -> tuple[float, list[float]]:
-    """The step, and bytes by rank, from stages measured on one core."""
+def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, float]:
+    """The step, and bytes of the worst rank, from stages measured on one core."""
+    from zbpipe.titan import workload
+
     file = folder / "costs.toml"
     command = [sys.executable, "-m", "zbpipe", "measure", *JOB, *arguments, "-o", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(["taskset", "-c", "0", *command], check=True, env=environment, stdout=sys.stderr, timeout=TIMEOUT)
-    costs = zbpipe.load_costs(file)
-    placement = lookup(schedule).place(RANKS)
-    timeline = zbpipe.simulate(zbpipe.generate(schedule, RANKS, options.microbatches), costs.on(placement))
-    return timeline.makespan, list(peak_bytes(timeline))
+    on_cpu = ["--training.mixed_precision_param", "float32", *arguments]
+    job = workload.read(JOB[1], JOB[3], RANKS, on_cpu)
+    found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)
+    (step,) = (each for each in found.steps if each.stages_per_rank == lookup(schedule).stages_per_rank)
+    return step.seconds, step.memory.total
 
 
-def gradients_of(arguments: list[str], schedule: str) -> list[float]:
-    """Bytes of the gradients of each rank's parameters, in float32."""
-    from zbpipe.titan import workload
-
-    job = workload.read("zbpipe.demo.models03", "llama3_python_stdlib", RANKS, arguments)
-    algorithm = lookup(schedule)
-    placement = algorithm.place(RANKS)
-    return [4 * count for count in job.parameters_by_rank(placement, job.split(placement, algorithm))]
-
-
-def run(arguments: list[str], folder: Path, options: argparse.Namespace) -> tuple[float, list[float]]:
-    """The median step of a real job, and bytes by rank."""
+def run(arguments: list[str], folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """The median step of a real job, and bytes of the worst rank."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
         *(__file__, *JOB, "--dump_folder", str(folder), *arguments),
@@ -162,16 +172,18 @@ def run(arguments: list[str], folder: Path, options: argparse.Namespace) -> tupl
     subprocess.run(command, check=True, env=environment, stdout=sys.stderr, timeout=TIMEOUT)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     steps = [max(step) for step in zip(*(each["seconds"] for each in ranks), strict=True)]
-    return median(steps), [each["bytes"] for each in ranks]
+    return median(steps), max(each["bytes"] for each in ranks)
 
 
 def compare(schedule: str, checkpointing: str, options: argparse.Namespace) -> Compared:
     arguments = arguments_of(schedule, checkpointing, options)
-    with tempfile.TemporaryDirectory() as name:
-        predicted_step, held = predict(arguments, schedule, Path(name), options)
-        predicted = [size + more for size, more in zip(held, gradients_of(arguments, schedule), strict=True)]
-        step, found = run(arguments, Path(name), options)
-    return Compared(schedule, checkpointing, predicted_step, step, tuple(predicted), tuple(found))
+    predicted, found = [], []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as name:
+            predicted.append(predict(arguments, schedule, Path(name)))
+            found.append(run(arguments, Path(name), options))
+    (predicted_steps, predicted_bytes), (steps, sizes) = zip(*predicted, strict=True), zip(*found, strict=True)
+    return Compared(schedule, checkpointing, predicted_steps, steps, predicted_bytes, sizes)
 
 
 def table(found: list[Compared]) -> str:
@@ -180,10 +192,11 @@ def table(found: list[Compared]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for each in found:
-        sizes = [f"{max(sizes) / 2**20:.1f}" for sizes in (each.predicted_bytes, each.bytes)]
+        steps = [f"{median(steps):.3f}" for steps in (each.predicted_steps, each.steps)]
+        sizes = [f"{median(sizes) / 2**20:.1f}" for sizes in (each.predicted_bytes, each.bytes)]
         lines.append(
-            f"| {each.schedule} | {each.checkpointing} | {each.predicted_step:.3f} | {each.step:.3f} |"
-            f" {each.step_off:+.1%} | {sizes[0]} | {sizes[1]} | {each.memory_off:+.1%} |"
+            f"| {each.schedule} | {each.checkpointing} | {steps[0]} | {steps[1]} | {each.step_off:+.1%} |"
+            f" {sizes[0]} | {sizes[1]} | {each.memory_off:+.1%} |"
         )
     return "\n".join(lines)
 
@@ -193,6 +206,7 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective"], metavar="KIND")
     parser.add_argument("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a microbatch")
     parser.add_argument("--json", type=Path, help="file for all figures")

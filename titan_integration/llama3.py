@@ -66,10 +66,10 @@ def llama3_debug() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 55 GiB.
+    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 49 GiB.
 
-    1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 22 bytes each (bf16 copy
-    2, float32 gradient 4, parameter, reduced gradient and AdamW's moments 16) are 35 GiB. The other ranks have 0.9 to
+    1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 18 bytes each (bf16 copy
+    2, float32 gradient 4, parameter and AdamW's moments 12) are 29 GiB. The other ranks have 0.9 to
     1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB a layer and microbatch from F to I (selective), 1.06 GiB from I
     to W, at most 32 GiB, and 20 on rank 0, logits and their
     gradients included.
@@ -88,9 +88,9 @@ def llama3_8b_no_downloads() -> Trainer.Config:
 
 
 def llama3_70b() -> Trainer.Config:
-    """4 nodes, PP 4 x TP 8, for GPUs of 141 GB or more: 93 GiB (with twice the nodes, FSDP 2: 77 GiB).
+    """4 nodes, PP 4 x TP 8, for GPUs of 141 GB or more: 85 GiB (with twice the nodes, FSDP 2: 73 GiB).
 
-    18.3 billion parameters on the worst rank, so 2.3 billion on a GPU, with 22 bytes each: 47 GiB. 16 microbatches:
+    18.3 billion parameters on the worst rank, so 2.3 billion on a GPU, with 18 bytes each: 38 GiB. 16 microbatches:
     0.2 GiB a layer and microbatch from F to I, 0.7 GiB from I to W, at most 49 GiB. TP cuts only one side of each
     product, so x and dY, which wait for W, are not an eighth of what they are without it.
     """
@@ -98,19 +98,19 @@ def llama3_70b() -> Trainer.Config:
 
 
 def llama3_70b_80gb() -> Trainer.Config:
-    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 43 GiB.
+    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 38 GiB.
 
-    Twice the ranks of `llama3_70b` halve the weights (25 GiB), and V-Half, whose bubble is about half of 1F1B's, holds
+    Twice the ranks of `llama3_70b` halve the weights (21 GiB), and V-Half, whose bubble is about half of 1F1B's, holds
     18 GiB of activations where ZBV would hold 52.
     """
     return _pipelined(titan.llama3_70b(), "VHalf", pp=8, tp=8, checkpointing="selective")
 
 
 def llama3_405b() -> Trainer.Config:
-    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 105 GiB (64 nodes, FSDP 4: 70 GiB).
+    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 93 GiB (64 nodes, FSDP 4: 67 GiB).
 
     126 layers, embedding and head are 128, which is 4 for each of the 32 stages. 25.5 billion parameters a rank, 3.2
-    billion on a GPU, with 22 bytes each: 65 GiB (10 bytes with FSDP 4: 30 GiB). 64 microbatches: 0.5 GiB a layer and
+    billion on a GPU, with 18 bytes each: 53 GiB (9 bytes with FSDP 4: 27 GiB). 64 microbatches: 0.5 GiB a layer and
     microbatch from F to I, 1.4 GiB from I to W. ZBV lets 31 stages of 4 layers wait for W, 170 GiB; V-Half 4, and holds
     40 GiB in all.
     """
@@ -118,7 +118,7 @@ def llama3_405b() -> Trainer.Config:
 
 
 def llama3_405b_288gb() -> Trainer.Config:
-    """The same on MI355X, where ZBV fits: 236 GiB (64 nodes, FSDP 4: 200 GiB).
+    """The same on MI355X, where ZBV fits: 224 GiB (64 nodes, FSDP 4: 197 GiB).
 
     By the simulator ZBV's step is 7 % shorter than V-Half's at 16 ranks and 64 microbatches.
     """
@@ -126,7 +126,7 @@ def llama3_405b_288gb() -> Trainer.Config:
 
 
 def llama3_405b_80gb() -> Trainer.Config:
-    """64 nodes, PP 16 x TP 8 x FSDP 4, for GPUs of 80 GB: 52 GiB.
+    """64 nodes, PP 16 x TP 8 x FSDP 4, for GPUs of 80 GB: 49 GiB.
 
     As `llama3_405b`, but with full checkpointing: of 40 GiB of activations 22 are left, what waits for W.
     """

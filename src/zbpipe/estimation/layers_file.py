@@ -48,7 +48,8 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
     layers = tuple(chain.from_iterable(_layers(row, name) for name, row in rows_of(job["layers"], "layers")))
     if not layers:
         raise ValueError("a model needs at least one layer: give [[layers]]")
-    sizes = table_of(job.get("parameter_bytes", {}), "[parameter_bytes]", optional=_PARAMETER_BYTES)
+    given = table_of(job.get("parameter_bytes", {}), "[parameter_bytes]", optional=_PARAMETER_BYTES)
+    sizes: Any = {key: amount("a parameter", key, value) for key, value in given.items()}
     return Workload(
         name,
         layers,
@@ -60,7 +61,7 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
         3 * sum(layer.f for layer in layers) / job["tokens"],
         f"as in {name}",
         job.get("schedule", "1F1B"),
-        parameter_bytes=ParameterBytes(**{key: amount("a parameter", key, value) for key, value in sizes.items()}),
+        parameter_bytes=ParameterBytes(**sizes),
     )
 
 

@@ -48,8 +48,11 @@ class Degrees:
 class ParameterBytes:
     """What a GPU holds for each parameter of its stages.
 
-    >>> ParameterBytes().total(shards=8)
-    8.0
+    A pipeline reduces its gradients when its activations have gone, layer after layer, each in the place of its sum. So
+    reduced gradients count beside sums only if they are there from an earlier pipeline step.
+
+        >>> ParameterBytes().total(shards=8), ParameterBytes(accumulates=True).total(shards=8)
+        (7.5, 8.0)
     """
 
     gathered: float = 2.0
@@ -58,13 +61,17 @@ class ParameterBytes:
     """Gradients of all microbatches, before they are reduced."""
     stored: float = 4.0
     """A parameter, a reduced gradient, or one of the optimizer's two moments: each is cut into shards."""
+    accumulates: bool = False
+    """Whether an optimizer step has several pipeline steps."""
 
     def weights(self, shards: int) -> float:
         return self.gathered + self.stored / shards
 
     def optimizer(self, shards: int) -> float:
         """Gradients and moments."""
-        return self.summed + 3 * self.stored / shards
+        reduced = self.stored / shards
+        gradients = self.summed + reduced if self.accumulates else max(self.summed, reduced)
+        return gradients + 2 * reduced
 
     def total(self, shards: int) -> float:
         return self.weights(shards) + self.optimizer(shards)

@@ -82,7 +82,8 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
     unit = made_for or CostModel.uniform(placement)
     room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
     schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=room)
-    bytes_each = model.parameter_bytes(degrees.fsdp).total(degrees.fsdp)
+    each = replace(model.parameter_bytes(degrees.fsdp), accumulates=accumulates(config, degrees))
+    bytes_each = each.total(degrees.fsdp)
     split = _split(model, config, placement)
     costs = _costs(model, config, split)
     peaks = peak_bytes(simulate(schedule, costs))
@@ -90,6 +91,11 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
         peaks = tuple(map(max, peaks, memory_limits(limit, costs, ranks, microbatches)))
     parameters = _parameters(model, placement, split)
     return [Need(count, count / tp * bytes_each, peak) for count, peak in zip(parameters, peaks, strict=True)]
+
+
+def accumulates(config: Any, degrees: Degrees) -> bool:
+    """Whether a job has several pipeline steps for each step of its optimizer."""
+    return bool(config.training.global_batch_size > config.training.local_batch_size * degrees.data)
 
 
 def degrees_of(config: Any, num_gpus: int) -> Degrees:
@@ -232,7 +238,8 @@ class Model:
 
         A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds
         the gradients up in float32 before it reduces them. What is cut into shards is the parameter, its reduced
-        gradient and the two moments of AdamW. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
+        gradient, which takes the place of the sum, and the two moments of AdamW. TorchTitan 0.2 uses FSDP only if
+        `fsdp` is above 1.
         """
         if fsdp > 1 or not self.is_titan_02:
             return ParameterBytes(_BF16, _FP32, self.size)

@@ -124,6 +124,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, how: Checkpointing, c
             memory.SIZES[training.mixed_precision_param],
             memory.SIZES[training.mixed_precision_reduce],
             memory.SIZES[training.dtype],
+            memory.accumulates(config, degrees),
         ),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in layers]),
     )
