@@ -60,6 +60,12 @@ def test_a_step_by_hand() -> None:
     assert found.gain(row(found, "ZBH1"), usual) == pytest.approx(usual.seconds / row(found, "ZBH1").seconds - 1)
 
 
+@pytest.mark.parametrize(("microbatches", "is_told"), [(1, True), (2, False)])
+def test_too_few_microbatches_are_told(microbatches: int, is_told: bool) -> None:
+    found = estimate(workload(microbatches=microbatches), ONE_A_SECOND, only=("1F1B",), plans=False)
+    assert any("give each step more" in line for line in found.words) == is_told
+
+
 def test_pairs_that_wait_are_a_part_of_the_memory() -> None:
     found = estimate(workload(), ONE_A_SECOND, only=("1F1B", "ZBH1"), plans=False)
     assert row(found, "1F1B").memory.waiting == 0

@@ -38,7 +38,10 @@ alone = ["--parallelism.tensor_parallel_degree", "1"]
 told = workload.read(module, "llama3_70b", 64, alone)
 workload._is_llama = lambda config: False
 counted = workload.read(module, "llama3_70b", 64, alone)
-found["bytes"] = [bytes_of(each.layers[1]) for each in (told, counted)]
+workload._on_meta = lambda block, x: None
+guessed = workload.read(module, "llama3_70b", 64, alone)
+found["bytes"] = [bytes_of(each.layers[1]) for each in (told, counted, guessed)]
+found["guessed"] = [guessed.layers[1].f == block.f, "look at values" in guessed.words]
 print(json.dumps(found))
 """
 
@@ -78,8 +81,29 @@ def test_memory_is_that_of_the_calculator(found: dict[str, list[float]]) -> None
 
 
 def test_bytes_counted_on_meta_tensors_are_those_of_the_calculator(found: dict[str, list[float]]) -> None:
-    told, counted = found["bytes"]
+    told, counted, _ = found["bytes"]
     assert counted == pytest.approx(told, rel=0.01)
+
+
+def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, list[float]]) -> None:
+    """It counts as a Llama block, which it is here."""
+    told, _, guessed = found["bytes"]
+    assert guessed == pytest.approx(told, rel=0.05)
+    assert found["guessed"] == [True, True]
+
+
+@pytest.mark.zoo
+def test_a_model_with_experts() -> None:
+    """TorchTitan's own config, without what its trainer wants to be said about a pipeline, and without its warnings."""
+    job = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--parallelism.pipeline_parallel_degree", "2"]
+    command = ["zbpipe", "estimate", "--json", "--gpus", "4", "--device", "H100", *job]
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert any("look at values" in line for line in found["words"])
+    assert all(row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in found["schedules"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import click
 from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, options, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from zbpipe.estimation.result import Estimate
     from zbpipe.estimation.workload import Workload
@@ -115,8 +117,19 @@ def _workload(
         return load_layers(layers, gpus)
     from zbpipe.titan.workload import read
 
-    with in_one_line(ImportError):
+    with in_one_line(ImportError), _without_warnings():
         return read(str(module), str(config), gpus, arguments)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of TorchTitan and what it imports: they are about jobs that run."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 def _require(holds: bool, otherwise: str) -> None:

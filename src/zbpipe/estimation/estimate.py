@@ -241,6 +241,12 @@ class _Job:
                 f"links: {device.inside / 1e9:.0f} GB/s inside of a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
             )
+        ranks, microbatches = self.workload.degrees.pipeline, self.workload.microbatches
+        if microbatches < ranks:
+            yield (
+                f"microbatches: {microbatches} on {ranks} pipeline ranks leave most ranks idle: give each step more (in"
+                " TorchTitan --training.local_batch_size)"
+            )
         yield (
             "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"
             " nothing; without a pipeline, communication of a layer runs beside the computation of another, and what"

@@ -189,12 +189,17 @@ def _use_causal_attention(model_spec: Any) -> None:
                 setattr(owner, attribute, ScaledDotProductAttention.Config())
 
 
+_NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
+
+
 def parsed(arguments: list[str]) -> Any:
     """A `Trainer.Config` from TorchTitan's command line, for what trains nothing.
 
     Raises:
         ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
     """
+    if not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
+        arguments = [_NO_CUDA_GRAPHS, *arguments]  # which it refuses in a pipeline, and which make no difference here
     try:
         return ConfigManager().parse_args(arguments)
     except SystemExit:

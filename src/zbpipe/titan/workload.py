@@ -17,7 +17,7 @@ from zbpipe.runtime.measure.layer_bytes import LayerBytes, layer_bytes
 from zbpipe.runtime.measure.operations import Operations, operations
 from zbpipe.titan import cpu, cut, memory
 from zbpipe.titan.versions import installed
-from zbpipe.transformer import Checkpointing
+from zbpipe.transformer import LLAMA_3_8B, Block, Checkpointing
 
 _BF16 = 2
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
@@ -87,6 +87,8 @@ class _Layer:
     modules: tuple[str, ...]
     operations: Operations
     parameters: int
+    products: float
+    """Weights with which each token is multiplied; of experts those to which it goes."""
     bytes: LayerBytes | None
     """None where it was not run."""
 
@@ -104,7 +106,7 @@ class _Counted:
 
 def _workload(config: Any, degrees: Degrees, *, name: str, how: Checkpointing, counted: _Counted) -> Workload:
     parallelism, training = config.parallelism, config.training
-    tokens = training.seq_len * parallelism.pipeline_parallel_microbatch_size
+    tokens = _tokens(config)
     layers, words = _with_bytes(config, degrees, how, counted)
     return Workload(
         name,
@@ -155,10 +157,15 @@ def _with_bytes(
         ]
         words = "bytes as zbpipe.titan.memory calculates them"
     else:
-        found = [_shared(layer, degrees.tensor) for layer in counted.layers]
+        found = [
+            _as_llama(config, layer.products, how, degrees.tensor)
+            if layer.bytes is None
+            else _shared(layer.bytes, degrees.tensor)
+            for layer in counted.layers
+        ]
         words = "bytes counted on meta tensors" + (", roughly shared by TP" if degrees.tensor > 1 else "")
-        if any(layer.bytes is None for layer in counted.layers[1:-1]):
-            words = "bytes of a Llama block as wide, which this is not"
+        if any(layer.bytes is None for layer in counted.layers):
+            words = "bytes of Llama blocks as wide with as many weights in use, because these look at values"
     return tuple(map(partial(_work, how), counted.layers, found)), f"{how_much}; {words}"
 
 
@@ -168,12 +175,26 @@ def _is_llama(config: Any) -> bool:
     return is_known and config.training.mixed_precision_param == "bfloat16"
 
 
-def _shared(layer: _Layer, tensor: int) -> LayerBytes:
+def _as_llama(config: Any, products: float, how: Checkpointing, tensor: int) -> LayerBytes:
+    """What one of `tensor` GPUs would hold of a Llama block as wide, with as many weights for each token."""
+    dim = config.model_spec.model.dim
+    attention = LLAMA_3_8B.dim * (2 * LLAMA_3_8B.queries + LLAMA_3_8B.keys_and_values) * (dim / LLAMA_3_8B.dim) ** 2
+    hidden = max(products - attention, 0) / (3 * dim)
+    block = Block(dim, dim, dim * LLAMA_3_8B.keys_and_values // LLAMA_3_8B.dim, round(hidden))
+    size = memory.SIZES[config.training.mixed_precision_param] * _tokens(config)
+    working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
+    return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
+
+
+def _tokens(config: Any) -> int:
+    """Of a microbatch."""
+    return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
+
+
+def _shared(found: LayerBytes, tensor: int) -> LayerBytes:
     """What one of `tensor` GPUs holds: sequences are cut, but x or dY of each product are whole."""
-    if layer.bytes is None:
-        return LayerBytes(0, 0, {})
-    working = {kind: int(size / tensor) for kind, size in layer.bytes.working.items()}
-    return LayerBytes(int(layer.bytes.activations / tensor), int(layer.bytes.waits * (1 + 1 / tensor) / 2), working)
+    working = {kind: int(size / tensor) for kind, size in found.working.items()}
+    return LayerBytes(int(found.activations / tensor), int(found.waits * (1 + 1 / tensor) / 2), working)
 
 
 def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
@@ -196,12 +217,12 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
 def _counted(model: nn.Module, config: Any, how: Checkpointing) -> _Counted:
     """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
     modules, training = dict(model.named_children()), config.training
-    tokens = training.seq_len * config.parallelism.pipeline_parallel_microbatch_size
+    tokens = _tokens(config)
     dim = config.model_spec.model.dim
     whole = cut.Model(model, config.model_spec.model, training.seq_len)
     attention = cut.attention_products(whole) / max(len(list(modules["layers"].children())), 1)
     per_token = float(config.model_spec.model.get_nparams_and_flops(model, training.seq_len)[1])
-    products = {name: cut.products(block) + attention for name, block in modules["layers"].named_children()}
+    products = {name: cut.products(block) for name, block in modules["layers"].named_children()}
     parameters = {name: _parameters(block) for name, block in modules["layers"].named_children()}
     if config.activation_checkpoint is not None:
         config.activation_checkpoint.build(dump_folder="").apply(model)
@@ -219,13 +240,13 @@ def _counted(model: nn.Module, config: Any, how: Checkpointing) -> _Counted:
                 requires_grad=True,
             )
             known[kind] = _on_meta(block, x) or (
-                _by_products(products[name], tokens, how),
+                _by_products(products[name] + attention, tokens, how),
                 None,
             )
-        blocks.append(_Layer((f"layers.{name}",), known[kind][0], parameters[name], known[kind][1]))
+        blocks.append(_Layer((f"layers.{name}",), known[kind][0], parameters[name], products[name], known[kind][1]))
     head = _head(modules, tokens, getattr(config.loss, "num_chunks", 0))
     embedding = _Layer(
-        ("tok_embeddings",), Operations(0, 0, 0), _parameters(modules["tok_embeddings"]), LayerBytes(0, 0, {})
+        ("tok_embeddings",), Operations(0, 0, 0), _parameters(modules["tok_embeddings"]), 0, LayerBytes(0, 0, {})
     )
     return _Counted((embedding, *blocks, head), per_token, all(found is not None for _, found in known.values()))
 
@@ -257,7 +278,8 @@ def _head(modules: dict[str, Any], tokens: int, chunks: int) -> _Layer:
             int(2 * hidden + 3 * logits), int(hidden + logits), {OpKind.F: int(2 * logits), OpKind.I: int(4 * logits)}
         )
     )
-    return _Layer(("norm", "lm_head"), counts, sum(_parameters(modules[name]) for name in ("norm", "lm_head")), held)
+    parameters = sum(_parameters(modules[name]) for name in ("norm", "lm_head"))
+    return _Layer(("norm", "lm_head"), counts, parameters, cut.products(modules["lm_head"]), held)
 
 
 def _parameters(module: nn.Module) -> int:
