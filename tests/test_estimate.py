@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from zbpipe.ir import OpKind, Placement
 from zbpipe.memory import peak_bytes, peak_parts
 from zbpipe.runtime.measure.layer_bytes import layer_bytes
 from zbpipe.runtime.measure.operations import operations
-from zbpipe.transformer import Checkpointing
+from zbpipe.transformer import Checkpointing, usual_costs
 from zbpipe.views.estimates import page
 
 ONE_A_SECOND = Device("toy", 2.0, 0.5, inside=1e30, between=1e30, gib=100, source="", share_from="", latency=0.0)
@@ -301,7 +303,10 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "wait for W", "TFLOP/s", "NVLink"):
         assert words in text, words
     html = picture.read_text()
-    assert html.count('class="name"') == html.count("<circle") > 4
+    names = [[float(x), float(y), len(name)] for x, y, name in re.findall(r'"name" x="(.*?)" y="(.*?)">(.*?)<', html)]
+    assert 1 < len(names) <= html.count("<circle")
+    for (x, y, letters), (other, line, _) in combinations(sorted(names), 2):
+        assert abs(y - line) > 10 or x + 6 * letters < other  # no name covers another
     assert "ZBV" in html
     data = json.loads(run("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV", "--json"))
     assert data["degrees"] == {"pipeline": 4, "tensor": 1, "fsdp": 4, "replicas": 1}
@@ -348,6 +353,14 @@ def test_schedules_are_made_for_the_checkpointing() -> None:
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
     step = row(estimate(work, ONE_A_SECOND, only=("ZBVLean",), plans=False), "ZBVLean", 2)
     assert step.timeline is not None
-    costs = work.usual_costs(Placement.v(2), step.timeline.costs)
+    costs = usual_costs(Placement.v(2), Checkpointing.FULL)
     assert step.timeline.schedule == generate("ZBVLean", 2, 8, costs=costs)
     assert Op.parse("0B0").kind in {op.kind for op in step.timeline.schedule.ops[0]}
+
+
+def test_schedules_that_know_no_checkpointing_are_made_as_in_a_job() -> None:
+    """Without measured costs ZB1P is made for equal times, and not for what this job's costs would make of it."""
+    work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
+    step = row(estimate(work, ONE_A_SECOND, only=("ZB1P",), plans=False), "ZB1P")
+    assert step.timeline is not None
+    assert step.timeline.schedule == generate("ZB1P", 2, 8) != generate("ZB1P", 2, 8, costs=step.timeline.costs)

@@ -55,6 +55,8 @@ class Algorithm:
     """Which of `stages_per_rank`, `costs`, `memory_limit` and `runs_ahead` the function takes."""
     listed: bool = True
     """Whether it is a schedule of its own, to be listed and compared with others."""
+    by_checkpointing: bool = False
+    """Whether a job without measured costs gives it those that are usual for its activation checkpointing."""
 
     @property
     def any_stages_per_rank(self) -> bool:
@@ -109,6 +111,7 @@ def register(
     source: Literal["torch", "zbpipe"] = "zbpipe",
     summary: str = "",
     listed: bool = True,
+    by_checkpointing: bool = False,
 ) -> Callable[[Generate], Generate]:
     """Decorator that makes a schedule known under `name`, in any case.
 
@@ -125,6 +128,8 @@ def register(
         source: "torch" keeps torch's own class as the one that runs the schedule.
         summary: one line for listings.
         listed: whether listings and comparisons show it.
+        by_checkpointing: whether jobs without measured costs give it those that are usual for their activation
+            checkpointing.
 
     Raises:
         ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
@@ -161,7 +166,15 @@ def register(
                 " (ranks, microbatches), and may take the keywords stages_per_rank, costs, memory_limit and runs_ahead"
             ) from None
         _registered[name.lower()] = Algorithm(
-            name, placement, stages_per_rank, generate, source, summary, keywords=keywords, listed=listed
+            name,
+            placement,
+            stages_per_rank,
+            generate,
+            source,
+            summary,
+            keywords=keywords,
+            listed=listed,
+            by_checkpointing=by_checkpointing,
         )
         return generate
 

@@ -17,6 +17,7 @@ from zbpipe.registry import register
     placement="v",
     stages_per_rank=2,
     summary="the shortest step found in half of 1F1B's activations, with what waits for W among them",
+    by_checkpointing=True,
 )
 def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best of lean forms of VHalf and of list scheduling within (p + 2) // 2 of 1F1B's p activations.

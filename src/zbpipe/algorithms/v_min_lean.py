@@ -18,6 +18,7 @@ from zbpipe.registry import register
     placement="v",
     stages_per_rank=2,
     summary="the shortest step found in a third of 1F1B's activations, with what waits for W among them",
+    by_checkpointing=True,
 )
 def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best of lean forms of VMin and of list scheduling within (p + 4) // 3 of 1F1B's p activations.

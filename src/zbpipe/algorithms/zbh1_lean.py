@@ -14,7 +14,11 @@ from zbpipe.ir import Placement, Schedule
 from zbpipe.registry import register
 
 
-@register("ZBH1Lean", summary="the shortest step found in 1F1B's memory with one stage a rank, under any checkpointing")
+@register(
+    "ZBH1Lean",
+    summary="the shortest step found in 1F1B's memory with one stage a rank, under any checkpointing",
+    by_checkpointing=True,
+)
 def zbh1_lean(
     ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
 ) -> Schedule:

@@ -21,6 +21,7 @@ from zbpipe.registry import register
     placement="v",
     stages_per_rank=2,
     summary="start with this one: the shortest step found in 1F1B's memory, under any checkpointing",
+    by_checkpointing=True,
 )
 def zbv_lean(
     ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None

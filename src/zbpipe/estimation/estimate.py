@@ -19,6 +19,7 @@ from zbpipe.planner.plan import plan
 from zbpipe.registry import Algorithm, generate, lookup, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
+from zbpipe.transformer import usual_costs
 from zbpipe.yardstick import merged
 
 _STAGES_PER_RANK = (1, 2, 4)
@@ -120,12 +121,19 @@ class _Job:
         placement = algorithm.place(degrees.pipeline, stages)
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
-        made_for = self.workload.usual_costs(placement, costs)
+        made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
         if algorithm.table is None:
             schedule = generate(algorithm.name, degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
         else:
             schedule = algorithm.table
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
+
+    def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:
+        """What a job makes a schedule for if nothing was measured; where its checkpointing is not known, `costs`."""
+        if not algorithm.by_checkpointing:
+            return None
+        known = self.workload.checkpointing
+        return costs if known is None else usual_costs(placement, known)
 
     def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
         """The best found that leaves room for the weights."""

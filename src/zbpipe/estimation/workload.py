@@ -13,7 +13,7 @@ from zbpipe.estimation.devices import Device
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, joined, split_of
 from zbpipe.registry import Algorithm
-from zbpipe.transformer import Checkpointing, usual_costs
+from zbpipe.transformer import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,6 @@ class Workload:
         """Of all GPUs that share a rank's stages."""
         stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
         return tuple(sum(stages[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks))
-
-    def usual_costs(self, placement: Placement, costs: CostModel) -> CostModel:
-        """What a schedule is made for that adapts to the checkpointing, if nothing was measured; else `costs`."""
-        return costs if self.checkpointing is None else usual_costs(placement, self.checkpointing)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     model, placement, limit = Model.of(config), algorithm.place(ranks), arguments.limit(memory_limit)
     is_auto = algorithm.name == AutoSchedule.schedule_name
-    made_for = None if is_auto else usual_costs(placement, model.checkpointing)
+    made_for = usual_costs(placement, model.checkpointing) if algorithm.by_checkpointing else None
     unit = made_for or CostModel.uniform(placement)
     room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
     schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=room)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -152,6 +152,18 @@ def _drawn(found: Estimate) -> str:
 
 # All lengths are pixels.
 _WIDTH, _HEIGHT, _MARGIN, _LABEL = 760, 420, 64, 150
+_LETTER, _LINE = 6.5, 12
+"""Of a name beside a point, not less than in any font."""
+
+
+def _readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
+    """Names with their places beside these points, the first ones first, without those that would cover another."""
+    taken: list[tuple[float, float, float]] = []
+    for name, x, y in points:
+        left, right, base = x + 8, x + 8 + _LETTER * len(name), y + 4
+        if all(right < first or last < left or abs(base - line) >= _LINE for first, last, line in taken):
+            taken.append((left, right, base))
+            yield name, left, base
 
 
 def plot(found: Estimate) -> str:
@@ -186,10 +198,8 @@ def plot(found: Estimate) -> str:
             kind = "fits" if step.fits else "over"
             tip = escape(f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB")
             yield f'<circle class="{kind}" {at} r="5"><title>{tip}</title></circle>'
-            yield (
-                f'<text class="name" x="{x(step.seconds) + 8:.1f}" y="{y(step.memory.total) + 4:.1f}">'
-                f"{escape(step.schedule)}</text>"
-            )
+        for name, left, base in _readable((step.schedule, x(step.seconds), y(step.memory.total)) for step in steps):
+            yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
 
     inside = "\n".join(marks())
     return (
