@@ -49,10 +49,19 @@ def titans(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> l
     return [names] if num_stages == 1 else [[f"{num_stages} {first} {last}"]]
 
 
-def cutting(how: Checkpointing = Checkpointing.NONE, seq_len: int = 4, per_stage: int | None = None) -> cut.Cut:
+def cutting(
+    how: Checkpointing = Checkpointing.NONE,
+    seq_len: int = 4,
+    per_stage: int | None = None,
+    ends: tuple[int, int] = (1, 1),
+) -> cut.Cut:
     with torch.device("meta"):
         model = Decoder()
-    parallelism = SimpleNamespace(pipeline_parallel_layers_per_stage=per_stage)
+    parallelism = SimpleNamespace(
+        pipeline_parallel_layers_per_stage=per_stage,
+        pipeline_parallel_first_stage_less_layers=ends[0],
+        pipeline_parallel_last_stage_less_layers=ends[1],
+    )
     return cut.cutting(titans, Placement.v(2), parallelism, cut.Model(model, model, seq_len), how)
 
 
@@ -76,7 +85,7 @@ def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("given", [(0, 0), (1, 2)])
 def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
-    assert cutting()(4, BLOCKS, *given) == [[f"4 {given[0]} {given[1]}"]]
+    assert cutting(ends=given)(4, BLOCKS, *given) == [[f"4 {given[0]} {given[1]}"]]
     assert cutting(per_stage=2)(4, BLOCKS, 1, 1) == [["4 1 1"]]
 
 

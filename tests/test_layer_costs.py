@@ -120,15 +120,24 @@ def test_stages_cost_what_their_layers_cost(costs: LayerCosts, data: st.DataObje
     assert (stages.link, stages.freed_by_i) == (costs.link, costs.freed_by_i)
 
 
-@given(num_layers=st.integers(1, 40), num_stages=st.integers(2, 20))
-def test_the_even_split_is_torchtitans(num_layers: int, num_stages: int) -> None:
+@given(
+    num_layers=st.integers(1, 40),
+    num_stages=st.integers(2, 20),
+    ends=st.tuples(st.integers(0, 3), st.integers(0, 3)) | st.just((1, 1)),
+)
+def test_the_even_split_is_torchtitans(num_layers: int, num_stages: int, ends: tuple[int, int]) -> None:
     require_titan("0.3.0")
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
     assume(num_stages <= num_layers + 2)
     costs = llm(num_layers, 1)
-    split = split_of(even_sizes(num_layers + 2, num_stages))
-    assert costs.modules(split) == _generate_llm_fqn_per_model_part(num_stages, num_layers)
+    try:
+        titans = _generate_llm_fqn_per_model_part(num_stages, num_layers, *ends)
+    except ValueError:
+        with pytest.raises(ValueError, match="layers"):
+            even_sizes(num_layers + 2, num_stages, ends)
+        return
+    assert costs.modules(split_of(even_sizes(num_layers + 2, num_stages, ends))) == titans
 
 
 @pytest.mark.parametrize("name", ["single", "v"])

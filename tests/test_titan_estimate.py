@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from titan_jobs import require_titan
@@ -17,6 +18,7 @@ PROGRAM = """
 import json, sys
 from dataclasses import replace
 from zbpipe import OpKind, estimate
+from zbpipe.registry import lookup
 from zbpipe.titan import cpu, memory, workload
 from zbpipe.estimation.workload import Degrees
 
@@ -38,6 +40,10 @@ alone = ["--parallelism.tensor_parallel_degree", "1"]
 told = workload.read(module, "llama3_70b", 64, alone)
 workload._is_llama = lambda config: False
 counted = workload.read(module, "llama3_70b", 64, alone)
+weighted = "--parallelism.pipeline_parallel_first_stage_less_layers 3".split()
+ends = [workload.read(module, "llama3_70b", 64, more) for more in ([], weighted)]
+placement = lookup("ZBV").place(4)
+found["ends"] = [list(map(len, each.split(placement, lookup("ZBV")))) for each in ends]
 workload._on_meta = lambda block, x: None
 guessed = workload.read(module, "llama3_70b", 64, alone)
 found["bytes"] = [bytes_of(each.layers[1]) for each in (told, counted, guessed)]
@@ -47,17 +53,17 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[float]]:
+def found() -> dict[str, Any]:
     """Of one process that imports TorchTitan."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     assert result.returncode == 0, result.stderr
-    answers: dict[str, list[float]] = json.loads(result.stdout.splitlines()[-1])
+    answers: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answers
 
 
-def test_operations_of_a_block(found: dict[str, list[float]]) -> None:
+def test_operations_of_a_block(found: dict[str, Any]) -> None:
     """Two for each weight and token, and half of the attention's two products; I repeats every second product."""
     f, i, w, parameters = found["block"]
     tokens, dim, hidden, kv = 8192, 8192, 28672, 1024
@@ -69,23 +75,25 @@ def test_operations_of_a_block(found: dict[str, list[float]]) -> None:
     assert parameters == products / (2 * tokens) + 2 * dim
 
 
-def test_the_job(found: dict[str, list[float]]) -> None:
+def test_the_job(found: dict[str, Any]) -> None:
     assert found["job"][:4] == ["PP 4 x TP 8 x FSDP 2", 16, "ZBV", "selective"]
     assert found["job"][4] == pytest.approx(70.6e9, rel=0.01)
     assert found["other"] == [16, True, True]
+    by_work, weighted = found["ends"]
+    assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
 
 
-def test_memory_is_that_of_the_calculator(found: dict[str, list[float]]) -> None:
+def test_memory_is_that_of_the_calculator(found: dict[str, Any]) -> None:
     ours, calculators = found["memory"]
     assert ours == pytest.approx(calculators, rel=1e-6)
 
 
-def test_bytes_counted_on_meta_tensors_are_those_of_the_calculator(found: dict[str, list[float]]) -> None:
+def test_bytes_counted_on_meta_tensors_are_those_of_the_calculator(found: dict[str, Any]) -> None:
     told, counted, _ = found["bytes"]
     assert counted == pytest.approx(told, rel=0.01)
 
 
-def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, list[float]]) -> None:
+def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, Any]) -> None:
     """It counts as a Llama block, which it is here."""
     told, _, guessed = found["bytes"]
     assert guessed == pytest.approx(told, rel=0.05)

@@ -176,20 +176,33 @@ def split_of(sizes: Sequence[int]) -> Split:
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
 
     TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here.
 
-        >>> even_sizes(7, 3)
-        (3, 2, 2)
+        >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
+        ((3, 2, 2), (4, 3, 2))
+
+    Args:
+        num_layers: with embedding and head.
+        num_stages: into which they are cut.
+        ends: as how many layers embedding and head count.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: fewer layers than stages, or an end that counts as more than a stage has.
     """
     require_enough(num_layers, num_stages)
-    each, more = divmod(num_layers, num_stages)
-    return (each + 1,) * more + (each,) * (num_stages - more)
+    first, last = ends
+    each, more = divmod(num_layers - 2 + first + last, num_stages)
+    if max(1, *ends) > each:
+        raise ValueError(
+            f"embedding and head cannot count as {first} and {last} layers where a stage has {each}: give less weight"
+        )
+    sizes = [each + (stage < more) for stage in range(num_stages)]
+    sizes[0] += 1 - first
+    sizes[-1] += 1 - last
+    return tuple(sizes)
 
 
 def require_enough(num_layers: int, num_stages: int) -> None:

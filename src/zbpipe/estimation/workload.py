@@ -128,6 +128,8 @@ class Workload:
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
     """Layers by stage if the user said so, which holds for placements of so many stages."""
+    ends: tuple[int, int] | None = None
+    """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
     remade: Callable[[Degrees], Workload] | None = None
     """The same job on other degrees; None where nothing can tell."""
 
@@ -167,12 +169,12 @@ class Workload:
         """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans.
 
         Raises:
-            ValueError: fewer layers than stages.
+            ValueError: fewer layers than stages, or too much weight at the ends.
         """
         if self.cut is not None and len(self.cut) == placement.num_stages:
             return split_of(self.cut)
-        if algorithm is not None and algorithm.source == "torch":
-            return split_of(even_sizes(len(self.layers), placement.num_stages))
+        if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
+            return split_of(even_sizes(len(self.layers), placement.num_stages, self.ends or (1, 1)))
         costs = LayerCosts(tuple(Layer(each.modules, each.f, each.i, each.w, 0.0) for each in self.layers))
         return split_of(balanced(costs, placement))
 

@@ -47,7 +47,7 @@ def cutting(titans: Cut, placement: Placement, parallelism: Any, model: Model, h
     """
 
     def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
-        if (input_weight, output_weight) != (1, 1) or parallelism.pipeline_parallel_layers_per_stage is not None:
+        if ends_of_user(parallelism) is not None:
             parts = titans(num_stages, num_layers, input_weight, output_weight)
             _log(parts, f"the embedding counts as {input_weight} and the head as {output_weight} blocks")
             return parts
@@ -60,6 +60,15 @@ def cutting(titans: Cut, placement: Placement, parallelism: Any, model: Model, h
         return parts
 
     return cut
+
+
+def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
+    """As how many blocks embedding and head count, if the user has said how to cut evenly; None for a cut by work."""
+    ends = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    return None if ends == (1, 1) and parallelism.pipeline_parallel_layers_per_stage is None else ends
 
 
 def _log(parts: Sequence[Sequence[str]], how: str) -> None:

@@ -130,8 +130,9 @@ def _unit(placement: Placement, costs: CostModel) -> float:
 
 def _split(model: Model, config: Any, placement: Placement) -> Split:
     """By stage the layers: the embedding is number 0, then come the blocks; norm and head together are the last."""
-    if lookup(config.parallelism.pipeline_parallel_schedule).source == "torch":
-        return split_of(even_sizes(model.num_layers + 2, placement.num_stages))
+    ends = cut.ends_of_user(config.parallelism)
+    if ends is not None or lookup(config.parallelism.pipeline_parallel_schedule).source == "torch":
+        return split_of(even_sizes(model.num_layers + 2, placement.num_stages, ends or (1, 1)))
     block = model.block
     # The weights of the norms multiply nothing.
     forward = block.parameters - 2 * block.dim + config.training.seq_len * block.queries

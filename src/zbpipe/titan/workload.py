@@ -128,6 +128,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, how: Checkpointing, c
             memory.SIZES[training.dtype],
             memory.accumulates(config, degrees),
         ),
+        ends=cut.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in layers]),
     )
 
