@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes others paper quick coverage test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes others paper quick coverage long-processes long-others test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -69,8 +69,13 @@ test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Pytho
 zoo: $(VENV)/dev  ## some 360 models, each against plain autograd
 	$(BIN)/pytest -m zoo tests/test_zoo.py
 
-long: $(VENV)/dev  ## the other tests that take too long for `make test`
-	$(BIN)/pytest -m zoo --ignore=tests/test_zoo.py
+long: long-processes long-others  ## the other tests that take too long for `make test`; with -j2 side by side
+
+long-processes: $(VENV)/dev
+	$(BIN)/pytest -q -m zoo $(PROCESSES)
+
+long-others: $(VENV)/dev
+	$(BIN)/pytest -q -m zoo --ignore=tests/test_zoo.py $(PROCESSES:%=--ignore=%)
 
 matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
 	$(BIN)/pytest -m '' tests/test_matrix.py

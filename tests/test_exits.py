@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS, AT_A_TIME, RANKS = 12, 3, 2
+JOBS, AT_A_TIME, RANKS = 6, 3, 2
 """An end that goes wrong in one job of ten goes wrong here in seven runs of ten."""
 PATIENCE = 120.0
 SCRIPT = Path(__file__).with_name("short_job.py")

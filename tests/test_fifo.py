@@ -384,5 +384,5 @@ def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
 def test_all_schedules_on_all_queues() -> None:
     ranks = 3
     ways = [(name, receives) for name in NAMES for receives in (Receives if name in OURS else [Receives.EARLY])]
-    cells = [Cell(name, backend, receives, ranks, 12) for backend in BACKENDS for name, receives in ways]
+    cells = [Cell(name, backend, receives, ranks, 2 * ranks) for backend in BACKENDS for name, receives in ways]
     assert_trained_right(cells, run_ranks(ranks, train_all, cells, timeout=600))
