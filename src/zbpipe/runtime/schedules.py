@@ -309,7 +309,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
             rows = passes.free_sends_early(passes.with_waits(rows), self.placement)
-        checks.require_sound_messages(rows, schedule.name)
+        checks.require_sound_messages(rows, schedule)
         _torch.use_rows(self, rows)
         return receives
 
