@@ -452,7 +452,7 @@ def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: 
         arguments: of the step; a framework that splits batches gives `kwarg_mbs` on all ranks.
     """
     split = arguments.get("kwarg_mbs")
-    if asked is None and isinstance(split, list) and len(split) not in (0, schedule.sizes.usual):
+    if asked is None and isinstance(split, list) and split and schedule.sizes.are_unusual(split):
         return len(split)
     return asked
 
