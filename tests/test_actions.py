@@ -155,6 +155,16 @@ def test_stages_are_gathered_however_many_may_be_active(schedule: Schedule, most
     assert validate_lowered(parse(lowered_table(runtime))) == []
 
 
+@given(testing.runnable_schedules(), st.integers(1, 4), st.sampled_from(["full", "auto"]))
+def test_what_we_lower_is_what_torch_lowers(schedule: Schedule, most: int, lookahead: str) -> None:
+    """Also where torch looks no further ahead than it has to."""
+    runtime = lowered_runtime(schedule, _max_active_stages=most, _unshard_lookahead=lookahead)
+    ours = lowered_table(runtime)
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    assert ours == lowered_table(runtime)
+    assert rows_of(runtime) == parse(ours)
+
+
 def test_overlapped_actions_stand_one_after_the_other() -> None:
     assert parse("(0F1;1B0)OVERLAP_F_B,0UNSHARD")[0] == (Action(0, "F", 1), Action(1, "B", 0), Action(0, "UNSHARD", -1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -194,16 +195,30 @@ def test_eval_and_steps_in_turn() -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_size_seen_before_is_there_at_once(one_rank: None) -> None:
-    """The lists for (8, 64) are made once; later steps of that size only take them."""
+def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile Python looks for no garbage, which takes longer than the lists; afterwards as before."""
     indices = zbpipe.stage_indices("ZBV", rank=0, num_ranks=1)
     stages = [PipelineStage(torch.nn.Linear(2, 2), index, 2, torch.device("cpu")) for index in indices]
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 512, F.mse_loss)  # as many ops as (8, 64)
-    schedule._take_microbatches(8)
-    best = 1.0
-    for _ in range(5):
-        began = time.process_time()
-        schedule._take_microbatches(512)
-        best = min(best, time.process_time() - began)
-        schedule._take_microbatches(8)
-    assert best < 0.005
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, F.mse_loss)
+    made: list[tuple[str, bool]] = []
+    lower = schedule._lower
+
+    def recorded(table: zbpipe.Schedule) -> Any:
+        made.append((str(table), gc.isenabled()))
+        return lower(table)
+
+    monkeypatch.setattr(schedule, "_lower", recorded)
+    x = torch.ones(6, 2)
+    for number in (3, None, 3, 6, 3, 6):
+        schedule.step(x if number else x[:4], target=x if number else x[:4], microbatches=number)
+    assert made == [(str(zbpipe.generate("ZBV", 1, number)), False) for number in (3, 6)]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        schedule.step(x, target=x, microbatches=2)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="number of microbatches"):
+        schedule.step(x, target=x, microbatches=0)
+    assert gc.isenabled()

@@ -30,8 +30,6 @@ import zbpipe
 from zbpipe import cli
 from zbpipe.demo import comparison, emulated, launch
 from zbpipe.demo.launch import JobOutcome, train_on_cpu
-from zbpipe.job_costs import JobCosts
-from zbpipe.planner.elsewhere import faster_elsewhere
 from zbpipe.runtime.options import ForTorch, Options
 from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
@@ -454,24 +452,34 @@ def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_pa
     job = titan.train(*pipeline(schedule), *LONGER, num_ranks=2, checkpoints=checkpoints)
     assert job.error is None, job.log
     assert "Training starts at step 3" in job.log
-    expected = titan.without_pipeline(*LONGER)
-    assert [step["step"] for step in job.steps] == [3, 4]
+    assert_values(job.steps, titan.without_pipeline(*LONGER).steps[2:])
+
+
+def assert_values(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """The same steps, with the same losses and norms of the gradients."""
+    assert [step["step"] for step in found] == [step["step"] for step in expected]
     for name in ("loss_metrics/global_avg_loss", "grad_norm"):
-        found, wanted = ([step[name] for step in steps] for steps in (job.steps, expected.steps[2:]))
-        assert found == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
+        values, wanted = ([step[name] for step in steps] for steps in (found, expected))
+        assert values == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
 
 
 @pytest.mark.zoo
-def test_resuming_with_the_plan_for_another_placement(titan: Titan, stopped: Path, tmp_path: Path) -> None:
-    """What `Auto` writes with --zbpipe.plan-out where the first and the last stage, on one rank, take longest."""
-    seconds = (3.0, 1.0, 1.0, 3.0)
-    costs = JobCosts(zbpipe.CostModel(seconds, seconds, seconds, (1.0,) * 4), zbpipe.Placement.v(2))
-    found = faster_elsewhere(4, costs, zbpipe.plan(2, 4, costs, budget=1e5).makespan, budget=1e5)
-    assert found is not None
-    assert found.schedule.placement != costs.placement
-    file = tmp_path / "plan.csv"
-    file.write_text(found.schedule.to_csv())
-    test_resuming_also_into_another_schedule(titan, stopped, tmp_path, str(file))
+def test_resuming_with_the_plan_for_another_placement(titan: Titan, tmp_path: Path) -> None:
+    """What `Auto` writes with --zbpipe.plan-out where the first and the last stage, on one rank, are made to sleep."""
+    steps = ("--training.steps", "8")
+    plan, checkpoints = tmp_path / "plan.csv", tmp_path / "checkpoints"
+    options = ("--zbpipe.plan-out", str(plan), "--zbpipe.profile-steps", "2")
+    job = titan.train(
+        *pipeline("Auto"), *steps, *options, *faulty("slow_at_both_ends"), num_ranks=2, checkpoints=checkpoints
+    )
+    assert job.exit_codes == (1, -signal.SIGKILL), job.log
+    assert "less than now" in job.log
+    assert "wrote that plan to" in job.log
+    assert zbpipe.Schedule.from_csv(plan.read_text()).placement != zbpipe.Placement.v(2)
+    resumed = titan.train(*pipeline(str(plan)), *steps, num_ranks=2, checkpoints=checkpoints)
+    assert resumed.error is None, resumed.log
+    assert "Training starts at step 7" in resumed.log
+    assert_values(resumed.steps, titan.without_pipeline(*steps).steps[6:])
 
 
 def test_accumulation_and_validation(titan: Titan) -> None:

@@ -18,7 +18,12 @@ from typing import NamedTuple
 from zbpipe.ir import COMPUTATIONS, NUMBER, Op, OpKind, Schedule, cells, inputs
 from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
 
-_MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+SENDS = ("SEND_F", "SEND_B")
+RECEIVES = ("RECV_F", "RECV_B")
+WAIT_OF = {send: f"WAIT_{send}" for send in SENDS}
+"""By kind of a send the kind of its wait."""
+WAITS = tuple(WAIT_OF.values())
+_MESSAGES = (*SENDS, *RECEIVES, *WAITS)
 _SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 _ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])({NUMBER}|)")
 COMPUTE = frozenset(COMPUTATIONS)
@@ -42,8 +47,16 @@ class Action(NamedTuple):
 Rows = tuple[tuple[Action, ...], ...]
 """What each rank does, in order."""
 
+# Tables, because a step of a new size goes through tens of thousands of actions before it can run.
+_NAMES = {kind: kind.value for kind in OpKind}
+_KINDS = {kind.value: kind for kind in OpKind}
 _STEP = {"F": 1, "B": -1}
 """How many stages on a message goes: the output of a forward to the next stage, a gradient to the one before."""
+_OTHER_END = {
+    **{f"SEND_{way}": (f"RECV_{way}", step) for way, step in _STEP.items()},
+    **{f"RECV_{way}": (f"SEND_{way}", -step) for way, step in _STEP.items()},
+}
+"""By end of a message the other one: (kind, how many stages on)."""
 _MESSAGE_OF = {
     **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
     **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
@@ -59,7 +72,7 @@ def action_of(op: Op) -> Action:
     >>> action_of(Op.parse("3F0"))
     Action(stage=3, kind='F', microbatch=0)
     """
-    return Action(op.stage, op.kind.value, op.microbatch)
+    return Action(op.stage, _NAMES[op.kind], op.microbatch)
 
 
 def op_of(action: Action) -> Op:
@@ -68,7 +81,7 @@ def op_of(action: Action) -> Op:
     >>> str(op_of(Action(3, "F", 0)))
     '3F0'
     """
-    return Op(action.stage, OpKind(action.kind), action.microbatch)
+    return Op(action.stage, _KINDS[action.kind], action.microbatch)
 
 
 def send_of(op: Op) -> Action:
@@ -86,9 +99,8 @@ def other_end(action: Action) -> Action:
     >>> print(other_end(Action(0, "SEND_F", 3)), other_end(Action(0, "RECV_B", 3)))
     1RECV_F3 1SEND_B3
     """
-    verb, way = action.kind.split("_")
-    stage = action.stage + (_STEP[way] if verb == "SEND" else -_STEP[way])
-    return Action(stage, f"RECV_{way}" if verb == "SEND" else f"SEND_{way}", action.microbatch)
+    kind, step = _OTHER_END[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
 
 
 def message_of(action: Action) -> Action | None:

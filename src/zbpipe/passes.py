@@ -8,11 +8,25 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter
 
-from zbpipe.actions import COMPUTE, Action, Rows, action_of, message_of, other_end, send_of
+from zbpipe.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    WAIT_OF,
+    WAITS,
+    Action,
+    Rows,
+    action_of,
+    message_of,
+    other_end,
+    send_of,
+)
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
-from zbpipe.timeline import Timeline
+from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Receives
 from zbpipe.turns import Turns
 
@@ -98,11 +112,11 @@ def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     held: list[Action] = []
     reordered: list[Action] = []
     for each in row:
-        if each.kind.startswith("RECV"):
+        if each.kind in RECEIVES:
             held.append(each)
             continue
         release = 0
-        if each.kind.startswith("SEND"):
+        if each.kind in SENDS:
             release = len(held)
         elif each.kind in COMPUTE:
             needed = message_of(each)
@@ -126,35 +140,36 @@ def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
             behind it.
     """
-    spans = {action_of(span.op): span for row in timeline.spans for span in row if span.step == 0}
-    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
-    maker = {other_end(send_of(span.op)): each for each, span in spans.items() if span.op.kind is not OpKind.W}
-    """By receive the computation whose result it gets."""
+    # As tuples, ops and their actions are equal.
+    spans: dict[tuple[int, str, int], Span] = {span.op: span for row in timeline.spans for span in row if not span.step}
+    place: dict[tuple[int, str, int], int] = {op: n for n, op in enumerate(in_order_of_ends(timeline))}
+    maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
+    """By receive when the computation runs whose result it gets."""
 
     def moved(row: tuple[Action, ...]) -> Iterator[Action]:
-        made = ((place[maker[each]], each) for each in row if each.kind.startswith("RECV"))
+        made = ((place[maker[each].op], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
             """How many of the waiting receives come before it."""
-            span, number = spans[compute], 0
+            span, number, now = spans[compute], 0, place[compute]
+            most = share * (span.end - span.start)
             for n, (made, receive) in enumerate(waiting, start=1):
-                if made > place[compute]:
+                if made > now:
                     break
-                elapsed = spans[maker[receive]].end - span.start
-                if elapsed <= share * (span.end - span.start) or message_of(receive) == message_of(compute):
+                if maker[receive].end - span.start <= most or message_of(receive) == message_of(compute):
                     number = n
             return number
 
         last = -1
         for each in row:
-            if each.kind.startswith("RECV"):
+            if each.kind in RECEIVES:
                 continue
             if each.kind in COMPUTE:
                 for _ in range(due(each)):
                     yield waiting.popleft()[1]
                 last = place[each]
-            elif each.kind.startswith("SEND"):
+            elif each.kind in SENDS:
                 while waiting and waiting[0][0] < last:
                     yield waiting.popleft()[1]
             yield each
@@ -175,29 +190,29 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
         >>> print(*free_sends_early(rows, Placement.loop(2))[0])
         0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
-    places = {each: n for row in rows for n, each in enumerate(row)}
+    places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
 
 
 def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
-    waits = {each for each in row if each.kind.startswith("WAIT_SEND")}
+    waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
     """By receiver: the place in its own row where it posts the receive, and the wait."""
     for each in row:
-        if each.kind.startswith("WAIT_SEND"):
+        if each.kind in WAITS:
             if each in waits:  # else it was moved forward
                 waits.remove(each)
                 yield each
             continue
         yield each
-        if each.kind in ("SEND_F", "SEND_B"):
+        if each.kind in SENDS:
             receive = other_end(each)
             owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
         needed = message_of(each) if each.kind in COMPUTE else None
         if needed and needed in places:
             others = owed[placement.rank_of[needed.stage]]
             received = [wait for posted, wait in others if posted < places[needed]]
-            others[:] = [other for other in others if other[1] not in received]
+            others[:] = [other for other in others if other[0] >= places[needed]]
             for wait in received:
                 if wait in waits:
                     waits.remove(wait)
@@ -221,7 +236,7 @@ def with_waits(rows: Rows) -> Rows:
 
 def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
     there = set(row)
-    waits = (wait_of(each) for each in row if each.kind in ("SEND_F", "SEND_B"))
+    waits = (wait_of(each) for each in row if each.kind in SENDS)
     return (wait for wait in waits if wait not in there)
 
 
@@ -231,7 +246,7 @@ def wait_of(send: Action) -> Action:
     >>> print(wait_of(Action(0, "SEND_F", 3)))
     0WAIT_SEND_F3
     """
-    return send._replace(kind=f"WAIT_{send.kind}")
+    return Action(send.stage, WAIT_OF[send.kind], send.microbatch)
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
@@ -275,6 +290,9 @@ def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
     0F0 1F0 1B0 0B0
     """
     schedule, spans = timeline.schedule.computations, timeline.spans
+    if all(span.start < span.end for row in spans for span in row):
+        # Then all ends before whatever takes its result, and the order of the ends is the order.
+        return (span.op for span in sorted(chain.from_iterable(spans), key=attrgetter("end")))
     num_stages = schedule.placement.num_stages
     turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
     return (op for _, op, _ in turns)

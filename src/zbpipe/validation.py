@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
+from zbpipe.dry_run import DryRun
 from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
 from zbpipe.turns import Turns
 
@@ -76,6 +77,8 @@ def validate(
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
     limits = None if memory_limit is None else limits_by_rank(memory_limit, schedule.placement.num_ranks)
+    if limits is None and _runs(schedule):
+        return []
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
@@ -87,6 +90,11 @@ def validate(
         *_deadlocked(schedule, places),
         *(() if limits is None else _out_of_memory(schedule, limits, costs)),
     ]
+
+
+def _runs(schedule: Schedule) -> bool:
+    """Whether nothing is wrong with it; never for schedules with copies, of which the dry run knows nothing."""
+    return not schedule.has_copies and DryRun(schedule.ops, schedule.placement, schedule.num_microbatches).ends_well()
 
 
 def require_schedule(schedule: Schedule) -> None:

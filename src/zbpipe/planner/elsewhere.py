@@ -28,7 +28,9 @@ def faster_elsewhere(microbatches: int, job: JobCosts, here: float, budget: floa
     """The fastest plan on another placement, if it is faster by more than a hundredth.
 
     Tried are those on which each rank has the same number of stages, and one stage a rank, which is two stages of the
-    job in one. A stage that does not fit into memory there, as in the job, is not tried.
+    job in one. A stage that does not fit into memory there, as in the job, is not tried. More stages a rank, as on the
+    wave, are not tried, either: of a stage only the sum over its layers is measured, and the embedding and the head
+    would go to one half of theirs. A plan for `LayerCosts` knows both halves.
 
     Args:
         microbatches: of a step.

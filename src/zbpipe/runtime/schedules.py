@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -51,6 +52,18 @@ class Validation(Protocol):
 
     def finish(self) -> None:
         """Both, if there is a step to validate."""
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Lists are tens of thousands of objects, so making them makes Python look for garbage among all it knows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass
@@ -259,6 +272,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             )
         return self.made_for(self._costs, runs_ahead=self._validation is not None, microbatches=number)
 
+    @_without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
         checks.require_count("microbatches", number)
@@ -309,7 +323,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
         if self._frees_sends_early:
             rows = passes.free_sends_early(passes.with_waits(rows), self.placement)
-        checks.require_sound_messages(rows, schedule.name)
+        checks.require_sound_messages(rows, schedule)
         _torch.use_rows(self, rows)
         return receives
 
@@ -452,7 +466,7 @@ def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: 
         arguments: of the step; a framework that splits batches gives `kwarg_mbs` on all ranks.
     """
     split = arguments.get("kwarg_mbs")
-    if asked is None and isinstance(split, list) and len(split) not in (0, schedule.sizes.usual):
+    if asked is None and isinstance(split, list) and split and schedule.sizes.are_unusual(split):
         return len(split)
     return asked
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -162,6 +162,10 @@ class StepSizes:
         self.are_set_up = False
         """Whether torch has set up messages for any shapes."""
         self.comparison = Comparison(stage)
+        self.keywords_are_alike = False
+        """Whether all ranks get keyword inputs of the same shapes. Then other shapes of these are another size."""
+        self._keywords: list[Any] = []
+        """Their shapes in the first step."""
         self._is_asked = False
         """Whether this step was given `microbatches=`, so that all ranks compare its size."""
         self._inputs: list[Any] = []
@@ -173,6 +177,13 @@ class StepSizes:
     def last_was_usual(self) -> bool:
         """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
         return self.last == StepSize(self.usual)
+
+    def are_unusual(self, keywords: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether all ranks see by these keyword inputs, one dict a microbatch, that the step has another size."""
+        shapes = checks.input_shapes(each.values() for each in keywords) if self.keywords_are_alike else []
+        if not self.are_set_up:
+            self._keywords = shapes
+        return len(keywords) != self.usual or shapes != self._keywords
 
     @contextmanager
     def begun(self, asked: int | None) -> Iterator[None]:

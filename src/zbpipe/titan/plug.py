@@ -93,6 +93,7 @@ def build(
     if isinstance(built, LeanSchedule):
         logger.info("%s is made for %s activation checkpointing", algorithm.name, checkpointing)
     if isinstance(built, RegisteredSchedule):
+        built.sizes.keywords_are_alike = True  # TorchTitan gives the positions of all tokens to all ranks
         logger.info("Messages: %s receives, for the transport %r", built.receives, str(built.transport))
     return built
 

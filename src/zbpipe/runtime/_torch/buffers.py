@@ -136,15 +136,12 @@ class _Wait(StrEnum):
 _SEND_OF = {_Wait.WAIT_SEND_F: _ComputationType.SEND_F, _Wait.WAIT_SEND_B: _ComputationType.SEND_B}
 WAITS_FOR_SENDS = _Wait.WAIT_SEND_F in {each.value for each in _ComputationType}
 """Whether the installed torch has these actions by itself."""
-
-
-def wait_action(stage: int, kind: str, microbatch: int) -> _Action:
-    """A wait for a send, for a schedule that was given `wait_for_sends`."""
-    return _Action(stage, _Wait(kind), microbatch)  # type: ignore[arg-type]
+WAIT_KINDS: dict[str, Any] = {each.value: each for each in _Wait}
+"""By name the kinds of waits for a schedule that was given `wait_for_sends`."""
 
 
 def wait_for_sends(runtime: Any) -> None:
-    """Make `runtime` run the waits of `wait_action`, in place of torch's wait for all sends at the end of a step."""
+    """Make `runtime` run actions of `WAIT_KINDS`, in place of torch's wait for all sends at the end of a step."""
     runtime.sends_under_way = {}
     functions = dict.fromkeys(_SEND_OF.values(), _send) | dict.fromkeys(_SEND_OF, _wait)
     runtime._comp_type_to_function_map.update(functions)

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as pipelining_schedules
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     _Action,
+    _add_unshard_reshard,
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
@@ -25,10 +27,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.actions import Action, Rows, parse
-from zbpipe.ir import Op, Schedule
+from zbpipe.actions import Action, Rows
+from zbpipe.ir import Schedule
 from zbpipe.runtime._torch.autograd import is_view
-from zbpipe.runtime._torch.buffers import WAITS_FOR_SENDS, ReceivesOnDemand, wait_action, wait_for_sends
+from zbpipe.runtime._torch.buffers import WAIT_KINDS, WAITS_FOR_SENDS, ReceivesOnDemand, wait_for_sends
 from zbpipe.runtime.substitution import replaced
 
 Call = Callable[..., Any]
@@ -137,8 +139,19 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
 
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
-    runtime.pipeline_order = {rank: [_action(op) for op in ops] for rank, ops in enumerate(schedule)}
-    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    runtime.pipeline_order = {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
+    with replaced(pipelining_schedules, _add_unshard_reshard=_gathered):
+        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+
+
+def _gathered(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
+    """What torch makes of `row`, in time that does not grow with the square of its length.
+
+    torch looks ahead until it has seen as many stages as may be active, to the end of the row if the rank has fewer.
+    """
+    own = len({action.stage_index for action in row if action})
+    more = {name: min(number, own) for name, number in more.items()}
+    return _add_unshard_reshard(row, min(max_active_stages, own), **more)
 
 
 Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
@@ -157,7 +170,10 @@ def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
 
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
     """All ranks' actions with the communication that torch has added; overlapped ones as two in a row."""
-    return parse(lowered_table(runtime))
+    return tuple(
+        tuple(_named(part) for action in row for part in action.sub_actions or (action,))
+        for _, row in sorted(runtime.pipeline_order_with_comms.items())
+    )
 
 
 def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
@@ -167,15 +183,12 @@ def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
         runtime: lowered from a list without overlapped actions.
         rows: a permutation of `rows_of(runtime)`; with waits for sends, also where torch (before 2.15) has none.
     """
-    lists = runtime.pipeline_order_with_comms
-    for rank in lists:
-        lists[rank] = actions_in(lists[rank], rows[rank])
+    runtime.pipeline_order_with_comms = dict(enumerate(map(actions_of, rows)))
 
 
-def actions_in(row: Sequence[_Action], wanted: Iterable[Action]) -> list[_Action]:
-    """Those of `row` that are `wanted`; waits for sends also where torch (before 2.15) has none."""
-    known = {str(action): action for action in row}
-    return [known[str(each)] if str(each) in known else wait_action(*each) for each in wanted]
+def actions_of(row: Iterable[Action]) -> list[_Action]:
+    """torch's actions; waits for sends also where torch (before 2.15) has none."""
+    return [_action(*each) for each in row]
 
 
 def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
@@ -393,8 +406,17 @@ def what_it_runs(schedule: _PipelineSchedule) -> str:
     return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
 
-def _action(op: Op) -> _Action | None:
-    return _Action(op.stage, _ComputationType(op.kind.value), op.microbatch)
+_TYPES: dict[str, _ComputationType] = {**WAIT_KINDS, **{each.value: each for each in _ComputationType}}
+"""By what torch's tables call it."""
+
+
+def _action(stage: int, kind: str, microbatch: int) -> _Action:
+    return _Action(stage, _TYPES[kind], None if microbatch < 0 else microbatch)
+
+
+def _named(action: _Action) -> Action:
+    stage, kind, microbatch, *_ = action
+    return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` takes as long as all else
 
 
 def has_own_backward(stage: Stage) -> str:

@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from zbpipe.running_ahead import RunAhead
 from zbpipe.runtime._torch.buffers import release_receives
-from zbpipe.runtime._torch.pipelining import actions_in
+from zbpipe.runtime._torch.pipelining import actions_of
 
 
 class _StepIsVoidError(Exception):
@@ -57,7 +57,7 @@ def run_ahead(
         run: runs torch's executor on the present lists.
     """
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
-    before, after, drain = (actions_in(lists[rank], rows[rank]) for rows in (cut.before, cut.after, cut.drain))
+    before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
     cut_list = _CutList(before, after, drain, verdict)
     runtime.pipeline_order_with_comms = {**lists, rank: cut_list}
     try:

@@ -1,0 +1,118 @@
+"""The dry runs say of every table what the checks that list its faults say, whose words are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from test_actions import lowered_runtime
+
+from zbpipe import Op, Schedule, generate, testing, validate
+from zbpipe.actions import Rows, blocked_queues, parse, validate_lowered
+from zbpipe.dry_run import DryRun
+from zbpipe.dry_run_with_messages import DryRunWithMessages
+from zbpipe.passes import with_messages, with_waits
+from zbpipe.runtime._torch import rows_of
+from zbpipe.validation import _deadlocked, _disordered, _incomplete, _strangers
+
+
+def ends_well(schedule: Schedule) -> bool:
+    return DryRun(schedule.ops, schedule.placement, schedule.num_microbatches).ends_well()
+
+
+def sends_well(rows: Rows, schedule: Schedule) -> bool:
+    return DryRunWithMessages(rows, schedule.placement, schedule.num_microbatches).ends_well()
+
+
+@given(testing.runnable_schedules())
+def test_what_runs_ends_well(schedule: Schedule) -> None:
+    assert ends_well(schedule)
+    for rows in (with_messages(schedule), with_waits(with_messages(schedule)), rows_of(lowered_runtime(schedule))):
+        assert sends_well(rows, schedule)
+        assert validate_lowered(rows) + blocked_queues(rows) == []
+
+
+@given(testing.broken_schedules(base=testing.schedules(max_ranks=4, max_microbatches=6)))
+def test_what_is_broken_does_not(broken: testing.Broken) -> None:
+    if broken.rule != "memory":
+        assert not ends_well(broken.schedule), broken.rule
+
+
+def findings(schedule: Schedule) -> list[Any]:
+    """As `validate` has them where nothing else has said that all is well."""
+    places: dict[Op, list[tuple[int, int]]] = {}
+    for rank, row in enumerate(schedule):
+        for position, op in enumerate(row):
+            places.setdefault(op, []).append((rank, position))
+    return [
+        *_strangers(schedule, places),
+        *_incomplete(schedule, places),
+        *_disordered(schedule),
+        *_deadlocked(schedule, places),
+    ]
+
+
+def changed_rows(rows: Rows | tuple[tuple[Op, ...], ...]) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Each item lost, doubled at each place, or changed with each other one of its rank."""
+    for rank, row in enumerate(rows):
+        for place, item in enumerate(row):
+            lost = (*row[:place], *row[place + 1 :])
+            doubled = [(*row[:other], item, *row[other:]) for other in range(len(row) + 1)]
+            moved = [(*lost[:other], item, *lost[other:]) for other in range(len(row))]
+            for each in (lost, *doubled, *moved):
+                yield (*rows[:rank], each, *rows[rank + 1 :])
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("ZBV", 2), ("1F1B", 3)])
+def test_ops_that_are_lost_doubled_or_moved(name: str, microbatches: int) -> None:
+    schedule = generate(name, 2, microbatches)
+    seen = set()
+    for rows in changed_rows(schedule.ops):
+        other = Schedule("other", schedule.placement, microbatches, rows)
+        assert ends_well(other) == (not findings(other)), rows
+        assert bool(validate(other)) == bool(findings(other))
+        seen.add(ends_well(other))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("ZBV", 1), ("1F1B", 2)])
+def test_messages_that_are_lost_doubled_or_moved(name: str, microbatches: int) -> None:
+    schedule = generate(name, 2, microbatches)
+    seen = set()
+    for rows in changed_rows(rows_of(lowered_runtime(schedule))):
+        words = findings_of_messages(rows)
+        assert sends_well(rows, schedule) == (not words), words
+        seen.add(sends_well(rows, schedule))
+    assert seen == {True, False}
+
+
+def findings_of_messages(rows: Rows) -> list[Any]:
+    try:
+        return validate_lowered(rows) or blocked_queues(rows)
+    except ValueError as error:  # it is no schedule
+        return [error]
+
+
+@pytest.mark.parametrize(
+    "doubled",
+    [("0SEND_F0", "1RECV_F0"), ("0SEND_B1", "1RECV_B1"), ("1SEND_F0", "0RECV_F0"), ("0SEND_F5", "1RECV_F5")],
+)
+def test_messages_that_are_doubled_or_foreign_at_both_ends(doubled: tuple[str, str]) -> None:
+    schedule = generate("1F1B", 2, 2)
+    rows = tuple(
+        (*row, *parse(each)[0])
+        for row, each in zip(with_messages(schedule), sorted(doubled, key=lambda each: each[0]), strict=True)
+    )
+    assert validate_lowered(rows)
+    assert not sends_well(rows, schedule)
+
+
+def test_messages_that_wait_in_a_circle() -> None:
+    """Each rank sends before it receives, which sends that block nobody would survive."""
+    table = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+    rows, schedule = parse(table), generate("1F1B", 2, 2)
+    assert validate_lowered(rows) == []
+    assert blocked_queues(rows)
+    assert not sends_well(rows, schedule)
