@@ -99,9 +99,9 @@ def test_list_scheduling_never_gets_stuck_where_one_microbatch_fits(data: st.Dat
     """Ops that only F takes memory for, and limits with hardly any room to spare: an F too early would end it."""
     placement = data.draw(st.builds(Placement.v, st.integers(1, 4), st.integers(1, 4)))
     stages = range(placement.num_stages)
-    times = [tuple(data.draw(st.sampled_from([0.1, 0.5, 1.0, 3.0])) for _ in stages) for _ in range(3)]
+    f, i, w = (tuple(data.draw(st.sampled_from([0.1, 0.5, 1.0, 3.0])) for _ in stages) for _ in range(3))
     sizes = tuple(data.draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in stages)
-    costs = CostModel(*times, sizes, freed_by_i=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    costs = CostModel(f, i, w, sizes, freed_by_i=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
     room = tuple(least + data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])) for least in least_room(placement, costs))
     tested = Problem("tested", placement, costs, data.draw(st.integers(1, 6)), room)
     scheduler = ListScheduler(tested, PLAIN)
