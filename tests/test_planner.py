@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from zbpipe.costs import least_room, rank_shares
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
@@ -89,6 +91,32 @@ def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
         assert tested.fits(schedule)
         assert tested.lower_bound <= tested.length(order) * (1 + 1e-9)
         assert length == pytest.approx(tested.length(order), rel=1e-6)
+
+
+@settings(patient, max_examples=60)
+@given(st.data())
+def test_list_scheduling_never_gets_stuck_where_one_microbatch_fits(data: st.DataObject) -> None:
+    """Ops that only F takes memory for, and limits with hardly any room to spare: an F too early would end it."""
+    placement = data.draw(st.builds(Placement.v, st.integers(1, 4), st.integers(1, 4)))
+    stages = range(placement.num_stages)
+    f, i, w = (tuple(data.draw(st.sampled_from([0.1, 0.5, 1.0, 3.0])) for _ in stages) for _ in range(3))
+    sizes = tuple(data.draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in stages)
+    costs = CostModel(f, i, w, sizes, freed_by_i=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    room = tuple(least + data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])) for least in least_room(placement, costs))
+    tested = Problem("tested", placement, costs, data.draw(st.integers(1, 6)), room)
+    scheduler = ListScheduler(tested, PLAIN)
+    for seed in range(5):
+        length, order = scheduler.run(replace(Shape.random(scheduler.legs, Random(seed)), spare=0.0))
+        assert length < NEVER
+        assert tested.fits(tested.schedule("listed", order))
+
+
+def test_list_scheduling_fills_the_limit_if_another_microbatch_can_go_on() -> None:
+    """4 ranks with room for 2 microbatches: it took 35 when each F kept room for its own microbatch."""
+    tested = problem(Placement.v(4), microbatches=8, limit=2)
+    scheduler = ListScheduler(tested, PLAIN)
+    assert scheduler.run(Shape.plain(scheduler.legs))[0] == 30
+    assert tested.lower_bound == 29.5
 
 
 class Reached(NamedTuple):

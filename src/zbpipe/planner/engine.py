@@ -41,6 +41,7 @@ class Engine:
             self.floats(job.needs),
             self.floats(job.full),
             self.floats(job.reserve),
+            self.floats(job.ahead),
             self.floats(job.limit),
             self.floats(job.origin),
         )

@@ -121,7 +121,7 @@ class ListScheduler:
     def run(self, shape: Shape, cutoff: float = NEVER) -> tuple[float, list[int]]:
         """The length and the order that a shape gives; infinity if it is not below `cutoff`."""
         return self.engine.list_schedule(
-            self.job._replace(reserve=self.engine.floats(self._reserve(shape.spare))),
+            self.job._replace(needs=self.engine.floats(self._needs(shape.spare))),
             self.engine.floats(self._urgency(shape)),
             self.interval,
             shape.patience * self.weight,
@@ -183,15 +183,12 @@ class ListScheduler:
                     now += shape.turn_backward[leg[stage]] * job.seconds[3 * stage + 1]
         return urgency
 
-    def _reserve(self, spare: float) -> list[float]:
-        """What keeps every rank able to go on, and `spare` more where that leaves room for a microbatch."""
+    def _needs(self, spare: float) -> list[float]:
+        """What has to be free for an op to run, and `spare` more where that leaves room for a microbatch."""
         job = self.problem.job
-        reserve = list(job.reserve)
+        needs = list(job.needs)
         for stage, leg in enumerate(self.leg):
             more = spare * job.takes[3 * stage]
-            if (
-                leg < self.legs - 1
-                and job.takes[3 * stage] + reserve[3 * stage] + more <= job.limit[job.rank[3 * stage]]
-            ):
-                reserve[3 * stage] += more
-        return reserve
+            if leg < self.legs - 1 and needs[3 * stage] + more <= job.limit[job.rank[3 * stage]]:
+                needs[3 * stage] += more
+        return needs

@@ -53,6 +53,8 @@ class Job(NamedTuple):
     """What a full backward in place of an I needs; `NEVER` for all other nodes, and where it would save nothing."""
     reserve: Floats
     """What list scheduling leaves free after it, so that the microbatch can go on."""
+    ahead: Floats
+    """The same for an F while no I of its microbatch is over and any F takes room there; or `NEVER`: not enough."""
     limit: Floats
     """By rank: what it can hold."""
     origin: Floats
@@ -183,9 +185,13 @@ def choose(
 ) -> tuple[int, float, float]:
     """The most urgent of a rank's `nodes` (-1: none), when its input arrives, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
+    reserve = left_free(job, nodes, ran)
     for node in nodes:
         microbatch = ran[node]
-        if microbatch >= sent[node] or room[node] > free:
+        if microbatch >= sent[node]:
+            continue
+        # An F may take the last room if another microbatch needs none to go on.
+        if room[node] > free and (node % 3 or max(job.needs[node], job.takes[node] + reserve) > free):
             continue
         arrived = arrival[node * job.microbatches + microbatch]
         urgent = urgency[node] + period * microbatch
@@ -194,6 +200,18 @@ def choose(
         elif urgent < least:
             chosen, least, start = node, urgent, arrived
     return chosen, start, wake
+
+
+def left_free(job: Job, nodes: Ints, ran: Ints) -> float:
+    """What has to stay free on a rank so that one of the microbatches on their way can go on; then it makes room.
+
+    The rank holds all that it has run of them, for no I of them is over. The one on the latest stage needs the least.
+    """
+    least = NEVER
+    for node in nodes:
+        if node % 3 == 0 and ran[node] > ran[node + 1]:
+            least = min(least, job.ahead[node])
+    return least
 
 
 class Lists(NamedTuple):
@@ -844,6 +862,7 @@ HELPERS = (
     rooms,
     skip_gone,
     choose,
+    left_free,
     mirror,
     squeeze,
     earliest_gap,

@@ -96,8 +96,10 @@ class Problem:
                 for stage, merges in enumerate(self.merges)
             ),
             # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
-            # up with microbatches that cannot go on.
+            # up with microbatches that cannot go on. It need not be the one that takes the room: any that can finish
+            # leaves enough for the next, so the limit may be full. Where other ops than F take memory that is not sure.
             reserve=_flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
+            ahead=_flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
             limit=[limit * (1 + _ROUNDING) for limit in self.limits],
             origin=self._first_starts(exact, transfer) if self.by_period else [0.0] * self.placement.num_ranks,
         )
@@ -197,6 +199,15 @@ class Problem:
         forward = [(other, OpKind.F) for other in stages if other > stage]
         backward = [(other, kind) for other in reversed(stages) for kind in self._backward(other)]
         return highest(self.costs, (*forward, *backward))
+
+    def _plain(self, stage: int) -> bool:
+        """Whether on its rank only F take memory, and no op needs more while it runs."""
+        own, costs = self.placement.stages_on(self.placement.rank_of[stage]), self.costs
+        return all(
+            costs.needs(each, kind) <= (costs.activations[each] if kind is OpKind.F else 0.0)
+            for each in own
+            for kind in _KINDS
+        )
 
     def _backward(self, stage: int) -> tuple[OpKind, ...]:
         return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)

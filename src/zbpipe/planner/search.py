@@ -77,13 +77,18 @@ class Search:
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
         """The best order found, starting from known orders with their names and from list scheduling."""
         found = [self.keep(*seed) for seed in seeds]
+        schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
-        while waiting and waiting[0].lower_bound * _NEAR < self.shortest:
-            share = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / len(waiting)
-            problem = waiting.pop(0)
-            scheduler = ListScheduler(problem, self.engine)
-            for _ in range(_CLIMBS):
-                found.append(self.keep(problem, self.shapes(problem, scheduler, share / _CLIMBS), "list scheduling"))
+        for climbs in reversed(range(1, _CLIMBS + 1)):
+            budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
+            for problem in waiting:
+                if problem.lower_bound * _NEAR >= self.shortest:
+                    break
+                order = self.shapes(problem, schedulers[problem.name], budget / len(waiting))
+                found.append(self.keep(problem, order, "list scheduling"))
+                self.spend(0)  # for the progress: it may be the last that is found
+            # A placement that is far behind after one climb does not catch up, and the others can use its share.
+            waiting = [each for each in waiting if self.reached(each) < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
@@ -150,6 +155,11 @@ class Search:
         _, order = self.engine.justify(job, mirrored, self.engine.integers(order))
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
+
+    def reached(self, problem: Problem) -> float:
+        """Seconds of the best order on its placement; infinite before the first."""
+        known = self.by_placement.get(problem.name)
+        return known.length if known else inf
 
     @property
     def shortest(self) -> float:
