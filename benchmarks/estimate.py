@@ -1,6 +1,6 @@
 """Steps and memory of a real TorchTitan job beside what was estimated from its stages, measured one by one.
 
-python benchmarks/estimate.py --json estimate.json  # some 15 minutes on two cores with nothing else to do
+python benchmarks/estimate.py --json estimate.json  # half an hour on two cores with nothing else to do
 
 `zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core. From its cost file
 `zbpipe.estimate` predicts the step and the memory of each schedule. Then TorchTitan trains with it on 2 processes of
@@ -32,7 +32,7 @@ from zbpipe.registry import lookup
 RANKS = 2
 SCHEDULES = ("1F1B", "ZBH1", "ZBV")
 GOAL = 0.05
-METERED, WARM_UP = 4, 6
+METERED, WARM_UP = 3, 4
 """Training steps: the one whose memory is measured, and how many there are before times are."""
 TIMEOUT = 1200.0
 FOLDER = "ZBPIPE_ESTIMATE_FOLDER"
@@ -205,10 +205,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective"], metavar="KIND")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="that are timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a microbatch")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a microbatch")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     found: list[Compared] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -72,12 +73,13 @@ def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
     (told, names), (silent, others) = run_ranks(2, watched, tmp_path / "plan.csv", timeout=300)
     assert names == others
     assert not silent
-    # Another process on this machine may be a drift, too.
+    # Another process on this machine may be a drift, too, and then it is told in another step.
     drifts = [each for each in told if "times as long as usual: measures again" in each]
     causes = [each for each in told if "compared with the costs for which it planned" in each]
-    assert len(drifts) == len(causes) >= 1
+    assert 1 <= len(causes) <= len(drifts)  # the last may not be measured by the end
     assert any("rank 1 computes" in each and "rank 0 computes" not in each for each in causes), causes
-    assert "Auto-ZBVLean" in names[SLOW_FROM + 3 : SLOW_FROM + 12]
+    again = [name for before, name in pairwise(names) if name.startswith("Auto") and not before.startswith("Auto")]
+    assert len(causes) <= len(again) <= len(drifts), names
     assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
     assert any("with the placement" in each and "less than now" in each for each in told)
     assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).placement != Placement.v(2)

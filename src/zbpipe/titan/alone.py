@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from zbpipe.titan.workload import of_config, parse
 logger = logging.getLogger(__name__)
 
 _MICROBATCHES = 4
-"""Of a step: the first allocates, and the median of the others counts."""
+"""Of a step."""
 _WARM_UP = 2
 _SCHEDULES = ("ZBH1", "1F1B")
 """I and W apart, and together."""
@@ -92,8 +93,10 @@ def _table(part: Part, stage: int, split: Split, steps: int) -> RankTable:
         return {(stage, str(op.kind)): size for op, size in values.items()}
 
     width, dtype = part.hidden
+    # The mean: what a step of many ops takes has their slow ones in it.
+    seconds = seconds_by_kind(timed, fmean)
     return RankTable(
-        seconds={(stage, kind): seconds for (_, kind), seconds in seconds_by_kind(timed).items()},
+        seconds={(stage, kind): each for (_, kind), each in seconds.items()},
         kept={key: size for each in reversed(memory) for key, size in keyed(each.kept).items()},
         most={key: size for each in reversed(memory) for key, size in keyed(each.most).items()},
         links={},

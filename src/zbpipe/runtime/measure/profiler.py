@@ -133,13 +133,15 @@ def rank_of(stage: _torch.Stage) -> Placement:
     return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
 
-def seconds_by_kind(records: Iterable[StepRecord]) -> dict[tuple[int, str], float]:
-    """By stage and kind of op, the median over all microbatches."""
+def seconds_by_kind(
+    records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
+) -> dict[tuple[int, str], float]:
+    """By stage and kind of op, the average over all microbatches; the median is not moved by single slow ones."""
     spans: dict[tuple[int, str], list[float]] = defaultdict(list)
     for record in records:
         for span in record.spans:
             spans[span.op.stage, str(span.op.kind)].append(span.end - span.start)
-    return {key: median(each) for key, each in spans.items()}
+    return {key: average(each) for key, each in spans.items()}
 
 
 def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
