@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 
 # Some images set it, and then each of the processes that tests start would compile zbpipe anew.
 unexport PYTHONDONTWRITEBYTECODE
+# What is imported is compiled then; pip would compile all of torch, for each environment.
+export PIP_NO_COMPILE := 1
 
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 

@@ -2,7 +2,8 @@
 
 python benchmarks/estimate.py --json estimate.json  # half an hour on two cores with nothing else to do
 
-`zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core. From its cost file
+`zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core; the other core does the same
+at that time, because cores take speed from each other, and in the job both compute. From its cost file
 `zbpipe.estimate` predicts the step and the memory of each schedule. Then TorchTitan trains with it on 2 processes of
 one core each. The step is the schedule's, without optimizer and input. Memory is all that PyTorch has for the job at
 the worst moment of a step: parameters, optimizer, and what torch's profiler sees allocated in the step. Both are done
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import zbpipe
@@ -143,18 +144,31 @@ JOB = ("--module", "zbpipe.demo.models03", "--config", "llama3_python_stdlib")
 
 
 def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, float]:
-    """The step, and bytes of the worst rank, from stages measured on one core."""
+    """The step, and bytes of the worst rank, from stages measured on each of the cores; the mean of their steps."""
     from zbpipe.titan import workload
 
-    file = folder / "costs.toml"
-    command = [sys.executable, "-m", "zbpipe", "measure", *JOB, *arguments, "-o", str(file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(["taskset", "-c", "0", *command], check=True, env=environment, stdout=sys.stderr, timeout=TIMEOUT)
+    files = [folder / f"costs{core}.toml" for core in range(RANKS)]
+    running = [measure(arguments, core, file) for core, file in enumerate(files)]
+    try:
+        for each in running:
+            if each.wait(TIMEOUT):
+                raise subprocess.CalledProcessError(each.returncode, each.args)
+    finally:
+        for each in running:
+            each.kill()
     on_cpu = ["--training.mixed_precision_param", "float32", *arguments]
     job = workload.read(JOB[1], JOB[3], RANKS, on_cpu)
-    found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)
-    (step,) = (each for each in found.steps if each.stages_per_rank == lookup(schedule).stages_per_rank)
-    return step.seconds, step.memory.total
+    steps = []
+    for file in files:
+        found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)
+        steps += [each for each in found.steps if each.stages_per_rank == lookup(schedule).stages_per_rank]
+    return fmean(each.seconds for each in steps), max(each.memory.total for each in steps)
+
+
+def measure(arguments: list[str], core: int, file: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "zbpipe", "measure", *JOB, *arguments, "-o", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(["taskset", "-c", str(core), *command], env=environment, stdout=sys.stderr)
 
 
 def run(arguments: list[str], folder: Path, options: argparse.Namespace) -> tuple[float, float]:
@@ -206,7 +220,7 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective"], metavar="KIND")
     parser.add_argument("--steps", type=int, default=6, help="that are timed (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of a microbatch")
     parser.add_argument("--json", type=Path, help="file for all figures")
