@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes others paper quick coverage long-processes long-others test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility environments gallery docs format clean
+.PHONY: help demo test types processes pipelines paper others quick coverage long-processes long-others test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility environments gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -23,11 +23,13 @@ demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubbl
 test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(MAKE) -j3 --output-sync=target types processes others paper
+	$(MAKE) -j4 --output-sync=target types processes pipelines paper others
 	@$(ACTIVATE)
 
 # Side by side, because most tests use one core or wait for other ranks. These start jobs or the compiler,
 PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits faults fifo first_run)
+# these run pipelines of several processes, which wait for each other,
+PIPELINES := $(patsubst %,tests/test_%.py,emulated frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
 # and these are about schedules on paper.
 PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs estimate gallery jitter layer_costs lean pages planner playground schedules simulation testing validation views zbv)
 
@@ -37,11 +39,14 @@ types:
 processes:
 	$(BIN)/pytest -q $(PROCESSES)
 
+pipelines:
+	$(BIN)/pytest -q $(PIPELINES)
+
 paper:
 	$(BIN)/pytest -q $(PAPER)
 
 others:
-	$(BIN)/pytest -q $(PROCESSES:%=--ignore=%) $(PAPER:%=--ignore=%)
+	$(BIN)/pytest -q $(patsubst %,--ignore=%,$(PROCESSES) $(PIPELINES) $(PAPER))
 
 quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
 	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
