@@ -27,11 +27,11 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	@$(ACTIVATE)
 
 # Side by side, because most tests use one core or wait for other ranks. These start jobs or the compiler,
-PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits faults fifo first_run)
+PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run)
 # these run pipelines of several processes, which wait for each other,
-PIPELINES := $(patsubst %,tests/test_%.py,emulated frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
+PIPELINES := $(patsubst %,tests/test_%.py,emulated faults fifo frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
 # and these are about schedules on paper.
-PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs estimate gallery jitter layer_costs lean pages planner playground schedules simulation testing validation views zbv)
+PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs gallery jitter pages planner playground schedules simulation testing validation)
 
 types:
 	$(BIN)/mypy
