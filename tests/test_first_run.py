@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,9 @@ mkdir -p $log/0 $log/1
 case "$*" in
 *create_seed*) exit 0 ;;
 *ZBV*late*) loss=7.5 ;;
-*ZBV*timed*) sleep 60 ;;
+*ZBV*timed*) sleep $NAP ;;
 *VHalf*early*) echo "ValueError: too many" && exit 3 ;;
-*VHalf*timed*) kill -INT $PPID && sleep 60 ;;
+*VHalf*timed*) kill -INT $PPID && sleep $NAP ;;
 esac
 for step in 1 2 3; do
     begin="root - INFO - step:  $step" end="grad_norm:  2.0  memory:"
@@ -103,6 +104,8 @@ def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pyt
 
 def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACE", str(tmp_path / "out" / "trace.json"))
+    nap = f"60.{os.getpid()}"  # seconds that no other process sleeps
+    monkeypatch.setenv("NAP", nap)
     monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [9.0, 20.0 if job.trace else 28.0])
     arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "ZBV,VHalf", "--timeout", "3"])
     arguments.steps = 3
@@ -134,8 +137,17 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
         assert line in text
     assert "VHalf, late receives" in text
     assert "## VHalf-early-receives: the end of its log\n\n```\nValueError: too many\n" in text
-    left = subprocess.run(["pgrep", "-f", str(stub)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    assert none_runs(str(stub))
+    assert none_runs(f"sleep {nap}")
+
+
+def none_runs(words: str) -> bool:
+    """Whether no process with these words in its command is left, after the moment in which killed ones go."""
+    for _ in range(50):
+        if not subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False).stdout:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 WAYS = ("early", "late", "timed")
