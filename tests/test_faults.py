@@ -278,6 +278,37 @@ def test_what_a_device_ran() -> None:
     assert launched.in_words() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
 
 
+def places() -> list[str]:
+    """Where the step is while this rank's ops run, and once it has ended; ranks wait for each other."""
+    found = []
+    job = Job()
+    job.step()  # torch runs the stages once before it
+    for module in job.modules.values():
+        module.register_forward_pre_hook(lambda *_: found.append(_torch.place_now(job.schedule)))
+        module.register_full_backward_hook(lambda *_: found.append(_torch.place_now(job.schedule)))
+    job.step()
+    return [*found, _torch.place_now(job.schedule)]
+
+
+def test_another_thread_can_tell_where_a_step_is() -> None:
+    """A computation that runs waits for no message; after the step nothing is left but the last sends."""
+    for rank, found in enumerate(run_ranks(2, places)):
+        *ops, end = found
+        expected = [op for op in zbpipe.generate("ZBV", 2, MICROBATCHES).ops[rank] if str(op.kind) in "FI"]
+        told = [re.fullmatch(r"step (\d+) of (\d+), (\d[FI]\d)", place) for place in ops]
+        steps, totals, names = zip(*(place.groups() for place in told if place), strict=True)
+        assert list(names) == list(map(str, expected))
+        assert list(map(int, steps)) == sorted(map(int, steps))
+        assert end == f"after step {int(totals[0]) - 1}, waiting for its last sends"
+
+
+def test_no_thread_reads_the_frames_of_another() -> None:
+    """On Python 3.11 that ends a process which runs compiled code, now and then."""
+    sources = list(Path(zbpipe.__file__).parent.rglob("*.py"))
+    assert sources
+    assert not [path for path in sources if "_current_frames" in path.read_text()]
+
+
 class SilentStore:
     def compare_set(self, *args: str) -> bytes:
         time.sleep(60)

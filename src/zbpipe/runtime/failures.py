@@ -98,7 +98,7 @@ class Steps:
             raise
 
     @contextmanager
-    def named(self, schedule: _torch.ScheduleRuntime, name: str) -> Iterator[None]:
+    def named(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
         """Around what `schedule` runs in a step: turn an exception into an error that names the op.
 
         Raises:

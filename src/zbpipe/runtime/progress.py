@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread, get_ident
+from threading import Thread
 from typing import Any, Protocol
 from weakref import ref
 
@@ -104,8 +104,8 @@ class Progress:
         self._when_stuck = when_stuck
         self._launched: Launched | None = None
         """None on the CPU, where host and device are the same."""
-        self._thread: int | None = None
-        """The thread that runs a step now."""
+        self._runs = False
+        """Whether a step runs now."""
         self._steps = 0
         self._seen: tuple[Any, int | None] = None, None
         """At the last check: where the host was, and how many computations the device had run."""
@@ -115,7 +115,7 @@ class Progress:
         """Whether the log says so."""
 
     @contextmanager
-    def followed(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
+    def followed(self, schedule: _torch.OwnRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
         device = _torch.device_of(_torch.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
@@ -127,11 +127,11 @@ class Progress:
             self._launched = _launched_on(device)
             Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
         undo = _torch.wrap_compute(schedule, self._launched.around) if self._launched else None
-        self._thread = get_ident()
+        self._runs = True
         try:
             yield
         finally:
-            self._thread = None
+            self._runs = False
             if undo:
                 undo()
 
@@ -141,7 +141,7 @@ class Progress:
             return self._launched.in_words() if self._launched else ""
         return ""
 
-    def look(self, schedule: _torch.ScheduleRuntime, now: float) -> float:
+    def look(self, schedule: _torch.OwnRuntime, now: float) -> float:
         """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check.
 
         Args:
@@ -151,8 +151,7 @@ class Progress:
         timeout = _torch.timeout_of(_torch.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
-        place = None if self._thread is None else _torch.place_now(self._thread, schedule)
-        host = None if place is None else (self._steps, place)
+        host = (self._steps, schedule.place.begun) if self._runs else None
         if host is not None and host == self._seen[0]:
             with suppress(RuntimeError):  # the store may be gone, as the process group knows first
                 self._when_stuck()
@@ -165,7 +164,7 @@ class Progress:
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
-                ", ".join(filter(None, (place, self.on_device()))),
+                ", ".join(filter(None, (_torch.place_now(schedule), self.on_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
 
@@ -184,7 +183,7 @@ def _launched_on(device: torch.device) -> Launched | None:
     return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
 
 
-def _watch(progress: ref[Progress], schedule: ref[_torch.ScheduleRuntime]) -> None:
+def _watch(progress: ref[Progress], schedule: ref[_torch.OwnRuntime]) -> None:
     """Check as long as the schedule and its process group exist; this thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
         pause = watched.look(of, time.monotonic())

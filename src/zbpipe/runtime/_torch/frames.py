@@ -1,10 +1,8 @@
-"""Where torch's executor is, or was when it failed: only its frames show it. Known from torch 2.11 to 2.15."""
+"""Where torch's executor is, or was when it failed, in words. Known from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
-import sys
 import traceback
-from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
@@ -16,7 +14,7 @@ from torch.distributed.pipelining.schedules import (
 
 from zbpipe.actions import Action, other_end
 from zbpipe.ir import Op, OpKind, inputs
-from zbpipe.runtime._torch.pipelining import stages_of
+from zbpipe.runtime._torch.pipelining import OwnRuntime, stages_of
 
 
 def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
@@ -24,26 +22,34 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
 
     With the message, if it waited for one. Nothing else that leaves torch's executor says so.
     """
-    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)], runtime)
-
-
-def place_now(thread: int, runtime: _PipelineScheduleRuntime) -> str | None:
-    """The same for a step that a thread, given by its ident, runs now; None if the thread has ended."""
-    frame = sys._current_frames().get(thread)
-    return None if frame is None else _place([frame for frame, _ in traceback.walk_stack(frame)][::-1], runtime)
-
-
-def _place(frames: list[FrameType], runtime: _PipelineScheduleRuntime) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
     found = frames[executor].f_locals
     if "time_step" not in found:
         return "before step 0"
     waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
-    action, total = found["action"], len(runtime.pipeline_order_with_comms[runtime.rank])
     if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
-        return f"after step {total - 1}, waiting for its last sends"
+        return _at_the_end(runtime)
+    return _in_words(found["time_step"], found["action"], waits, runtime)
+
+
+def place_now(runtime: OwnRuntime) -> str:
+    """The same for a step that another thread runs now."""
+    place = runtime.place
+    if place.action is None:
+        return "before step 0"
+    if place.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
+        return _at_the_end(runtime)
+    return _in_words(place.begun - 1, place.action, place.waits, runtime)
+
+
+def _in_words(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
     message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
-    return f"step {found['time_step']} of {total}, {action}{message}"
+    return f"step {step} of {len(runtime.pipeline_order_with_comms[runtime.rank])}, {action}{message}"
+
+
+def _at_the_end(runtime: _PipelineScheduleRuntime) -> str:
+    return f"after step {len(runtime.pipeline_order_with_comms[runtime.rank]) - 1}, waiting for its last sends"
 
 
 def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | None:

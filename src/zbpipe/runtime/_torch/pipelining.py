@@ -31,6 +31,7 @@ from zbpipe.actions import Action, Rows
 from zbpipe.ir import Schedule
 from zbpipe.runtime._torch.autograd import is_view
 from zbpipe.runtime._torch.buffers import WAIT_KINDS, WAITS_FOR_SENDS, ReceivesOnDemand, wait_for_sends
+from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.substitution import replaced
 
 Call = Callable[..., Any]
@@ -62,6 +63,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for stage in stages:
             own(stage)
         super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self.place = Place()
+        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
         if not WAITS_FOR_SENDS:
             wait_for_sends(self)
 
@@ -78,7 +81,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step, on microbatches that are split already."""
-        super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
+        with self.place.followed(self):
+            super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         self.initialize_stages(*args, **kwargs)
