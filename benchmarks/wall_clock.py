@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -34,11 +35,27 @@ Times = tuple[float, float, float] | Checkpointing
 """Of F, I and W: a rank's for one microbatch, shared equally by its stages. With a checkpointing it is a typical
 transformer's, whose memory decides what lean schedules run."""
 
-PLANS: dict[str, Callable[[int], float]] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
-"""By name, the memory limit for p ranks."""
-ROBUST: dict[str, Callable[[int], float]] = {"robust plan, p": lambda p: p, "robust plan, 2p": lambda p: 2 * p}
-"""The same, of plans that stand late messages."""
-PLANNED = PLANS | ROBUST
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan of this benchmark is asked for."""
+
+    limit: Callable[[int], float]
+    """What a rank may hold, by the number of ranks."""
+    robust: bool = False
+    """Whether it is to stand late messages."""
+    most_loss: float | None = None
+
+
+PLANS = {"plan, p": Planned(lambda p: p), "plan, p/2+1.5": Planned(lambda p: p / 2 + 1.5)}
+MORE_PLANS = {
+    "plan, 2p": Planned(lambda p: 2 * p),
+    "robust plan, p": Planned(lambda p: p, robust=True),
+    "robust plan, p, 1 %": Planned(lambda p: p, robust=True, most_loss=0.01),
+    "robust plan, 2p": Planned(lambda p: 2 * p, robust=True),
+    "robust plan, 2p, 1 %": Planned(lambda p: 2 * p, robust=True, most_loss=0.01),
+}
+PLANNED = PLANS | MORE_PLANS
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 YARDSTICK = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
@@ -64,6 +81,8 @@ class Job:
     """Or one of benchmarks/fifo.py, where messages wait for each other."""
     late: float = 0.0
     """By how much each message comes late on average, exponentially. For the backends of benchmarks/fifo.py."""
+    robust_to: float = 0.0
+    """What robust plans are made for, in the same way."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +127,19 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
     name = name.partition("@")[0]
     if name not in PLANNED:
         return name
-    limit = PLANNED[name](job.ranks)
-    file = directory / f"{'robust-' if name in ROBUST else ''}plan-{limit:g}.csv"
+    file = directory / f"{re.sub('[^a-z0-9.+]+', '-', name)}.csv"
     if dist.get_rank() == 0:
-        robust = Jitter(delay=job.late * job.unit) if name in ROBUST else None
-        file.write_text(zbpipe.plan(job.ranks, job.microbatches, costs, limit, robust=robust).schedule.to_csv())
+        asked = PLANNED[name]
+        robust = Jitter(delay=job.robust_to * job.unit) if asked.robust else None
+        found = zbpipe.plan(
+            job.ranks,
+            job.microbatches,
+            costs,
+            asked.limit(job.ranks),
+            robust=robust,
+            most_loss=asked.most_loss,
+        )
+        file.write_text(found.schedule.to_csv())
     dist.barrier()
     return str(file)
 
@@ -244,10 +271,16 @@ def parse_arguments() -> argparse.Namespace:
         help="messages come late by this time on average, with --backend fifo_queue_per_edge; simulated is the median"
         " then (default: not at all)",
     )
+    parser.add_argument(
+        "--robust-to",
+        type=float,
+        help="by how much messages come late where robust plans are made for (default: --late)",
+    )
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for each p (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
     arguments.microbatches = arguments.microbatches or [2 * ranks for ranks in arguments.ranks]
+    arguments.robust_to = arguments.late if arguments.robust_to is None else arguments.robust_to
     if arguments.late and not arguments.backend.startswith("fifo"):
         parser.error("--late needs a backend of benchmarks/fifo.py: --backend fifo_queue_per_edge")
     if len(arguments.microbatches) != len(arguments.ranks):
@@ -275,8 +308,8 @@ def main() -> int:
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
         times = tuple(arguments.times)
-        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout, arguments.backend, arguments.late
-        job = Job(ranks, microbatches, *how)
+        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout
+        job = Job(ranks, microbatches, *how, arguments.backend, arguments.late, arguments.robust_to)
         found = measure(job)
         overhead = statistics.median(result.overhead for result in found)
         print(

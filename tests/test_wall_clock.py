@@ -78,7 +78,7 @@ def test_a_step_that_is_off_is_marked() -> None:
 def test_messages_come_late() -> None:
     """Steps are longer by it, and are simulated to be; the plan for late messages runs."""
     names = ("1F1B", "robust plan, 2p")
-    late = replace(JOB, schedules=names, late=50, backend="fifo_queue_per_edge")
+    late = replace(JOB, schedules=names, late=50, robust_to=50, backend="fifo_queue_per_edge")
     results = wall_clock.measure(late)
     assert [result.schedule for result in results] == list(names)
     for result in results:

@@ -11,19 +11,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from zbpipe.planner import kernel
+from zbpipe.planner import draws, kernel
 from zbpipe.planner.kernel import Job
 
 
 @dataclass(frozen=True)
 class Engine:
-    """`kernel.list_schedule`, `kernel.justify` and `kernel.anneal`, and how to make their sequences from lists."""
+    """The functions of `kernel` and `draws` that a search calls, and how to make their sequences from lists."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
     anneal: Callable[..., tuple[float, list[int], int]]
+    anneal_in_draws: Callable[..., tuple[float, list[int]]]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
+    rows: Callable[[Sequence[Sequence[float]]], Any]
+    """All of the same length; the result can be changed."""
     compiled: bool
 
     def prepare(self, job: Job) -> Job:
@@ -47,7 +50,13 @@ class Engine:
         )
 
 
-PLAIN = Engine(kernel.list_schedule, kernel.justify, kernel.anneal, list, list, compiled=False)
+def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [list(row) for row in rows]
+
+
+PLAIN = Engine(
+    kernel.list_schedule, kernel.justify, kernel.anneal, draws.anneal_in_draws, list, list, _lists, compiled=False
+)
 
 
 @cache
@@ -59,14 +68,16 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for helper in kernel.HELPERS:
+    for helper in (*kernel.HELPERS, *draws.HELPERS):
         numba.extending.register_jitable(helper)
     jit = numba.njit(cache=True)
     return Engine(
         jit(kernel.list_schedule),
         jit(kernel.justify),
         jit(kernel.anneal),
+        jit(draws.anneal_in_draws),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
+        lambda rows: np.array(rows, dtype=np.float64),
         compiled=True,
     )

@@ -290,18 +290,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     done = 0
     while done < work and best > target:
         done += 10
-        seed = seed * 48271 % 2147483647
-        op = path[seed % len(path)]
-        seed = seed * 48271 % 2147483647
-        share = seed / 2147483647.0
-        jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
-        seed = seed * 48271 % 2147483647
-        if merges and seed // 2 % 4 == 0:
-            move = flip(job, lists, op)
-        else:
-            move = go(job, lists, op, seed % 2 == 0, jump)
-            if move.kind == NONE and merges:
-                move = make_room(job, lists, op, jump)
+        move, seed = some_move(job, lists, path, merges, seed)
         if move.kind == NONE:
             continue
         seed = seed * 48271 % 2147483647
@@ -322,6 +311,22 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
                 end[order[position]] = backup[position]
             undo(job, lists, move)
     return best, fold(job, best_order, best_gone), done
+
+
+def some_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
+    """Change something about an op of `path`, where B `merges` I and W also which of them it is; and the next seed."""
+    seed = seed * 48271 % 2147483647
+    op = path[seed % len(path)]
+    seed = seed * 48271 % 2147483647
+    share = seed / 2147483647.0
+    jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
+    seed = seed * 48271 % 2147483647
+    if merges and seed // 2 % 4 == 0:
+        return flip(job, lists, op), seed
+    move = go(job, lists, op, seed % 2 == 0, jump)
+    if move.kind == NONE and merges:
+        move = make_room(job, lists, op, jump)
+    return move, seed
 
 
 def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], list[float], list[float]]:
@@ -870,6 +875,7 @@ HELPERS = (
     unfold,
     fold,
     link,
+    some_move,
     go,
     flip,
     make_room,
@@ -888,4 +894,4 @@ HELPERS = (
     measure,
     critical_ops,
 )
-"""The functions that the engine's three call."""
+"""The functions that the engine's call."""

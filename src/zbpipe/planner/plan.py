@@ -90,8 +90,9 @@ def plan(
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
             (see `zbpipe.offload`); they share the budget. Without a limit it holds as little as costs no time.
         robust: what varies (see `zbpipe.jitter`). Then the plan is the schedule that `quantile` of all steps make the
-            shortest, out of several searches that share the budget and leave more and more slack, and the named
-            schedules; `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
+            shortest. Several searches that share the budget leave more and more slack; the best of what they find, and
+            of the named schedules, are then annealed in many random steps at once, which takes two to three times as
+            long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
             vary. For stages, not for layers.
         quantile: with `robust`, the share of the steps that counts: 0.95 looks at the time that 95 % do not exceed.
         most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:

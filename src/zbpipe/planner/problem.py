@@ -17,7 +17,7 @@ from zbpipe.simulation import simulate
 from zbpipe.turns import Turns
 
 T = TypeVar("T")
-_KINDS = (OpKind.F, OpKind.I, OpKind.W)
+KINDS = (OpKind.F, OpKind.I, OpKind.W)
 _ROUNDING = 1e-9
 """The share of a limit by which sums of activations may exceed it."""
 
@@ -74,7 +74,7 @@ class Problem:
         return Job(
             ranks=self.placement.num_ranks,
             microbatches=self.num_microbatches,
-            rank=[rank_of[stage] for stage in stages for _ in _KINDS],
+            rank=[rank_of[stage] for stage in stages for _ in KINDS],
             feeder=_flat(
                 (3 * stage - 3 if stage else -1, 3 * stage + 4 if stage < last else 3 * stage, 3 * stage + 1)
                 for stage in stages
@@ -89,8 +89,8 @@ class Problem:
                 for stage in stages
             ),
             seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
-            takes=[costs.adds(stage, kind) for stage in stages for kind in _KINDS],
-            needs=[costs.needs(stage, kind) for stage in stages for kind in _KINDS],
+            takes=[costs.adds(stage, kind) for stage in stages for kind in KINDS],
+            needs=[costs.needs(stage, kind) for stage in stages for kind in KINDS],
             full=_flat(
                 (NEVER, costs.needs(stage, OpKind.B) if merges else NEVER, NEVER)
                 for stage, merges in enumerate(self.merges)
@@ -129,9 +129,9 @@ class Problem:
             full, op = divmod(number, self.num_ops)
             node, microbatch = divmod(op, self.num_microbatches)
             stage, kind = divmod(node, 3)
-            if full and _KINDS[kind] is OpKind.W:
+            if full and KINDS[kind] is OpKind.W:
                 continue
-            rows[self.placement.rank_of[stage]].append(Op(stage, OpKind.B if full else _KINDS[kind], microbatch))
+            rows[self.placement.rank_of[stage]].append(Op(stage, OpKind.B if full else KINDS[kind], microbatch))
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
@@ -206,7 +206,7 @@ class Problem:
         return all(
             costs.needs(each, kind) <= (costs.activations[each] if kind is OpKind.F else 0.0)
             for each in own
-            for kind in _KINDS
+            for kind in KINDS
         )
 
     def _backward(self, stage: int) -> tuple[OpKind, ...]:
@@ -224,7 +224,7 @@ class Problem:
     def _numbers(self, op: Op) -> tuple[int, ...]:
         """In an order: of a B those of its I and its W, marked."""
         if op.kind is not OpKind.B:
-            return ((3 * op.stage + _KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
+            return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch
         return first, first + self.num_microbatches
 

@@ -1,26 +1,32 @@
 """Plans that stand jitter: the schedule with the least quantile of the step's times.
 
 A message that comes late is the same to who waits as one that takes long. So the search runs several times with links
-that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. Of what
-it finds, and of the named schedules, the one that is best in a simulation with random times wins (`zbpipe.jitter`).
+that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. The
+best of what it finds, and of the named schedules, are annealed in many draws of the times at once, which moves the
+slack to where it is worth most. What is best then, in a simulation with other random times, wins (`zbpipe.jitter`).
 PipeMorph (2504.19232) shows what slack is worth where links are late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from statistics import fmean, pstdev
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, pstdev
 from typing import Any
 
+import numpy as np
+
 from zbpipe.costs import CostModel, Link
-from zbpipe.ir import Placement, Schedule
-from zbpipe.jitter import Jitter, StepTimes, step_times
-from zbpipe.planner.problem import Problem
+from zbpipe.ir import Op, Placement, Schedule
+from zbpipe.jitter import Jitter, Luck, Seconds, StepTimes, step_times
+from zbpipe.planner.draws import Draws
+from zbpipe.planner.engine import Engine, fastest
+from zbpipe.planner.kernel import NEVER
+from zbpipe.planner.problem import KINDS, Problem
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress
-from zbpipe.planner.stages import CostsOf, named_schedules, plan_stages, problem_of
+from zbpipe.planner.stages import CostsOf, default_budget, named_schedules, plan_stages, problem_of
 from zbpipe.simulation import simulate
 from zbpipe.transport import Transport
 
@@ -29,9 +35,20 @@ _SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
 _DRAWS = 300
 """Steps to compare candidates by."""
 _FINALISTS = 4
-"""Candidates that are compared by more draws."""
+"""Candidates that are annealed."""
+ANNEALING_DRAWS = 128
+"""Draws that they are annealed for. With fewer of them an order suits these and no others."""
+_ANNEALING = 24
+"""Ops to time for each op of the budget, all draws counted: each takes a tenth of the time, since draws are side by
+side. So annealing takes two to three times as long as the searches before it."""
+_HEAT = 1.0
+"""What a move may lose at the start, in mean times of an op. Chosen by hand: a fifth and four times as much do well,
+too."""
+_SEARCHING = 0.3
+"""Of all the work, for the progress."""
+_BY = "annealing in draws"
 _FINAL_DRAWS = 2000
-_SEED = 1
+_SEED, ANNEALING_SEED = 1, 2
 """Of the draws; users who look at a plan with another one see other luck."""
 
 
@@ -60,48 +77,123 @@ def plan_robust(
         raise ValueError(
             "a robust plan is for synchronous steps with the ideal transport: leave objective, transport and exact out"
         )
-    costs = {name: costs_of(placement) for name, placement in request.placements.items()}
-    problems = [problem_of(request, name, placement, costs[name]) for name, placement in request.placements.items()]
-    found = dict(_candidates(request, jitter, problems, progress))
-    seconds = {schedule: simulate(schedule, costs[name]).makespan for schedule, (name, _) in found.items()}
-    longest = min(seconds.values()) * (1 + most_loss) * (1 + 1e-9)
-    found = {schedule: names for schedule, names in found.items() if seconds[schedule] <= longest}
-
-    def reached(draws: int) -> dict[Schedule, StepTimes]:
-        return {
-            schedule: step_times(schedule, costs[name], jitter, draws=draws, seed=_SEED)
-            for schedule, (name, _) in found.items()
-        }
-
-    def best_first(times: dict[Schedule, StepTimes]) -> list[Schedule]:
-        return sorted(times, key=lambda schedule: times[schedule].quantile(quantile))
-
-    found = {schedule: found[schedule] for schedule in best_first(reached(_DRAWS))[:_FINALISTS]}
-    times = reached(_FINAL_DRAWS)
-    best = best_first(times)[0]
-    name, found_by = found[best]
+    problems = [
+        problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
+    ]
+    found = list(_candidates(request, jitter, problems, progress))
+    longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + 1e-9)
+    search = Annealing(request, jitter, quantile, longest, progress)
+    best, times = search.run([each for each in found if each.makespan <= longest])
+    timeline = simulate(best.schedule, best.problem.costs)
     bounds = {problem.name: problem.lower_bound for problem in problems}
-    timeline = simulate(best, costs[name])
-    return Plan(timeline, name, found_by, request.objective, request.limits, bounds, step_times=times[best])
+    return Plan(timeline, best.problem.name, best.by, request.objective, request.limits, bounds, step_times=times)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A schedule within the limits."""
+
+    problem: Problem
+    schedule: Schedule
+    by: str
+    """How it was found."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step in which nothing varies."""
+        return simulate(self.schedule, self.problem.costs).makespan
 
 
 def _candidates(
     request: Request, jitter: Jitter, problems: Sequence[Problem], progress: Progress
-) -> Iterator[tuple[Schedule, tuple[str, str]]]:
-    """Schedules within the limits, with the names of their placements and how they were found."""
+) -> Iterator[_Candidate]:
+    """Named schedules, and the best for times of more and more slack."""
     searches = len(_SLACKS) * len(problems)
     done = 0
     for problem in problems:
         name, placement = problem.name, problem.placement
-        for _, order, found_by in named_schedules([problem]):
-            yield problem.schedule(f"plan-{name}", order), (name, found_by)
+        for _, order, by in named_schedules([problem]):
+            yield _Candidate(problem, problem.schedule(f"plan-{name}", order), by)
         one = replace(request.part(searches), placements={name: placement})
         for slack in _SLACKS:
             slower = with_slack(placement, problem.costs, jitter, slack)
             plan = plan_stages(one, lambda _, costs=slower: costs, lambda share, best: None)  # type: ignore[misc]
             done += 1
-            progress(done / searches, plan.makespan)
-            yield plan.schedule, (name, f"{plan.found_by}, with slack" if slack else plan.found_by)
+            progress(_SEARCHING * done / searches, plan.makespan)
+            yield _Candidate(problem, plan.schedule, f"{plan.found_by}, with slack" if slack else plan.found_by)
+
+
+class Annealing:
+    """Annealing in draws: the best candidates for a while, and then the best of them."""
+
+    def __init__(self, request: Request, jitter: Jitter, quantile: float, longest: float, progress: Progress) -> None:
+        self.request = request
+        self.jitter = jitter
+        self.quantile = quantile
+        self.longest = longest
+        self.progress = progress
+
+    def run(self, candidates: Sequence[_Candidate]) -> tuple[_Candidate, StepTimes]:
+        """The best candidate or what annealing has made of it, and how long its steps take."""
+        several = [each for each, _ in self.best_first(candidates, _DRAWS)[:_FINALISTS]]
+        for number, each in enumerate(tuple(several)):
+            several.append(self.anneal(each, 0.5 / _FINALISTS))
+            self.progress(_SEARCHING + (1 - _SEARCHING) * 0.5 * (number + 1) / _FINALISTS, several[-1].makespan)
+        best, _ = self.best_first(several, _FINAL_DRAWS)[0]
+        return self.best_first([best, self.anneal(best, 0.5)], _FINAL_DRAWS)[0]
+
+    def best_first(self, candidates: Sequence[_Candidate], draws: int) -> list[tuple[_Candidate, StepTimes]]:
+        """With their step times; of equal schedules the first."""
+        others = {each.schedule: each for each in reversed(candidates)}
+        times = [
+            (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=draws, seed=_SEED))
+            for each in others.values()
+        ]
+        return sorted(times, key=lambda pair: pair[1].quantile(self.quantile))
+
+    def anneal(self, start: _Candidate, share: float) -> _Candidate:
+        """What this share of the work makes of it; it does not have to be better in other draws."""
+        problem, engine = start.problem, fastest()
+        budget = self.request.budget or self.request.share * default_budget([problem], engine)
+        _, order = self.order(problem, start.schedule, engine, share * _ANNEALING * budget)
+        schedule = problem.schedule(start.schedule.name, order)
+        return _Candidate(problem, schedule, start.by if start.by.endswith(_BY) else f"{start.by}, {_BY}")
+
+    def order(self, problem: Problem, start: Schedule, engine: Engine, work: float) -> tuple[float, list[int]]:
+        """What is minimised, and the order that has it."""
+        mean = sum(problem.job.seconds) / len(problem.job.seconds)
+        rows = [[0.0] * (ANNEALING_DRAWS + 1)] * problem.num_ops
+        return engine.anneal_in_draws(
+            engine.prepare(problem.job),
+            self.draws(problem, engine),
+            engine.integers(problem.order(start)),
+            engine.rows(rows),
+            engine.rows(rows),
+            _HEAT * mean,
+            int(work),
+            self.request.seed % 2147483646 + 1,
+        )
+
+    def draws(self, problem: Problem, engine: Engine) -> Draws:
+        """The times to anneal for: first those where nothing varies."""
+        job, costs, rank_of = problem.job, problem.costs, problem.placement.rank_of
+        luck = Luck(problem.placement.num_ranks, self.jitter, ANNEALING_DRAWS, ANNEALING_SEED)
+        seconds, lag = [], []
+        for node, feeder in enumerate(job.feeder):
+            stage, kind = divmod(node, 3)
+            ranks = rank_of[feeder // 3], rank_of[stage]
+            sent = feeder >= 0 and ranks[0] != ranks[1]
+            usual, late = costs.seconds(stage, KINDS[kind]), costs.transfer(*ranks) if sent else 0.0
+            for microbatch in range(problem.num_microbatches):
+                op = Op(stage, KINDS[kind], microbatch)
+                seconds.append(_row(usual, luck.seconds(op, rank_of[stage], usual)))
+                lag.append(_row(late, luck.transfer(op, ranks, late) if sent else 0.0))
+        most = min(self.longest, NEVER)
+        return Draws(engine.rows(seconds), engine.rows(lag), NormalDist().inv_cdf(self.quantile), most)
+
+
+def _row(usual: float, drawn: Seconds | float) -> list[float]:
+    return [usual, *np.broadcast_to(drawn, ANNEALING_DRAWS).tolist()]
 
 
 def with_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
