@@ -23,10 +23,12 @@ demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubbl
 test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(MAKE) -j4 --output-sync=target types processes pipelines paper others
+	$(MAKE) $(SIDE_BY_SIDE) --output-sync=target types processes pipelines paper others
 	@$(ACTIVATE)
 
-# Side by side, because most tests use one core or wait for other ranks. These start jobs or the compiler,
+# Most tests use one core or wait for other ranks. CI, which has other suites to run beside these, sets it to nothing.
+SIDE_BY_SIDE := -j4
+# These start jobs or the compiler,
 PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run)
 # these run pipelines of several processes, which wait for each other,
 PIPELINES := $(patsubst %,tests/test_%.py,emulated faults fifo frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)

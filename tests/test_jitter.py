@@ -238,6 +238,18 @@ def test_annealing_counts_what_the_simulation_counts(data: st.DataObject) -> Non
     assert orders[0][0] <= (before.mean() + NormalDist().inv_cdf(0.9) * before.std()) * (1 + 1e-9)
 
 
+def test_a_robust_plan_may_lose_nothing_without_jitter() -> None:
+    """Where it would lose 2 % if it might."""
+    costs = partial(CostModel.uniform, f=1, i=1.2, w=0.8, comm=0.02)
+    usual = plan(4, 16, costs, 4.0, budget=1e7, placements=["single"]).makespan
+    found = [
+        plan(4, 16, costs, 4.0, robust=LATE, budget=1e7, placements=["single"], most_loss=most).makespan
+        for most in (None, 0.0)
+    ]
+    assert found[0] > 1.01 * usual
+    assert found[1] <= usual * (1 + 1e-9)
+
+
 def test_without_jitter_a_robust_plan_is_as_good_as_another() -> None:
     usual, robust = (plan(2, 6, (1, 1.2, 0.8), 2, budget=1e6, robust=each) for each in (None, Jitter()))
     assert robust.makespan == pytest.approx(usual.makespan)
