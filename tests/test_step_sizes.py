@@ -209,13 +209,20 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
 
     monkeypatch.setattr(schedule, "_lower", recorded)
     x = torch.ones(6, 2)
-    for number in (3, None, 3, 6, 3, 6):
+    schedule.prepare(2)
+    assert made.pop() == (str(zbpipe.generate("ZBV", 1, 2)), False)
+    assert _torch.num_microbatches(schedule) == 4
+    assert schedule.schedule == zbpipe.generate("ZBV", 1, 4)
+    with pytest.raises(ValueError, match="number of microbatches"):
+        schedule.prepare(2, 0)
+    assert _torch.num_microbatches(schedule) == 4
+    for number in (3, None, 3, 6, 3, 6, 2):
         schedule.step(x if number else x[:4], target=x if number else x[:4], microbatches=number)
     assert made == [(str(zbpipe.generate("ZBV", 1, number)), False) for number in (3, 6)]
     assert gc.isenabled()
     gc.disable()
     try:
-        schedule.step(x, target=x, microbatches=2)
+        schedule.step(x[:5], target=x[:5], microbatches=5)
         assert not gc.isenabled()
     finally:
         gc.enable()

@@ -241,6 +241,23 @@ class RegisteredSchedule(_torch.OwnRuntime):
         else:
             checks.require_runnable(schedule)
 
+    def prepare(self, *microbatches: int) -> None:
+        """Make what steps with so many microbatches run, so that the first of them does not wait for it.
+
+            schedule.prepare(8, 12)
+
+        Each rank does it alone; it sends nothing.
+
+        Raises:
+            ValueError: numbers below 1, or there is no schedule for a number (see `adopt`).
+        """
+        before = _torch.num_microbatches(self)
+        try:
+            for number in microbatches:
+                self._take_microbatches(number)
+        finally:
+            self._take_microbatches(before)
+
     def remake(self, costs: CostModel) -> None:
         """Make what was not adopted anew, for these costs. All ranks have to call this."""
         self._costs = costs
