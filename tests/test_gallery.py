@@ -34,26 +34,29 @@ def test_the_gallery_is_up_to_date() -> None:
     assert stale == [], "a schedule or a picture is new, or changed: run `make gallery` and look at the difference"
 
 
-@pytest.mark.parametrize("docstring", ["Mine (arXiv 1234.56789).\n\nTo learn from.", ""], ids=["docstring", "summary"])
-def test_a_new_schedule_is_one_file(docstring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_schedule_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its docstring tells the gallery what to say of it, or else its summary does."""
-    (tmp_path / "my_schedule.py").write_text(
-        f"""{docstring!r}
+    texts = {"Mine": "Mine (arXiv 1234.56789).\n\nTo learn from.", "Bare": "one to learn from"}
+    docstrings = {"Mine": texts["Mine"], "Bare": ""}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    for name, docstring in docstrings.items():
+        module = f"my_{name.lower()}"
+        (tmp_path / f"{module}.py").write_text(
+            f"""{docstring!r}
 import zbpipe
 
-@zbpipe.register("Mine", summary="one to learn from")
+@zbpipe.register("{name}", summary="one to learn from")
 def mine(ranks, microbatches):
     return zbpipe.generate("GPipe", ranks, microbatches)
 """
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_schedule", raising=False)
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    importlib.import_module("my_schedule")
+        )
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        importlib.import_module(module)
     files = regenerate().files()
-    text = docstring or "one to learn from"
-    assert f"\n## Mine\n\n{text}\n\nBubble 27.3% with equal times. Memory" in files["README.md"]
-    assert {"Mine.svg", "Mine-p2-m4.csv", "Mine-p4-m8.csv", "Mine-p8-m16.csv"} <= files.keys()
+    for name, text in texts.items():
+        assert f"\n## {name}\n\n{text}\n\nBubble 27.3% with equal times. Memory" in files["README.md"]
+        assert {f"{name}.svg", *(f"{name}-p{p}-m{2 * p}.csv" for p in (2, 4, 8))} <= files.keys()
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.stem)

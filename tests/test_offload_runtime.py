@@ -57,12 +57,14 @@ def one_after_the_other(placement: Placement, microbatches: int) -> Schedule:
     return Schedule("one after the other", placement, microbatches, (tuple(row),))
 
 
-def train(checkpointing: Checkpointing, what: Offload | None, compiled: bool = False) -> tuple[dict[str, Tensor], Any]:
-    """Three steps; the gradients of the last."""
+def train(
+    checkpointing: Checkpointing, what: Offload | None, backend: str | None = None
+) -> tuple[dict[str, Tensor], Any]:
+    """Three steps, compiled if a backend is given; the gradients of the last."""
     modules = {index: build_stage(index, 2, checkpointing) for index in range(2)}
     for block in [each for module in modules.values() for each in module.children()]:
-        if compiled and not isinstance(block, nn.Embedding):
-            block.compile(fullgraph=True)
+        if backend and not isinstance(block, nn.Embedding):
+            block.compile(fullgraph=True, backend=backend)
     stages = [PipelineStage(module, index, 2, CPU) for index, module in modules.items()]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
     plain = one_after_the_other(Placement.v(1), 4)
@@ -88,9 +90,10 @@ def test_gradients_are_the_same_to_the_bit(one_rank: None, checkpointing: Checkp
     assert not runtime._copies._copies
 
 
-def test_compiled_stages_offload_too(one_rank: None) -> None:
-    expected, _ = train("full", None, compiled=True)
-    found, runtime = train("full", Offload.ALL, compiled=True)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.zoo)])
+def test_compiled_stages_offload_too(one_rank: None, backend: str) -> None:
+    expected, _ = train("full", None, backend)
+    found, runtime = train("full", Offload.ALL, backend)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert runtime._copies.copier.copied > 10_000
 

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from forks import on_forks
 
 from zbpipe.registry import lookup
 from zbpipe.runtime.options import Options
@@ -135,7 +136,7 @@ def test_float32_for_want_of_fsdp(with_titan: Callable[..., Any]) -> None:
     assert refused.endswith("take twice as many GPUs, or --training.dtype bfloat16")
 
 
-def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, float]:
+def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     import live_bytes
     from torch.utils._pytree import tree_leaves
@@ -147,6 +148,7 @@ def kept_by_a_block(tp: int, checkpointing: str) -> tuple[float, float, float, f
     from zbpipe.runtime.split.products import WeightGradients
     from zbpipe.titan import memory
 
+    tp, checkpointing = how
     # The tensors inside of DTensors and of pending collectives, which have storages of their own.
     live.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     # The CPU's attention keeps other things than a GPU's, so the result of a GPU's is added below.
@@ -206,15 +208,16 @@ def inner(leaf: Any) -> Any:
     return getattr(leaf, "_local_tensor", getattr(leaf, "elem", leaf))
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
-@pytest.mark.parametrize("tp", [1, 8])
-def test_what_a_block_keeps(tp: int, checkpointing: str) -> None:
+def ask_for_blocks(hows: Sequence[tuple[int, str]]) -> list[tuple[float, float, float, float]]:
+    return on_forks(kept_by_a_block, hows)  # a process for each, because meshes stay behind in caches
+
+
+def test_what_a_block_keeps(with_titan: Callable[..., Any]) -> None:
     """The arithmetic of activations, against what TorchTitan's block under zbpipe's split leaves alive."""
-    context = multiprocessing.get_context("spawn")  # a process for each, because meshes stay behind in caches
-    with ProcessPoolExecutor(1, mp_context=context, initializer=import_titan) as pool:
-        counted_f, told_f, counted_i, told_i = pool.submit(kept_by_a_block, tp, checkpointing).result(timeout=200)
-    assert counted_f == told_f
-    assert counted_i == told_i
+    hows = [(tp, checkpointing) for tp in (1, 8) for checkpointing in ("selective", "full")]
+    for counted_f, told_f, counted_i, told_i in with_titan(ask_for_blocks, hows):
+        assert counted_f == told_f
+        assert counted_i == told_i
 
 
 def test_training_on_the_cpu(tmp_path: Path) -> None:

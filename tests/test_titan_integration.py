@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import io
 import json
@@ -28,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import on_forks
 from titan_jobs import require_titan
 
 from zbpipe.actions import parse, validate_lowered
@@ -42,8 +42,6 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
 PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
 """torch has it from 2.15 on."""
-TIMEOUT = 200
-"""Seconds for one question to the process that has TorchTitan."""
 CONFIGS = (
     "llama3_debug",
     "llama3_8b",
@@ -72,17 +70,6 @@ def import_titan() -> None:
 
     sys.path.append(str(ROOT / "benchmarks"))
     logging.disable(logging.WARNING)
-
-
-def on_forks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-    """`function` of each argument, each in a process forked from this one, two at a time."""
-    gc.collect()
-    gc.disable()  # the forks make many objects and end soon
-    signal.alarm(TIMEOUT)  # ends the process, as it does the forks
-    with multiprocessing.get_context("fork").Pool(2, signal.alarm, (TIMEOUT,), maxtasksperchild=1) as pool:
-        results = pool.map(function, arguments, chunksize=1)
-    signal.alarm(0)
-    return results
 
 
 @pytest.fixture(scope="module")
