@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -382,7 +382,12 @@ def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
 @pytest.mark.zoo
 @pytest.mark.timeout(900)  # beside other suites
 def test_all_schedules_on_all_queues() -> None:
+    """Every schedule on every queue, and with every way to receive; half of the combinations of all three."""
     ranks = 3
-    ways = [(name, receives) for name in NAMES for receives in (Receives if name in OURS else [Receives.EARLY])]
-    cells = [Cell(name, backend, receives, ranks, 2 * ranks) for backend in BACKENDS for name, receives in ways]
+    cells = [
+        Cell(name, backend, receives, ranks, 2 * ranks)
+        for number, (name, backend) in enumerate(product(NAMES, BACKENDS))
+        for receives in ([*Receives][number % 2 :: 2] if name in OURS else [Receives.EARLY])
+    ]
+    assert {(cell.schedule, cell.receives) for cell in cells} >= set(product(OURS, Receives))
     assert_trained_right(cells, run_ranks(ranks, train_all, cells, timeout=600))
