@@ -27,9 +27,9 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tes
 	@$(ACTIVATE)
 
 # Most tests use one core or wait for other ranks. CI, which has other suites to run beside these, sets it to nothing.
-SIDE_BY_SIDE := -j4
+SIDE_BY_SIDE := -j3
 # These start jobs or the compiler,
-PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run)
+PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run split_memory warm_up)
 # these run pipelines of several processes, which wait for each other,
 PIPELINES := $(patsubst %,tests/test_%.py,emulated faults fifo frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
 # and these are about schedules on paper.
