@@ -36,8 +36,7 @@ def test_the_gallery_is_up_to_date() -> None:
 
 def test_a_new_schedule_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its docstring tells the gallery what to say of it, or else its summary does."""
-    texts = {"Mine": "Mine (arXiv 1234.56789).\n\nTo learn from.", "Bare": "one to learn from"}
-    docstrings = {"Mine": texts["Mine"], "Bare": ""}
+    docstrings = {"Mine": "Mine (arXiv 1234.56789).\n\nTo learn from.", "Bare": ""}
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     for name, docstring in docstrings.items():
@@ -54,7 +53,8 @@ def mine(ranks, microbatches):
         monkeypatch.delitem(sys.modules, module, raising=False)
         importlib.import_module(module)
     files = regenerate().files()
-    for name, text in texts.items():
+    for name, docstring in docstrings.items():
+        text = docstring or "one to learn from"
         assert f"\n## {name}\n\n{text}\n\nBubble 27.3% with equal times. Memory" in files["README.md"]
         assert {f"{name}.svg", *(f"{name}-p{p}-m{2 * p}.csv" for p in (2, 4, 8))} <= files.keys()
 

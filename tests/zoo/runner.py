@@ -266,9 +266,15 @@ def _like(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def begin(module: nn.Module, index: int, microbatch: int) -> None:
     """Before F: random numbers and a microbatch number that are the same in every order of the schedule."""
-    # torch.manual_seed would take down the stack for devices that are not there: a fifth of the time of all models.
-    torch.default_generator.manual_seed(1000 * index + microbatch)
+    _seed(1000 * index + microbatch)
     set_microbatch(module, microbatch)
+
+
+def _seed(number: int) -> None:
+    """On the CPU alone: for devices that are not there, torch.manual_seed takes down the stack, and that took a fifth
+    of the time of all models.
+    """
+    torch.default_generator.manual_seed(number)
 
 
 def set_microbatch(module: nn.Module, microbatch: int) -> None:
@@ -280,7 +286,7 @@ def set_microbatch(module: nn.Module, microbatch: int) -> None:
 def _built(case: Case, indices: Iterable[int]) -> dict[int, nn.Module]:
     stages = {}
     for index in indices:
-        torch.default_generator.manual_seed(index)
+        _seed(index)
         stages[index] = case.build(index)
     case.share(stages)
     return stages
@@ -293,7 +299,7 @@ def _batches(case: Case, step: int) -> list[tuple[tuple[Tensor, ...], Tensor]]:
 
 
 def _batch(case: Case, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    torch.default_generator.manual_seed(100 + step)
+    _seed(100 + step)
     return case.batch(MICROBATCHES * case.samples)
 
 
