@@ -226,11 +226,11 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
         ("in_weight_gradient", r"rank 1, schedule ZBV, step \d+ of \d+, 4W0"),
     ):
         here = f"{where}: ArithmeticError: too much"
-        first = f"another rank failed first: {here}. Then this one: "
-        assert_told(name, first + at("0", "1"), here + "$", first + at("2", "1"))
+        first = f"another rank failed first: {here}$"
+        assert_told(name, first, here + "$", first)
     here = r"rank 0, schedule ZBV, step \d+ of \d+, 5F\d: ArithmeticError: too much"
-    first = f"another rank failed first: {here}. Then this one: "
-    assert_told("in_loss", here + "$", first + at("1", "0"), first + at("2", "1"))
+    first = f"another rank failed first: {here}$"
+    assert_told("in_loss", here + "$", first, first)
     timed_out = r"(another rank failed first: )?rank \d, schedule ZBV, step \d+ of \d+, .* from rank 1: .*Timed out"
     assert_told("too_slow", timed_out, timed_out, timed_out)
 

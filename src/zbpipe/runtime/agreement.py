@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 
 import torch
 import torch.distributed as dist
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.failures import PipelineError
+from zbpipe.runtime.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.words import spans
 
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
 
+
+_REFUSED = bytes(sha256().digest_size)
+"""In place of a digest."""
 
 _num_keys: Counter[str] = Counter()
 """How many keys this process has made of each kind for the same ranks."""
@@ -44,6 +48,7 @@ def require_same(
 
     Raises:
         PipelineError: they differ. The message says which ranks have which schedule.
+        RefusedStepError: another rank refuses the step.
     """
     if _is_alone(group):
         return
@@ -71,12 +76,19 @@ def answers(
 
     Raises:
         PipelineError: a rank has another schedule, or another question.
+        RefusedStepError: another rank refuses the step.
     """
     if _is_alone(group):
         return [answer]
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches, {question}: "
     texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
     return [each.removeprefix(text) for each in texts]
+
+
+def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Take part in the next of these comparisons only to refuse the step: all other ranks do so, too."""
+    with suppress(RefusedStepError):
+        _exchange(_REFUSED, "", group, device)
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -90,6 +102,8 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     everything = [bytes(each.tolist()) for each in gathered]
+    if any(each.startswith(_REFUSED) for each in everything):
+        raise RefusedStepError("another rank refused this step")
     texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
     if any(each[: len(digest)] != digest for each in everything):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

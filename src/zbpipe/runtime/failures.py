@@ -1,8 +1,9 @@
 """Errors that name the first failure of the job, on whatever rank it happened.
 
-If another rank fails, a rank itself sees only a closed connection or a timeout. So the rank that fails first writes its
-error to the job's key-value store (torch's own, which torchrun keeps alive after its ranks have ended), and the others
-read it there before they raise theirs. None of this runs while no step fails.
+If another rank fails, a rank itself sees marks in place of values, a closed connection or a timeout. So the rank that
+fails first writes its error to the job's key-value store, and the others read it there before they raise theirs.
+torchrun keeps the store alive after its ranks have ended. Elsewhere rank 0 has it, and waits until the others have
+read. None of this runs while no step fails.
 
 torch >= 2.14 lets an exception out of a step only after its sends under way have been received (with gloo; NCCL does
 not wait for that). Ranks post receives in the order of the sends, so that takes about as long as the receivers need to
@@ -15,10 +16,11 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -26,14 +28,21 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.progress import Progress
 
 _FIRST = "zbpipe/first_failure"
+_READERS = f"{_FIRST}/readers"
+_LINGER = 15.0
+"""Seconds that the rank with the store waits for the others to read, at most; a rank that is stuck looks every 5."""
 _PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
 """Characters of an error that other ranks get."""
+_GLANCE = 0.01
+"""Seconds between two looks at whether all have read."""
 _SHARED = (Exception, KeyboardInterrupt, SystemExit)
 """What the other ranks learn of."""
 
 Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineError(RuntimeError):
@@ -49,33 +58,68 @@ class PipelineError(RuntimeError):
     """
 
 
+class RefusedStepError(ValueError):
+    """A step cannot run as it was asked for, and all ranks know."""
+
+
 class Failure(NamedTuple):
     """An error, as the other ranks get it."""
 
     rank: int
     words: str
+    is_refusal: bool = False
+    """Whether it was raised before the step began, so that the next step can follow."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}{self.words}"
+
+
+class Board(Protocol):
+    """Where the ranks of a pipeline leave word of their present step."""
+
+    def post(self, failure: Failure) -> None:
+        """Say why the step is abandoned, if no other rank has."""
+
+    def found(self) -> Failure | None:
+        """Why it is abandoned; None if it is not."""
+
+    def wait_for_readers(self, seconds: float) -> None:
+        """Wait until all other ranks have found it, but not for longer than this."""
+
+    def answer_for_stuck_step(self) -> None:
+        """Called by another thread, now and then, while the step does not move."""
+
+
+class _AbandonedStepError(Exception):
+    """Another rank has abandoned the step."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 class Steps:
     """The steps of one schedule: one that failed, or was refused, has consequences for the next.
 
     Args:
-        when_stuck: called by another thread, now and then, while a step does not move.
+        board: for its ranks.
     """
 
-    def __init__(self, when_stuck: Callable[[], None]) -> None:
-        self._progress = Progress(when_stuck)
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._progress = Progress(self._look_while_stuck)
         self._broken_by: str | None = None
         """How a step failed while messages were under way; no other step can follow."""
         self._refusal: Failure | None = None
-        """Why the last step was refused before anything was sent. It stays in the store until the next step begins."""
+        """Why the last step was refused. It stays in the store until the next step begins."""
+        self._told: tuple[BaseException, Failure] | None = None
+        """The error by which this rank abandoned the present step, as the other ranks know it."""
+        self._heard: Failure | None = None
+        """Another rank's failure, found while the present step did not move."""
 
     @contextmanager
     def begun(self, name: str) -> Iterator[None]:
-        """Around one whole step of the schedule called `name`: if it is refused, the other ranks learn why.
+        """Around one whole step of the schedule called `name`: if it is refused, the whole job learns why.
 
         Raises:
             PipelineError: an earlier step failed.
@@ -87,15 +131,38 @@ class Steps:
             )
         if self._refusal is not None:
             _take_back(self._refusal)
-            self._refusal = None
+        self._refusal = self._told = self._heard = None
         try:
             yield
-        except PipelineError:
+        except (PipelineError, RefusedStepError):
             raise
         except Exception as error:
-            self._refusal = _failure(error, f", schedule {name}, before step 0")
+            self._refusal = _refused_by(error, name)
             _first_of_all(self._refusal)
             raise
+
+    def refuse(self, error: Exception, name: str) -> None:
+        """Leave word that this rank refuses the present step by `error`."""
+        self._told = error, _refused_by(error, name)
+        with suppress(RuntimeError):  # the store may be gone, and this error says more
+            self._board.post(self._told[1])
+
+    def tell(self, error: Exception, schedule: _torch.OwnRuntime, name: str) -> None:
+        """Leave word that an op of the present step failed by `error`, before it is raised."""
+        self._told = error, self._failure_in(schedule, name, error, _torch.place_now(schedule))
+        with suppress(RuntimeError):
+            self._board.post(self._told[1])
+        logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
+
+    def why_abandoned(self) -> Exception | None:
+        """An error with what another rank says of the present step; None if no rank has abandoned it."""
+        found = self._board.found()
+        return None if found is None else _AbandonedStepError(found)
+
+    def end_by_refusal(self) -> None:
+        """Refuse all later steps: other ranks may be in the messages of the one that this rank has refused."""
+        assert self._told is not None, "this rank refused"
+        self._broken_by = str(self._told[1])
 
     @contextmanager
     def named(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
@@ -103,21 +170,53 @@ class Steps:
 
         Raises:
             PipelineError: the step failed on this rank, or on another one before. KeyboardInterrupt and SystemExit pass
-                as they are.
+                as they are, as does what this rank has refused the step by.
+            RefusedStepError: another rank refuses the step.
         """
         try:
             with self._progress.followed(schedule):
                 yield
         except PipelineError:
             raise
+        except (_AbandonedStepError, RefusedStepError) as error:
+            found = error.failure if isinstance(error, _AbandonedStepError) else self._board.found()
+            if found is None or found.is_refusal:
+                raise RefusedStepError(f"{found or error}. All ranks have left out this step") from None
+            self._broken_by = f"another rank failed first: {found}"
+            raise PipelineError(self._broken_by) from None
         except _SHARED as error:
-            places = name, _torch.place_of(error, schedule), self._progress.on_device()
-            where = f", schedule {', '.join(filter(None, places))}"
-            failure = _failure(error, where, _torch.explained(error, schedule))
-            self._broken_by = _in_words(failure, _first_of_all(failure))
+            told = self._told[1] if self._told is not None and self._told[0] is error else None
+            if told is not None and told.is_refusal:
+                self._linger()
+                raise
+            failure = told or self._failure_in(schedule, name, error)
+            first = _first_of_all(failure)
+            self._broken_by = _in_words(failure, self._heard or first)
+            if first == failure:
+                with suppress(RuntimeError):
+                    self._board.post(failure)
+                self._linger()
             if not isinstance(error, Exception):
                 raise
             raise PipelineError(self._broken_by) from error
+
+    def _failure_in(
+        self, schedule: _torch.OwnRuntime, name: str, error: BaseException, place: str | None = None
+    ) -> Failure:
+        places = name, place or _torch.place_of(error, schedule), self._progress.on_device()
+        return _failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error, schedule))
+
+    def _linger(self) -> None:
+        """If the store ends with this process, let the others read it before."""
+        if _torch.has_store():
+            with suppress(RuntimeError):
+                self._board.wait_for_readers(_LINGER)
+
+    def _look_while_stuck(self) -> None:
+        self._board.answer_for_stuck_step()
+        if self._heard is None and (found := self._board.found() or _read_first()):
+            self._heard = found
+            logger.error("another rank failed first, and this one waits for it: %s", found)
 
 
 @contextmanager
@@ -137,6 +236,8 @@ def shared_with_other_ranks() -> Iterator[None]:
             raise
         failure = _failure(error, "")
         first = _first_of_all(failure)
+        if first == failure and _torch.has_store():
+            _wait_for_readers()
         # What is refused by a ValueError has nothing to do with the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
@@ -174,6 +275,10 @@ def _failure(error: BaseException, where: str, explained: str | None = None) -> 
     return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
 
 
+def _refused_by(error: Exception, name: str) -> Failure:
+    return _failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
+
+
 def _has_communicators() -> bool:
     """Whether a process group uses NCCL (RCCL goes by that name), which can hang when a peer ends."""
     return dist.is_initialized() and "ccl" in dist.get_backend_config()
@@ -191,7 +296,29 @@ def _first_of_all(failure: Failure) -> Failure:
     if store is None:
         return failure
     found = _answer_in_time(lambda: store.compare_set(_FIRST, "", json.dumps(failure)))
-    return failure if found is None else Failure(*json.loads(found))
+    first = failure if found is None else Failure(*json.loads(found))
+    if first != failure:
+        _answer_in_time(lambda: store.add(_READERS, 1))
+    return first
+
+
+def _read_first() -> Failure | None:
+    """The job's first failure, if another rank has left one."""
+    store = _torch.default_store()
+    found = store.get(_FIRST) if store is not None and store.check([_FIRST]) else b""
+    failure = Failure(*json.loads(found)) if found else None
+    if failure is None or failure.rank == dist.get_rank():
+        return None
+    store.add(_READERS, 1)
+    return failure
+
+
+def _wait_for_readers() -> None:
+    """Wait until all other ranks know the job's first failure, but not for long."""
+    store, deadline = _torch.default_store(), time.monotonic() + _LINGER
+    with suppress(RuntimeError):
+        while store.add(_READERS, 0) < dist.get_world_size() - 1 and time.monotonic() < deadline:
+            time.sleep(_GLANCE)
 
 
 def _take_back(failure: Failure) -> None:

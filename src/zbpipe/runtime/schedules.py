@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -18,6 +18,7 @@ from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.running_ahead import RunAhead, ahead_of, gain
 from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
+from zbpipe.runtime.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import copier_for
@@ -190,7 +191,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """Which rank has which stage."""
         self.sizes = StepSizes(stages[0], n_microbatches)
         """Of the steps: numbers of microbatches, and shapes."""
-        self._failures = failures.Steps(self.sizes.comparison.answer_for_stuck_step)
+        self._failures = failures.Steps(self.sizes.comparison)
         self.always_train()
         self._adopted: dict[int, Schedule] = {}
         """By number of microbatches, what such a step was made to run."""
@@ -377,10 +378,12 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """
         microbatches = microbatches_of(self, microbatches, kwargs)
         with self._failures.begun(self.schedule.name), self.sizes.begun(microbatches):
+            self.abandoned_by = None
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                checks.require_loss_and_target(self, target)
-                return super().step(*args, target=target, **kwargs)
+                with self._refused_by_all():
+                    checks.require_loss_and_target(self, target)
+                    return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
 
@@ -392,8 +395,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self._is_warm = False
         checks.require_known_shapes(self, args)
         with self._failures.named(self, self.schedule.name):
-            if not self._running.is_agreed:
-                self.settle()
+            if self._begins_with_agreement:
+                if not self._running.is_agreed:
+                    self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._running.is_agreed = True
             if _torch.trains(self) and not self._models_are_checked:
@@ -407,6 +411,46 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self._validated(
                 lambda: super(RegisteredSchedule, self).run_microbatches(args, kwargs, targets, *more, **more_by_name)
             )
+
+    @contextmanager
+    def _refused_by_all(self) -> Iterator[None]:
+        """If this rank refuses the step within, before its messages begin, the others refuse it, too."""
+        try:
+            yield
+        except (PipelineError, RefusedStepError):
+            raise
+        except Exception as error:
+            comparison = self.sizes.comparison
+            # Where all ranks compare the step's size, they learn of it there.
+            if not comparison.is_alone and (comparison.has_answered or not self.sizes.is_asked):
+                self._refuse(error)
+            raise
+
+    def _refuse(self, error: Exception) -> None:
+        stage, name = _torch.stages_of(self)[0], self.schedule.name
+        self._failures.refuse(error, name)
+        # The others run a usual step, or all refuse this one.
+        self._take_microbatches(self.sizes.usual)
+        self.sizes.return_to_usual(self)
+        if self._begins_with_agreement:
+            agreement.refuse(stage.group, stage.device)
+        elif _torch.can_send_marks(stage):
+            self.abandon(error)
+            with suppress(Exception), self._failures.named(self, name):
+                self._validated(lambda: super(RegisteredSchedule, self).run_microbatches(None, None, None))
+        else:
+            self._failures.end_by_refusal()
+
+    @property
+    def _begins_with_agreement(self) -> bool:
+        """Whether all ranks compare what they run before the messages of the next step: before torch sets up any."""
+        return not (self._running.is_agreed and _torch.is_set_up(self))
+
+    def tell_why_abandoned(self, error: Exception) -> None:
+        self._failures.tell(error, self, self.schedule.name)
+
+    def ask_why_abandoned(self) -> Exception | None:
+        return self._failures.why_abandoned()
 
     def validate_with(self, validation: Validation) -> None:
         """Run ahead of `validation` in each step that begins while it is pending: `zbpipe.OptimizerStep` calls this.

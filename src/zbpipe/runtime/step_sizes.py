@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.agreement import new_key
-from zbpipe.runtime.failures import PipelineError
+from zbpipe.runtime.failures import Failure, PipelineError, RefusedStepError
 from zbpipe.runtime.words import spans
 
 _LOOK = timedelta(seconds=1)
 """How long a rank waits before it looks whether the time is up."""
+_GLANCE = 0.01
+"""Seconds between two looks at whether all have read."""
 _PATIENCE = 1800.0
 """Seconds, where the process group does not say its timeout."""
 
@@ -51,7 +53,8 @@ class _Answer:
 
 
 class Comparison:
-    """Compares the sizes of the steps of one schedule among the ranks of its pipeline.
+    """The steps of one schedule, numbered alike on all ranks of its pipeline, and what these tell each other of a step:
+    its size, and why it is abandoned.
 
     Args:
         stage: of the schedule.
@@ -59,8 +62,10 @@ class Comparison:
 
     def __init__(self, stage: _torch.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
-        self._is_alone = stage.group_size == 1 or dist.get_backend(stage.group) == "fake"
+        self.is_alone = stage.group_size == 1 or dist.get_backend(stage.group) == "fake"
         self._me = dist.get_rank()
+        self._has_read = False
+        """Whether this rank knows why the present step is abandoned."""
         self._name = new_key("step", self._ranks)
         self._step = 0
         self._answered = 0
@@ -72,10 +77,11 @@ class Comparison:
     def begun(self) -> Iterator[None]:
         """Around a step: if it is refused before it is compared, the ranks that wait for this one learn why."""
         self._step += 1
+        self._has_read = False
         try:
             yield
         except Exception as error:
-            if not self._is_alone and self._answered < self._step:
+            if not self.is_alone and not self.has_answered:
                 with suppress(RuntimeError):  # the store may be gone, and this error says more
                     self._answer(_Answer(refused=f"{type(error).__name__}: {error}"))
             raise
@@ -89,19 +95,22 @@ class Comparison:
             timeout: seconds to wait for the others.
 
         Raises:
-            ValueError: on all ranks, which were not given the same number.
-            PipelineError: another rank refuses the step, or does not come.
+            ValueError: the ranks were not given the same number.
+            RefusedStepError: the same, where all ranks know, or another rank refuses the step.
+            PipelineError: another rank does not come.
         """
         mine = _Answer(microbatches, shapes)
-        if self._is_alone:
+        if self.is_alone:
             return StepSize(microbatches, shapes or 0)
         self._answer(mine)
         answers = self._answers(timeout or _PATIENCE)
         for rank, each in answers.items():
             if each.refused:
-                raise PipelineError(f"another rank failed first: rank {rank}, before step 0: {each.refused}")
+                raise RefusedStepError(f"rank {rank} refuses this step: {each.refused}")
         if any(each.microbatches != microbatches for each in answers.values()):
-            raise ValueError(
+            # Ranks that were given no number are in the messages of a usual step, and learn of it there.
+            know = all(each.microbatches is not None for each in answers.values())
+            raise (RefusedStepError if know else ValueError)(
                 f"the ranks were given different microbatches=: {_by_number(answers)}. Give the same number to step on"
                 " all ranks of the pipeline, or none"
             )
@@ -114,10 +123,37 @@ class Comparison:
         Call it when a step, which has been compared if it was to be compared, does not move.
         """
         store = _torch.default_store()
-        if self._is_alone or store is None or self._answered == self._step:
+        if self.is_alone or store is None or self.has_answered:
             return
         if any(store.check([self._key(rank)]) for rank in self._ranks if rank != self._me):
             self._answer(_Answer())
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether this rank has told the others the size of the present step, or why it refuses that."""
+        return self._answered == self._step
+
+    def post(self, failure: Failure) -> None:
+        """Leave word of why the present step is abandoned, if no other rank has."""
+        if store := _torch.default_store():
+            store.compare_set(self._key("abandoned"), "", json.dumps(failure))
+
+    def found(self) -> Failure | None:
+        """Why the present step is abandoned; None if it is not."""
+        store = _torch.default_store()
+        if store is None or not store.check([self._key("abandoned")]):
+            return None
+        failure = Failure(*json.loads(store.get(self._key("abandoned"))))
+        if not self._has_read:
+            self._has_read = True
+            store.add(self._key("readers"), 1)
+        return failure
+
+    def wait_for_readers(self, seconds: float) -> None:
+        """Wait until all other ranks know why the present step is abandoned, but not for longer than this."""
+        store, deadline = _torch.default_store(), time.monotonic() + seconds
+        while store.add(self._key("readers"), 0) < len(self._ranks) - 1 and time.monotonic() < deadline:
+            time.sleep(_GLANCE)
 
     def _answers(self, timeout: float) -> dict[int, _Answer]:
         store, keys = _torch.default_store(), [self._key(rank) for rank in self._ranks]
@@ -143,8 +179,8 @@ class Comparison:
             _torch.default_store().delete_key(self._old)
         self._old = self._key(self._me)
 
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{self._step}/{rank}"
+    def _key(self, of: int | str) -> str:
+        return f"{self._name}/{self._step}/{of}"
 
 
 class StepSizes:
@@ -166,7 +202,7 @@ class StepSizes:
         """Whether all ranks get keyword inputs of the same shapes. Then other shapes of these are another size."""
         self._keywords: list[Any] = []
         """Their shapes in the first step."""
-        self._is_asked = False
+        self.is_asked = False
         """Whether this step was given `microbatches=`, so that all ranks compare its size."""
         self._inputs: list[Any] = []
         """By their number, shapes; on the rank with stage 0, which alone sees the input."""
@@ -188,12 +224,12 @@ class StepSizes:
     @contextmanager
     def begun(self, asked: int | None) -> Iterator[None]:
         """Around a step that was given `microbatches=asked`: if it is refused here, waiting ranks learn why."""
-        self._is_asked = asked is not None
+        self.is_asked = asked is not None
         try:
             with self.comparison.begun():
                 yield
         finally:
-            self._is_asked = False
+            self.is_asked = False
 
     def agree(self, runtime: _torch.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
         """Before the messages of a step: all ranks learn its size, and set up its shapes.
@@ -205,8 +241,9 @@ class StepSizes:
         Returns whether the shapes are new, so that torch infers them in this step.
 
         Raises:
-            ValueError: different numbers of microbatches, or new shapes where torch cannot infer them.
-            PipelineError: another rank refuses the step, or does not come.
+            ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
+                refuses the step.
+            PipelineError: another rank does not come.
         """
         stage = _torch.stages_of(runtime)[0]
         size, number = StepSize(_torch.num_microbatches(runtime)), None
@@ -215,13 +252,18 @@ class StepSizes:
         shapes = checks.input_shapes(inputs or ())
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
-        if self._is_asked:
+        if self.is_asked:
             size = self.comparison.agreed(size.microbatches, number, _torch.timeout_of(stage))
         is_new = self._use_shapes(runtime, size.shapes)
         if size.shapes == len(self._inputs):
             self._inputs.append(shapes)
         self.last = size
         return is_new
+
+    def return_to_usual(self, runtime: _torch.OwnRuntime) -> None:
+        """Set up the shapes of the first step, as `agree` does for a step that is not compared."""
+        self._use_shapes(runtime, 0)
+        self.last = StepSize(self.usual)
 
     def _use_shapes(self, runtime: _torch.OwnRuntime, number: int) -> bool:
         if not self.are_set_up or number == self.last.shapes:

@@ -4,6 +4,7 @@ What differs between versions is asked of the installed torch, not of its versio
 `tests/test_private_names.py` refuses such names anywhere else.
 """
 
+from zbpipe.runtime._torch.abandoned import can_send_marks as can_send_marks
 from zbpipe.runtime._torch.autograd import *  # noqa: F403
 from zbpipe.runtime._torch.checkpoints import *  # noqa: F403
 from zbpipe.runtime._torch.compiler import *  # noqa: F403

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -29,8 +30,15 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.actions import Action, Rows
 from zbpipe.ir import Schedule
+from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, marked_input_gradients, marked_outputs
 from zbpipe.runtime._torch.autograd import is_view
-from zbpipe.runtime._torch.buffers import WAIT_KINDS, WAITS_FOR_SENDS, ReceivesOnDemand, wait_for_sends
+from zbpipe.runtime._torch.buffers import (
+    WAIT_KINDS,
+    WAITS_FOR_SENDS,
+    ReceivesOnDemand,
+    release_receives,
+    wait_for_sends,
+)
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.substitution import replaced
 
@@ -56,8 +64,12 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 class OwnRuntime(_PipelineScheduleRuntime):
     """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
 
-    Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class.
+    Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class. They override
+    `tell_why_abandoned` and `ask_why_abandoned`, by which ranks learn of each other's failures.
     """
+
+    abandoned_by: BaseException | None = None
+    """Why this rank leaves out all computations of the step that runs; None if it does not."""
 
     def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
         for stage in stages:
@@ -80,9 +92,61 @@ class OwnRuntime(_PipelineScheduleRuntime):
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """Run one step, on microbatches that are split already."""
-        with self.place.followed(self):
-            super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
+        """Run one step, on microbatches that are split already.
+
+        If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
+        `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
+        """
+        undo = wrap_compute(self, self._compute_or_leave_out)
+        try:
+            with self.place.followed(self):
+                super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
+        finally:
+            undo()
+        if self.abandoned_by is not None:
+            for stage in self._stages:
+                cast(OwnStage, stage).forget_step()
+            raise self.abandoned_by
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave out all computations of the step that begins, which this rank refuses by `error`."""
+        self.abandoned_by = error
+        for stage in self._stages:
+            stage.has_backward = self._has_backward
+            cast(OwnStage, stage).forget_step()
+            cast(OwnStage, stage).is_left_out = True
+
+    def tell_why_abandoned(self, error: Exception) -> None:
+        """An op failed by `error`: leave word for the other ranks, before they receive marks."""
+
+    def ask_why_abandoned(self) -> Exception | None:
+        """What other ranks say of a message that has a mark; None if it only looks like one."""
+        return None
+
+    def _compute_or_leave_out(self, kind: str, index: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        stage = next(each for each in self._stages if each.stage_index == index)
+        if self.abandoned_by is None and is_marked(stage, kind, microbatch):
+            self.abandoned_by = self.ask_why_abandoned()
+        if self.abandoned_by is None:
+            try:
+                return compute()
+            except Exception as error:
+                if not can_send_marks(stage):
+                    raise
+                self.abandoned_by = error
+                self.tell_why_abandoned(error)
+        for each in self._stages:
+            cast(OwnStage, each).is_left_out = True
+        return cast(OwnStage, stage).leave_out(kind, microbatch)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        if self.abandoned_by is not None:
+            return None
+        return super()._maybe_get_loss(stage, mb_index)  # type: ignore[no-untyped-call]
+
+    def _update_losses(self, stages: Any, losses: Any) -> None:
+        kept = None if self.abandoned_by is not None else losses
+        super()._update_losses(stages, kept)  # type: ignore[no-untyped-call]
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         self.initialize_stages(*args, **kwargs)
@@ -98,6 +162,35 @@ class OwnStage(ReceivesOnDemand):
 
     Goes before the class of an existing stage.
     """
+
+    is_left_out = False
+    """Whether the step that runs leaves out its computations."""
+
+    def leave_out(self, kind: str, microbatch: int) -> Any:
+        """In place of a computation: free what it received, and have marks to send. Returns the outputs of F."""
+        if kind == "F":
+            outputs = marked_outputs(self)
+            self.fwd_cache[microbatch] = outputs, []
+            return outputs
+        if kind != "W" and self.has_backward:
+            self.fwd_cache.pop(microbatch, None)
+            self.bwd_cache[microbatch] = () if self.is_first else marked_input_gradients(self)
+        return None
+
+    def forget_step(self) -> None:
+        """Be as before a step that is abandoned."""
+        self.clear_runtime_states()
+        for left in (self.bwd_cache, self.backward_state, self.dw_runner):
+            left.clear()
+        release_receives(self)
+
+    def clear_runtime_states(self) -> None:
+        self.is_left_out = False
+        super().clear_runtime_states()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if not self.is_left_out:
+            super().perform_reduce_grad(grad_scale_factor)
 
     def backward_one_chunk(
         self,
@@ -329,6 +422,15 @@ def default_store() -> Any:
     return _get_default_store() if dist.is_initialized() else None
 
 
+def has_store() -> bool:
+    """Whether the job's key-value store ends with this process: torchrun has one that outlives it."""
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and dist.get_world_size() > 1 and not has_agent
+
+
 def receives_late(schedule: _PipelineSchedule) -> bool:
     """Whether torch itself was asked to post receives late."""
     return bool(getattr(schedule, "_defer_pp_recv", False))
@@ -389,17 +491,23 @@ def has_loss(schedule: _PipelineSchedule) -> bool:
     return schedule._loss_fn is not None
 
 
+def is_set_up(runtime: _PipelineScheduleRuntime) -> bool:
+    """Whether torch has set up all messages of the next step. It does so in the first one, and when `eval` and training
+    alternate."""
+    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
+    return runtime._stages_forward_initialized and trained == trains
+
+
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
     """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that.
 
-    torch sets them up in the first step, and again when training and eval alternate. Later it sends whatever the stages
-    give: with gloo a smaller tensor silently fills a part of the receiver's, and a larger one ends the process.
+    Once they are, torch sends whatever the stages give: with gloo a smaller tensor silently fills a part of the
+    receiver's, and a larger one ends the process.
     """
-    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
     first: Any = runtime._stages[0]
     # torch 2.11 keeps them on the stage itself.
     inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
-    if not runtime._stages_forward_initialized or trained != trains or inputs is None:
+    if not is_set_up(runtime) or inputs is None:
         return None
     return [meta.shape for meta in inputs]
 

@@ -1,0 +1,77 @@
+"""Steps that a rank abandons: messages go on, with a mark in place of values. Known from torch 2.11 to 2.15.
+
+Ranks wait for each other's messages and match them by their order. So a rank that refuses a step, or fails in it, still
+sends and receives all that its list has, and computes nothing. A rank that receives a mark asks why, and abandons the
+step, too. In the end no rank waits, no message is left over, and the next step begins on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import string_at
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
+
+_BYTE = 0xFF
+"""Each byte of a mark: NaN in every floating dtype, but none that arithmetic gives."""
+
+
+def can_send_marks(stage: _PipelineStageBase) -> bool:
+    """Whether its neighbours can tell a mark from values; on an accelerator each look would stop the host."""
+    return torch.device(stage.device).type == "cpu" and stage.group_size > 1
+
+
+def is_marked(stage: _PipelineStageBase, kind: str, microbatch: int) -> bool:
+    """Whether what `stage` has received for this F, I or B is a mark.
+
+    Values can look like one, such as a mask of integers that are all -1, so ask the other ranks then.
+    """
+    if kind == "W":
+        return False
+    received = (stage.args_recv_info if kind == "F" else stage.grad_recv_info).get(microbatch, ())
+    return any(_is_mark(info.buffer) for info in received if isinstance(info.buffer, Tensor))
+
+
+def _is_mark(tensor: Tensor) -> bool:
+    if tensor.device.type != "cpu" or not tensor.nbytes:
+        return False
+    # The first element nearly always settles it, in a microsecond.
+    first = string_at(tensor.data_ptr(), tensor.element_size())
+    if first.count(_BYTE) < len(first):
+        return False
+    return bool((tensor.detach().contiguous().view(-1).view(torch.uint8) == _BYTE).all())
+
+
+def mark(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A message of this shape without values."""
+    count = shape.numel() * dtype.itemsize
+    return torch.full((count,), _BYTE, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def marked_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
+    """A mark for each output of the stage's module."""
+    if stage.is_last:
+        return ()
+    known: Any = stage
+    # torch 2.11 keeps them on the stage itself.
+    metas = known._stage_meta.outputs if hasattr(stage, "_stage_meta") else known.get_outputs_meta()
+    return _marks(metas, stage.device)
+
+
+def marked_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]:
+    """A mark for each gradient that the stage before gets."""
+    received = stage.args_recv_info[0]
+    if hasattr(stage, "_get_grad_send_meta"):
+        metas = [None if info.is_root_arg else stage._get_grad_send_meta(n) for n, info in enumerate(received)]
+    else:
+        metas = [getattr(info, "buffer", None) for info in received]
+    return tuple(None if meta is None else _marks([meta], stage.device)[0] for meta in metas)
+
+
+def _marks(metas: Iterable[Any], device: torch.device | str) -> tuple[Tensor, ...]:
+    local = [meta.to_local() if isinstance(meta, DTensor) else meta for meta in metas]
+    return tuple(mark(torch.Size(meta.shape), meta.dtype, device) for meta in local)
