@@ -182,11 +182,12 @@ def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, optio
         )
 
 
-def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> None:
-    """Refuse a training step without a loss, and a target that cannot be split into equal microbatches.
+def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
+    """Refuse a training step without a loss, an empty batch, and a target that makes no equal microbatches.
 
     Args:
         runtime: the schedule whose step begins.
+        inputs: of the whole batch, as given to `step`.
         target: of the whole batch, as given to `step`; None on most ranks.
     """
     if _torch.trains(runtime) and not _torch.has_loss(runtime):
@@ -194,8 +195,11 @@ def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> Non
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
             " or call eval, which runs forwards only"
         )
+    for each in inputs:
+        if isinstance(each, Tensor) and each.dim() and not each.size(0):
+            raise ValueError(f"the batch is empty, with an input of shape {tuple(each.shape)}: {_WAY_OUT}")
     n_microbatches = _torch.num_microbatches(runtime)
-    if isinstance(target, Tensor) and (target.dim() == 0 or target.size(0) % n_microbatches):
+    if isinstance(target, Tensor) and (not target.dim() or not target.size(0) or target.size(0) % n_microbatches):
         raise ValueError(
             f"a target of shape {tuple(target.shape)} cannot be split into {n_microbatches} equal microbatches:"
             f" {_WAY_OUT}"

@@ -30,7 +30,7 @@ from zbpipe.runtime.progress import Progress
 _FIRST = "zbpipe/first_failure"
 _READERS = f"{_FIRST}/readers"
 _LINGER = 15.0
-"""Seconds that the rank with the store waits for the others to read, at most; a rank that is stuck looks every 5."""
+"""Most seconds that the rank with the store waits until the others have read; one that does not move looks every 2."""
 _PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000

@@ -60,13 +60,14 @@ class LeanSchedule(RegisteredSchedule):
 
     def settle(self) -> None:
         """All ranks have to run one schedule, and a rank may have nothing but an embedding."""
-        unsure, self._unsure = self._unsure, None
+        unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
         stage = _torch.stages_of(self)[0]
         words = agreement.answers(
             self, self.schedule_name, "checkpointing", self.checkpointing, stage.group, stage.device
         )
+        self._unsure = None  # not before: a rank that refuses this step asks again in the next one
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", self.schedule_name, agreed)
         if agreed is not self.checkpointing:

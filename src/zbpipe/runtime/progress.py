@@ -29,7 +29,7 @@ _SHARE = 0.7
 """Of the process group's timeout. If nothing moves for so long, the log says where this rank is."""
 _LOOKS = 20
 """Checks in one timeout."""
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE = 2.0
 """Seconds between two checks."""
 
 logger = logging.getLogger(__name__)

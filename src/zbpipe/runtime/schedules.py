@@ -382,7 +382,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refused_by_all():
-                    checks.require_loss_and_target(self, target)
+                    checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
                     return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
