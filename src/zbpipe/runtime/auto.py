@@ -307,13 +307,13 @@ class _InTurn:
     def before(self) -> Wanted | None:
         if not self._coming:
             return None
-        self._runtime.adopt(self._coming.pop())
+        self._runtime.adopt(self._coming[-1])
         return Wanted.TIMES
 
     def after(self, record: StepRecord) -> None:
         if not self._runtime.sizes.last_was_usual:
-            self._coming.append(self._runtime.schedule)  # a step of another size tells nothing
-            return
+            return  # a step of another size tells nothing
+        self._coming.pop()
         self._records.append(record)
         if not self._coming:
             _, *records = self._records

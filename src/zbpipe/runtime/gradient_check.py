@@ -106,9 +106,9 @@ class GradientCheck:
 
     @contextmanager
     def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:
-        self._left -= 1
         with _Checked(schedule, self._tolerance, self._add).attached():
             yield
+        self._left -= 1
         if not self._left:
             # Another rank may have found an error in its last op, after its last message to this one.
             with shared_with_other_ranks():

@@ -66,7 +66,7 @@ class Watcher(Protocol):
         """
 
     def after(self, record: StepRecord) -> None:
-        """Called after a step of which it wanted something."""
+        """Called after a step of which it wanted something, unless that was refused."""
 
 
 def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
@@ -127,13 +127,15 @@ class _Collector:
         self._done = done
 
     def before(self) -> Wanted | None:
-        self._wanted = self._coming.popleft() if self._coming else None
+        if self._wanted is Wanted.NOTHING:
+            self._coming.popleft()
+        self._wanted = self._coming[0] if self._coming else None
         return self._wanted
 
     def after(self, record: StepRecord) -> None:
-        if not record.has_usual_shapes and self._wanted is not None:
-            self._coming.appendleft(self._wanted)
+        if not record.has_usual_shapes:
             return
+        self._coming.popleft()
         self._records.append(record)
         if not self._coming:
             self._done(self._records)
@@ -154,9 +156,10 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder is not None:
             around.enter_context(recorder.attached())
         for each in dict.fromkeys(surrounding):
-            surrounding.remove(each)
             around.enter_context(each(schedule))
         result = step(*args, **kwargs)
+        for each in dict.fromkeys(surrounding):  # not before: a refused step does not count
+            surrounding.remove(each)
     if recorder is not None:
         record = recorder.record()
         for watcher, wanted in asked:
