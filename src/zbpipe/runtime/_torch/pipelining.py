@@ -97,12 +97,12 @@ class OwnRuntime(_PipelineScheduleRuntime):
         If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
         `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
         """
-        undo = wrap_compute(self, self._compute_or_leave_out)
-        try:
-            with self.place.followed(self):
-                super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
-        finally:
-            undo()
+        with ExitStack() as around:
+            around.enter_context(self.place.followed(self))
+            if can_send_marks(self._stages[0]):
+                by_index = {stage.stage_index: cast(OwnStage, stage) for stage in self._stages}
+                around.callback(wrap_compute(self, partial(self._compute_or_leave_out, by_index)))
+            super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
         if self.abandoned_by is not None:
             for stage in self._stages:
                 cast(OwnStage, stage).forget_step()
@@ -123,21 +123,21 @@ class OwnRuntime(_PipelineScheduleRuntime):
         """What other ranks say of a message that has a mark; None if it only looks like one."""
         return None
 
-    def _compute_or_leave_out(self, kind: str, index: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        stage = next(each for each in self._stages if each.stage_index == index)
+    def _compute_or_leave_out(
+        self, stages: Mapping[int, OwnStage], kind: str, index: int, microbatch: int, compute: Callable[[], Any]
+    ) -> Any:
+        stage = stages[index]
         if self.abandoned_by is None and is_marked(stage, kind, microbatch):
             self.abandoned_by = self.ask_why_abandoned()
         if self.abandoned_by is None:
             try:
                 return compute()
             except Exception as error:
-                if not can_send_marks(stage):
-                    raise
                 self.abandoned_by = error
                 self.tell_why_abandoned(error)
-        for each in self._stages:
-            cast(OwnStage, each).is_left_out = True
-        return cast(OwnStage, stage).leave_out(kind, microbatch)
+        for each in stages.values():
+            each.is_left_out = True
+        return stage.leave_out(kind, microbatch)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
         if self.abandoned_by is not None:
@@ -170,10 +170,13 @@ class OwnStage(ReceivesOnDemand):
         """In place of a computation: free what it received, and have marks to send. Returns the outputs of F."""
         if kind == "F":
             outputs = marked_outputs(self)
-            self.fwd_cache[microbatch] = outputs, []
+            if hasattr(self, "_make_forward_chunk_state"):  # torch from 2.15 on
+                known: Any = self
+                known._forward_chunk_states[microbatch] = known._make_forward_chunk_state(outputs, [])
+            else:
+                self.fwd_cache[microbatch] = outputs, []
             return outputs
         if kind != "W" and self.has_backward:
-            self.fwd_cache.pop(microbatch, None)
             self.bwd_cache[microbatch] = () if self.is_first else marked_input_gradients(self)
         return None
 
