@@ -130,7 +130,7 @@ class AutoSchedule(RegisteredSchedule):
         **options: Any,
     ) -> None:
         arguments.require_above_0("budget", budget)
-        arguments.require_counts(profile_steps=profile_steps)
+        (profile_steps,) = arguments.require_counts(profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
         arguments.require_path("plan_out", plan_out)
@@ -310,9 +310,12 @@ class _InTurn:
         self._runtime.adopt(self._coming.pop())
         return Wanted.TIMES
 
+    def missed(self) -> None:
+        self._coming.append(self._runtime.schedule)
+
     def after(self, record: StepRecord) -> None:
         if not self._runtime.sizes.last_was_usual:
-            self._coming.append(self._runtime.schedule)  # a step of another size tells nothing
+            self.missed()  # a step of another size tells nothing
             return
         self._records.append(record)
         if not self._coming:

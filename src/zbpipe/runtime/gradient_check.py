@@ -93,7 +93,7 @@ class GradientCheck:
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
-        arguments.require_counts(steps=steps)
+        (steps,) = arguments.require_counts(steps=steps)
         arguments.require_above_0("tolerance", tolerance)
         arguments.require_callable(done=done)
         self.report: GradientReport | None = None
@@ -106,9 +106,9 @@ class GradientCheck:
 
     @contextmanager
     def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:
-        self._left -= 1
         with _Checked(schedule, self._tolerance, self._add).attached():
             yield
+        self._left -= 1
         if not self._left:
             # Another rank may have found an error in its last op, after its last message to this one.
             with shared_with_other_ranks():

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -154,7 +155,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
-        checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, placement = checks.placed(stages, algorithm)
         per_rank = len(stages) if algorithm.any_stages_per_rank else None
 
@@ -292,7 +293,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     @_without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
-        checks.require_count("microbatches", number)
+        number = checks.require_count("microbatches", number)
         before = _torch.num_microbatches(self)
         if number == before:
             return
@@ -453,13 +454,33 @@ class RegisteredSchedule(_torch.OwnRuntime):
         validation = self._validation
         if validation is None or not validation.is_pending or not _torch.trains(self) or not self.runs_ahead:
             self.finish_optimizer_step()
+            self._save_gradients_from_scaling()
             run()
             return
+
+        def counts() -> bool:
+            verdict = validation.verdict()
+            if verdict:
+                self._save_gradients_from_scaling()
+            return verdict
+
         random = RandomState.now(_torch.device_of(_torch.stages_of(self)[0]))
-        if not _torch.run_ahead(self, self._cut(), validation.verdict, run):
+        if not _torch.run_ahead(self, self._cut(), counts, run):
             validation.redo()
             random.restore()
+            self._save_gradients_from_scaling()
             run()
+
+    @torch.no_grad()
+    def _save_gradients_from_scaling(self) -> None:
+        """Multiply gradients of earlier steps by the number of microbatches, by which the end of this step divides all.
+
+        To keep them elsewhere until then would take their memory once more. To divide the loss instead would leave out
+        what a loss with backwards of its own adds, and round otherwise than torch's schedules.
+        """
+        if self.scale_grads and _torch.trains(self):
+            for each in _torch.kept_gradients(stage.submod for stage in _torch.stages_of(self)):
+                each.mul_(_torch.num_microbatches(self))
 
     def _cut(self) -> RunAhead:
         if self._running.ahead is None:

@@ -76,7 +76,13 @@ class OwnRuntime(_PipelineScheduleRuntime):
         """Wait for what an earlier step has left open."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step: infer shapes, by a run of every stage on uninitialised inputs."""
+        """Before the first step, and when training and evaluation take turns: torch infers shapes.
+
+        It does so by a run of every stage on uninitialised inputs.
+        """
+        if self._stages_forward_initialized and self._stages_backward_initialized != self._has_backward:
+            for stage in self._stages:
+                cast(OwnStage, stage).forget_receives()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -94,7 +100,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
 
 class OwnStage(ReceivesOnDemand):
-    """A stage that receives on demand, frees the loss's graph, and sends nothing to its own rank.
+    """A stage that receives on demand, frees the loss's graph, sends nothing to its own rank, and evaluates in peace.
 
     Goes before the class of an existing stage.
     """
@@ -106,16 +112,44 @@ class OwnStage(ReceivesOnDemand):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        if self.is_last and self.has_backward:
+            _scalar(loss)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input. (The I of
         # torch's own split leaves the graph for W.)
         if full_backward and loss is not None and not is_view(loss):
             loss.detach_()
 
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        if loss_fn := kwargs.get("loss_fn"):
+            kwargs["loss_fn"] = lambda *args, **kwargs: _scalar(loss_fn(*args, **kwargs))
+        return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
+
+    # torch's list of actions is the same in training and evaluation, but there gradients of earlier steps stay as they are.
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().scale_grads(grad_scale_factor)
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
         return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise ValueError(
+        f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
+        " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a microbatch,"
+        " and once before the first step)"
+    )
 
 
 def own(stage: _PipelineStageBase) -> None:
@@ -382,6 +416,11 @@ def can_infer_shapes(schedule: _PipelineScheduleRuntime) -> bool:
 def trains(schedule: _PipelineSchedule) -> bool:
     """Whether its present or next step has backwards, which is not so in `eval`."""
     return bool(cast(Any, schedule)._has_backward)
+
+
+def needs_autograd(schedule: _PipelineSchedule) -> bool:
+    """Whether its backwards are autograd's, unless it was told otherwise."""
+    return bool(getattr(schedule, "_backward_requires_autograd", True))
 
 
 def has_loss(schedule: _PipelineSchedule) -> bool:
