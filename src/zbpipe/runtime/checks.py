@@ -211,6 +211,17 @@ def require_loss_and_target(runtime: _torch.ScheduleRuntime, target: Any) -> Non
         )
 
 
+def require_trainable(stages: Iterable[_torch.Stage]) -> None:
+    """Refuse to train parameters that autograd does not know."""
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            if parameter.requires_grad and parameter.is_inference():
+                raise ValueError(
+                    f"{name} of stage {stage.stage_index} was made under torch.inference_mode(), so it cannot be"
+                    " trained: build the model outside of it"
+                )
+
+
 def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any) -> None:
     """Refuse the microbatches of a step if some are missing, or of another shape than the others.
 

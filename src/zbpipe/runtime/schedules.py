@@ -381,6 +381,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 checks.require_loss_and_target(self, target)
+                if _torch.trains(self) and not self._models_are_checked:
+                    checks.require_trainable(_torch.stages_of(self))
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)

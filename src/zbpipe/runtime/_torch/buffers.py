@@ -52,12 +52,13 @@ class ReceivesOnDemand(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device, self._agree_on_strides)
-        return self._in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self._agree_on_strides)
-        return self._in_memory_order(super().get_bwd_recv_ops(bwd_chunk_id))
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._in_memory_order(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         operations = super().get_fwd_send_ops(fwd_chunk_id)
@@ -84,11 +85,18 @@ class ReceivesOnDemand(_PipelineStageBase):
             operation.tensor = tensor.contiguous()
         return operations
 
-    def _in_memory_order(self, operations: list[Any]) -> list[Any]:
+    def _in_memory_order(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
         """These receives, each into its buffer as a contiguous tensor."""
-        for operation in operations if self._agree_on_strides else ():
-            if (order := memory_order(operation.tensor.shape, operation.tensor.stride())) is not None:
-                operation.tensor = operation.tensor.permute(order)
+        for operation in operations:
+            buffer = operation.tensor
+            if buffer.is_contiguous():
+                continue
+            if self._agree_on_strides and (order := memory_order(buffer.shape, buffer.stride())) is not None:
+                operation.tensor = buffer.permute(order)
+                continue
+            for info in infos:  # a buffer that torch 2.15 has made by itself
+                if info.buffer is buffer:
+                    info.buffer = operation.tensor = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         return operations
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:

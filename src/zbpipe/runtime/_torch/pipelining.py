@@ -29,7 +29,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.actions import Action, Rows
 from zbpipe.ir import Schedule
-from zbpipe.runtime._torch.autograd import is_view
+from zbpipe.runtime._torch.autograd import is_view, tree_map_only
 from zbpipe.runtime._torch.buffers import WAIT_KINDS, WAITS_FOR_SENDS, ReceivesOnDemand, wait_for_sends
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.substitution import replaced
@@ -125,7 +125,14 @@ class OwnStage(ReceivesOnDemand):
             kwargs["loss_fn"] = lambda *args, **kwargs: _scalar(loss_fn(*args, **kwargs))
         return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
 
-    # torch's list of actions is the same in training and evaluation, but there gradients of earlier steps stay as they are.
+    def _to_tensor(self, arg: Any) -> Any:
+        """What torch infers shapes with; targets of single microbatches may be of any type."""
+        as_tensor = super()._to_tensor  # type: ignore[misc, unused-ignore]
+        if isinstance(arg, Tensor) or hasattr(arg, "to_tensor"):
+            return as_tensor(arg)
+        return tree_map_only(Tensor, as_tensor, arg)
+
+    # torch's list of actions is the same in training and evaluation, which leaves gradients of earlier steps alone.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
