@@ -435,6 +435,11 @@ def has_loss(schedule: _PipelineSchedule) -> bool:
     return schedule._loss_fn is not None
 
 
+def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
+    """The loss function that it was built with, perhaps wrapped."""
+    return schedule._loss_fn
+
+
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
     """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that.
 
