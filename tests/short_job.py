@@ -27,6 +27,8 @@ class Metrics:
     def after(self, record: StepRecord) -> None:
         self.record = record
 
+    def missed(self) -> None: ...
+
 
 outlives: list[Callable[..., Any]] = []
 """What TorchTitan keeps in its classes."""

@@ -11,10 +11,10 @@ from torchtitan.trainer import Trainer
 
 from zbpipe.demo.models03 import llama3_python_stdlib
 
-SIZES = {1: (4, 64), 2: (4, 64), 3: (4, 32), 4: (2, 64), 5: (6, 48), 6: (2, 48)}
+SIZES = {1: (4, 64), 2: (2, 64), 3: (6, 64), 4: (4, 32), 5: (6, 48), 6: (2, 48)}
 """By step how many sequences it has, and how long they are. The first ones are those of the command line."""
-VALIDATED = 3
-"""Sequences in a step of the validation."""
+VALIDATED = 6
+"""Sequences in a step of the validation: more than in the steps before and after it, and as many as in a later one."""
 
 
 class VaryingTrainer(Trainer):  # type: ignore[misc]

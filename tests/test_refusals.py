@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +99,36 @@ def test_wrong_stages(one_rank: None, name: str, indices: tuple[int, ...], num_s
 def test_wrong_number_of_microbatches(one_rank: None, microbatches: Any) -> None:
     with pytest.raises(ValueError, match=f"from 1 on, got n_microbatches={microbatches!r}"):
         build(m=microbatches)
+
+
+def test_numbers_of_any_whole_type(one_rank: None) -> None:
+    """As numpy and data frames give them: everywhere they are Python's own from there on."""
+    one, two, four = np.int64(1), np.int32(2), torch.tensor(4)
+    assert zbpipe.stage_indices("ZBV", rank=np.int64(0), num_ranks=one) == (0, 1)
+    table = zbpipe.generate("ZBV", two, four)  # type: ignore[arg-type]
+    assert table == zbpipe.generate("ZBV", 2, 4)
+    assert type(table.num_microbatches) is int
+    planned = zbpipe.plan(two, four, (1, 1, 1), budget=1e3)  # type: ignore[arg-type]
+    assert type(planned.schedule.num_microbatches) is int
+    assert build("1F1B", stages(0, num_stages=1), m=np.int64(4))._n_microbatches == 4
+    x = torch.ones(8, 3)
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        "ZBH1", PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu")), np.int64(4), nn.functional.mse_loss
+    )
+    assert type(_torch.num_microbatches(schedule)) is int
+    schedule.prepare(two)
+    check = zbpipe.GradientCheck(schedule, np.uint8(1))
+    schedule.step(x, target=x)
+    assert check.report is not None
+    schedule.step(x, target=x, microbatches=two)
+    schedule.eval(x, target=x, microbatches=one)
+    schedule.adopt(zbpipe.generate("1F1B", one, two))
+    assert zbpipe.check_gradients(nn.Linear(3, 3), x, microbatches=two).passed
+    for wrong in (np.bool_(True), np.float64(2), np.array([2, 3])):
+        with pytest.raises(ValueError, match="whole number"):
+            build(m=wrong)
+        with pytest.raises(ValueError, match="whole number"):
+            schedule.step(x, target=x, microbatches=wrong)
 
 
 def test_unknown_names_and_options(one_rank: None) -> None:

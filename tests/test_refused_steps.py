@@ -197,6 +197,9 @@ class Always:
     def after(self, record: StepRecord) -> None:
         assert record.spans
 
+    def missed(self) -> None:
+        pass
+
 
 def in_company() -> None:
     """Refused steps of schedules that others look at, or copy beside."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import VOCABULARY, WIDTH, batch, loss_fn
+from models import VOCABULARY, WIDTH, batch
 from ranks import run_ranks
 from test_faults import MICROBATCHES, Job, OnCall, explode, renew_group
 from torch import Tensor, nn
@@ -70,27 +70,6 @@ def five_microbatches() -> None:
     job.schedule.step(arg_mbs=inputs if first else None, target_mbs=list(targets.chunk(6)) if first else None)
 
 
-class Transposed(nn.Module):
-    """Its outputs are not contiguous, except for the last stage's."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)
-        return output if output.shape[-1] == VOCABULARY else output.mT.contiguous().mT
-
-
-def not_contiguous() -> None:
-    rank = dist.get_rank()
-    modules = {index: Transposed(Job("ZBH1").modules[index]) for index in (rank,)}
-    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in modules.items()]
-    job = Job("ZBH1")
-    job.schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, MICROBATCHES, loss_fn)
-    take(job, 12)
-
-
 def after_a_failure() -> None:
     job = Job()
     job.step()
@@ -126,7 +105,7 @@ def interrupted() -> None:
 
 
 CASES: tuple[Callable[[], None], ...] = (
-    *(uneven, too_few, smaller, no_input, no_target, no_loss, not_contiguous),
+    *(uneven, too_few, smaller, no_input, no_target, no_loss),
     *(after_a_failure, after_a_refusal, interrupted),
     *((five_microbatches,) if HAS_MICROBATCH_ARGUMENTS else ()),
 )
@@ -169,8 +148,6 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert f"a target of shape ({rows}, 6) cannot be split into 6 equal microbatches" in second[name]
     for errors in (first, second):
         assert "ValueError: a training step needs a loss_fn on every rank" in errors["no_loss"]
-        assert "output 0 of stage 0 is not contiguous" in errors["not_contiguous"]
-        assert "call .contiguous() on it" in errors["not_contiguous"]
         again = "PipelineError: a step of this schedule failed before, and its messages may still be under way ("
         assert errors["after_a_failure"].startswith(again)
         assert "4F2: ArithmeticError: too much" in errors["after_a_failure"].replace("1F2", "4F2")
@@ -180,6 +157,74 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
     assert second["interrupted"] == "KeyboardInterrupt: "
     seen = "PipelineError: another rank failed first: rank 1 was interrupted (KeyboardInterrupt), schedule ZBV, step "
     assert first["interrupted"].startswith(seen)
+
+
+def alone(module: nn.Module, loss: Callable[..., Any], **like: Any) -> Any:
+    """A pipeline of one rank, with two microbatches."""
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), **like)
+    return zbpipe.build_pipeline_schedule("ZBH1", stage, 2, loss)
+
+
+def in_parts(output: Tensor, target: Tensor) -> Any:
+    loss = (output - target).square().mean()
+    return loss, {"mean": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (in_parts, "a tuple"),
+        (lambda output, target: {"loss": output.mean()}, "a dict"),
+        (lambda output, target: output.mean().item(), "a float"),
+        (lambda output, target: (output - target).square().mean(1), r"a tensor of shape \(2,\)"),
+    ],
+)
+@pytest.mark.parametrize("shapes", ["inferred", "given"])
+def test_what_is_no_loss_is_named(one_rank: None, loss: Callable[..., Any], found: str, shapes: str) -> None:
+    x = torch.ones(4, 3)
+    like = {"input_args": x[:2], "output_args": x[:2]} if shapes == "given" else {}
+    schedule = alone(nn.Linear(3, 3), loss, **like)
+    losses: list[Any] = []
+    schedule.eval(x, target=x, losses=losses)  # may have any values
+    assert len(losses) == 2
+    with pytest.raises(zbpipe.PipelineError, match=rf"loss_fn returned {found}, but training needs .* return the loss"):
+        schedule.step(x, target=x)
+
+
+@pytest.mark.parametrize("target", [{"a": torch.ones(4)}, (torch.ones(4), torch.ones(4)), [1, 2, 3, 4]])
+@pytest.mark.parametrize("run", ["step", "eval"])
+def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str) -> None:
+    x = torch.ones(4, 3)
+    schedule = alone(nn.Linear(3, 3), lambda output, target: output.mean())
+    name = type(target).__name__
+    with pytest.raises(ValueError, match=rf"target of type {name} cannot be split .*step\(target_mbs=\[\.\.\.\]"):
+        getattr(schedule, run)(x, target=target)
+    if HAS_MICROBATCH_ARGUMENTS:
+        getattr(schedule, run)(arg_mbs=[(each,) for each in x.chunk(2)], target_mbs=[target, target])
+    schedule.step(x, target=x)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_a_training_step_without_gradients(one_rank: None, mode: str) -> None:
+    x = torch.ones(4, 3)
+    schedule = alone(nn.Linear(3, 3), nn.functional.mse_loss)
+    with getattr(torch, mode)(), pytest.raises(ValueError, match=rf"is called under torch\.{mode}\(\): call eval"):
+        schedule.step(x, target=x)
+    schedule.step(x, target=x)
+
+
+def test_parameters_that_are_inference_tensors(one_rank: None) -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(3, 3)
+    x = torch.ones(4, 3)
+    schedule = alone(layer, nn.functional.mse_loss)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert torch.equal(schedule.eval(x, target=x), layer(x))
+    with pytest.raises(
+        ValueError, match=r"weight of stage 0 was made under torch\.inference_mode\(\).*build the model"
+    ):
+        schedule.step(x, target=x)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import count
+from operator import index
 from typing import NamedTuple
 
 from zbpipe.pictures import painter
@@ -56,19 +57,34 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
         )
 
 
-def require_whole(**numbers: object) -> None:
-    """Refuse what is no whole number.
+def whole(number: object) -> int | None:
+    """`number` as Python's own, such as that of numpy.int64(4); None for what is no whole number.
+
+    >>> whole(4), whole(4.0), whole(True)
+    (4, None, None)
+    """
+    try:
+        return None if isinstance(number, bool) else index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def require_whole(**numbers: object) -> tuple[int, ...]:
+    """The numbers as Python's own.
 
         >>> require_whole(ranks=2.5)
         Traceback (most recent call last):
         ValueError: ranks has to be a whole number, got 2.5
 
     Raises:
-        ValueError: the first of them, by its name.
+        ValueError: the first of them that is no whole number, by its name.
     """
+    found = []
     for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool):
+        if (value := whole(number)) is None:
             raise ValueError(f"{name} has to be a whole number, got {number!r}")
+        found.append(value)
+    return tuple(found)
 
 
 class OpKind(StrEnum):
@@ -278,7 +294,7 @@ class Placement:
         Raises:
             ValueError: there is no such rank.
         """
-        require_whole(rank=rank)
+        (rank,) = require_whole(rank=rank)
         if not 0 <= rank < self.num_ranks:
             raise ValueError(
                 f"rank {rank} is outside a placement on {self.num_ranks} ranks: use 0 to {self.num_ranks - 1}"

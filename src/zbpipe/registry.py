@@ -84,7 +84,7 @@ class Algorithm:
                 than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
-        require_whole(num_ranks=num_ranks, stages_per_rank=stages)
+        num_ranks, stages = require_whole(num_ranks=num_ranks, stages_per_rank=stages)
         if num_ranks < 1:
             raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
         if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
@@ -267,7 +267,7 @@ def stage_indices(
         ValueError: unknown name, a rank outside the group, a number of stages that the schedule does not run, or more
             than 1024 stages.
     """
-    require_whole(rank=rank, num_ranks=num_ranks)
+    rank, num_ranks = require_whole(rank=rank, num_ranks=num_ranks)
     placement = lookup(schedule).place(num_ranks, stages_per_rank)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} is outside a pipeline of {num_ranks} ranks: use 0 to {num_ranks - 1}")
@@ -310,7 +310,7 @@ def generate(
             registered function that returns something else than it is asked for.
     """
     algorithm = lookup(schedule)
-    require_whole(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
     if microbatches < 1:
         raise ValueError(f"{algorithm.name} needs at least 1 microbatch, got {microbatches}")
     placement = algorithm.place(ranks, stages_per_rank)

@@ -58,6 +58,10 @@ class Case:
     """What is done with the stages once a schedule is built on them."""
     between: Callable[[Sequence[nn.Module]], None] = lambda stages: None
     """What is done with the stages between the first and the second step, in the reference as well."""
+    accumulates: bool = False
+    """Whether the gradients of the first step stay for the second one, with `scale_grads`, too."""
+    evaluates: Literal["no_grad", "inference_mode", "enable_grad"] | None = None
+    """The mode of torch in which the first step's batch is evaluated after that step: gradients stay as they are."""
     second_schedule: str | None = None
     """Runs the second step, on the same stages."""
 

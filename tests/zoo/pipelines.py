@@ -6,13 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, linear, stage
+from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, bare, compiled_only, linear, stage
+from zoo.shared import share_layer
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 ONLY: tuple[Mode, ...] = ("eager",)
@@ -175,6 +176,55 @@ def filled(stages: Sequence[nn.Module]) -> None:
             each.grad = torch.zeros_like(each)
 
 
+OURS = ("ZBV", "WeightsLast", "WeightsNext", "ZBH1")
+"""torch's own schedules divide what is in `.grad` after each step, and after an evaluation, too."""
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+
+def of_lstm(s: Any, x: Tensor) -> Tensor:
+    """Its steps are contiguous, not its samples."""
+    return torch.tanh(s.rnn(x)[0])
+
+
+def over_time(s: Any, x: Tensor) -> Tensor:
+    """As a stage sees a batch that comes packed."""
+    packed = nn.utils.rnn.pack_padded_sequence(x, [TOKENS] * len(x), batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(s.rnn(packed)[0], batch_first=True)[0]
+
+
+def channels_last(s: Any, x: Tensor) -> Tensor:
+    return torch.tanh(s.c(x.to(memory_format=torch.channels_last))).to(memory_format=torch.channels_last)
+
+
+def images(samples: int) -> Batch:
+    return (torch.randn(samples, 3, 5, 4),), torch.randn(samples, 3, 5, 4)
+
+
+def gives_transposed(s: Any, x: Tensor) -> Tensor:
+    """The gradient of its input is a transposed tensor."""
+    return torch.tanh(s.a(x.transpose(0, 1)).transpose(0, 1).contiguous())
+
+
+def gives_gaps(s: Any, x: Tensor) -> Tensor:
+    """The gradient of its input is every second column of another one."""
+    return s.b(torch.tanh(s.a(Interleaved.apply(x))))
+
+
+class Interleaved(torch.autograd.Function):
+    """The identity, whose backward gives a part of a wider tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return torch.stack([dy, dy], dim=-1)[..., 0]
+
+
 NOT_ALL: tuple[str, ...] = ("c.weight", "c.bias")
 
 _ALL = (
@@ -192,11 +242,42 @@ _ALL = (
     Case("an output without gradient", stage(detached_second), batch=two_rows, loss=of_first),
     Case("an output twice", stage(same_twice), batch=two_rows, loss=of_all),
     Case("an output that is a view", stage(lambda s, x: s.b(torch.tanh(s.a(x))).flatten().view(1, TOKENS, WIDTH))),
+    Case("an output that is not contiguous", stage(lambda s, x: s.b(torch.tanh(s.a(x))).mT.contiguous().mT)),
     Case(
-        "an output that is not contiguous",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x))).mT.contiguous().mT),
-        refused="contiguous",
-        refused_from_ranks=2,
+        "an output in another order",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x))).permute(2, 0, 1).contiguous().permute(1, 2, 0)),
+        samples=3,
+    ),
+    Case(
+        "an output with gaps",
+        stage(lambda s, x: s.c(torch.tanh(s.a(x)))[..., ::2], c=linear(WIDTH, 2 * WIDTH)),
+        no_gradient=("b.weight", "b.bias"),
+    ),
+    Case(
+        "an output that is expanded",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x))).mean(1, keepdim=True).expand(-1, TOKENS, -1)),
+    ),
+    Case("an output of an LSTM", bare(of_lstm, rnn=lstm), samples=3, modes=EAGER),
+    Case("an output of an LSTM over time", bare(over_time, rnn=lstm), samples=3, modes=EAGER),
+    Case("channels last", bare(channels_last, c=lambda: nn.Conv2d(3, 3, 3, padding=1)), batch=images, samples=2),
+    Case("a gradient that is not contiguous", bare(gives_transposed, a=linear()), samples=2),
+    Case("a gradient with gaps", stage(gives_gaps), samples=2),
+    Case(
+        "gradients over two steps, divided in each",
+        Plain,
+        accumulates=True,
+        schedules=OURS,
+    ),
+    Case(
+        "gradients over two steps, shared weights",
+        Plain,
+        accumulates=True,
+        schedules=("ZBV", "WeightsLast", "WeightsNext"),
+        share=share_layer,
+    ),
+    *(
+        Case(f"an evaluation between, {mode}", Plain, accumulates=True, schedules=OURS, evaluates=mode)
+        for mode in get_args(Literal["no_grad", "inference_mode", "enable_grad"])
     ),
     Case("a copy for an average", Plain, prepared=averaged),
     Case("pickle", Plain, prepared=pickled),

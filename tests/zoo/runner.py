@@ -234,10 +234,10 @@ def reference(case: Case, num_stages: int) -> Reference:
             for microbatch, (inputs, target) in enumerate(_batches(case, step)):
                 output, _ = _forward(case, stages, microbatch, inputs)
                 loss = case.loss(output, target)
-                loss.backward()
+                (loss / MICROBATCHES if case.accumulates and _scales(case) else loss).backward()
                 losses.append(loss.item())
             _finish(stages.values())
-            if _scales(case):
+            if _scales(case) and not case.accumulates:
                 _divide_by_microbatches(stages.values())
             outcomes.append(_outcome(stages, losses))
             _prepare_next(case, stages, step)
@@ -324,7 +324,7 @@ def _finish(stages: Iterable[nn.Module]) -> None:
 def _prepare_next(case: Case, stages: Mapping[int, nn.Module], step: int) -> None:
     if step == 0:
         case.between(list(stages.values()))
-    if _scales(case):  # else gradients are summed up over the steps
+    if _scales(case) and not case.accumulates:  # else gradients are summed up over the steps
         for module in stages.values():
             module.zero_grad()
 
@@ -370,11 +370,11 @@ def train(case: Case, setting: Setting, num_stages: int, examples: Sequence[Any]
     for step in range(STEPS):
         inputs, target = _batch(case, step)
         losses: list[Tensor] = []
-        schedule.step(
-            *(inputs if 0 in modules else ()),
-            target=target if num_stages - 1 in modules else None,
-            losses=losses,
-        )
+        args, target = inputs if 0 in modules else (), target if num_stages - 1 in modules else None
+        schedule.step(*args, target=target, losses=losses)
+        if step == 0 and case.evaluates is not None:
+            with getattr(torch, case.evaluates)():
+                schedule.eval(*args, target=target)
         _finish(modules.values())
         outcomes.append(_outcome(modules, [loss.item() for loss in losses]))
         _prepare_next(case, modules, step)

@@ -105,7 +105,7 @@ def plan(
             placements, fewer layers than stages, a limit too small for even one microbatch, or the period of a
             schedule that offloads.
     """
-    require_job(ranks, microbatches)
+    ranks, microbatches = require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):
         costs.require_ranks(ranks)
         placements = costs.placement if placements is None else placements

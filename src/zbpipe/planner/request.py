@@ -71,16 +71,17 @@ class Request:
         return replace(self, budget=budget, share=self.share / searches)
 
 
-def require_job(ranks: int, microbatches: int) -> None:
-    """Refuse sizes that no plan can have, before anything of that size is made.
+def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
+    """Both as Python's own numbers: sizes that no plan can have are refused before anything of that size is made.
 
     Raises:
         ValueError: less than one of them, or too many.
     """
-    require_whole(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
     if min(ranks, microbatches) < 1:
         raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
+    return ranks, microbatches
 
 
 def _require_budget(budget: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zbpipe.ir import whole
 from zbpipe.limits import Limit
 from zbpipe.runtime import _torch
 
@@ -35,11 +36,14 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
             raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
 
 
-def require_counts(**numbers: object) -> None:
-    """Refuse the first of `numbers` that is no whole number from 1 on."""
+def require_counts(**numbers: object) -> tuple[int, ...]:
+    """The numbers as Python's own; the first that is no whole number from 1 on is refused."""
+    found = []
     for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if (value := whole(number) or 0) < 1:
             raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
+        found.append(value)
+    return tuple(found)
 
 
 def limit(memory_limit: object) -> Limit | None:

@@ -130,7 +130,7 @@ class AutoSchedule(RegisteredSchedule):
         **options: Any,
     ) -> None:
         arguments.require_above_0("budget", budget)
-        arguments.require_counts(profile_steps=profile_steps)
+        (profile_steps,) = arguments.require_counts(profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
         arguments.require_path("plan_out", plan_out)
@@ -307,13 +307,16 @@ class _InTurn:
     def before(self) -> Wanted | None:
         if not self._coming:
             return None
-        self._runtime.adopt(self._coming[-1])
+        self._runtime.adopt(self._coming.pop())
         return Wanted.TIMES
+
+    def missed(self) -> None:
+        self._coming.append(self._runtime.schedule)
 
     def after(self, record: StepRecord) -> None:
         if not self._runtime.sizes.last_was_usual:
-            return  # a step of another size tells nothing
-        self._coming.pop()
+            self.missed()  # a step of another size tells nothing
+            return
         self._records.append(record)
         if not self._coming:
             _, *records = self._records

@@ -93,7 +93,7 @@ def build_pipeline_schedule(
     if issubclass(runtime, RegisteredSchedule):
         return runtime(stages, n_microbatches, loss_fn, **options)
     checks.require_options(algorithm.name, options, runtime.__init__)
-    checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+    n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
     ordered, _ = checks.placed(stages, algorithm)
     build: Callable[..., _torch.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zbpipe import registry
 from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.dry_run_with_messages import DryRunWithMessages
-from zbpipe.ir import OpKind, Placement, Schedule
+from zbpipe.ir import OpKind, Placement, Schedule, whole
 from zbpipe.offloading import Offload
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.split.stage import SplitBackward, is_split
@@ -102,14 +102,15 @@ def require_parts(name: str, placement: Placement, num_parts: int) -> None:
         )
 
 
-def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
-    """Refuse a number of microbatches or a loss_fn that is none."""
+def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> int:
+    """The number of microbatches as Python's own. One that is none is refused, and so is a loss_fn."""
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
-    if not isinstance(n_microbatches, int) or isinstance(n_microbatches, bool) or n_microbatches < 1:
+    if (number := whole(n_microbatches) or 0) < 1:
         raise ValueError(
             f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}"
         )
+    return number
 
 
 def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
@@ -198,12 +199,31 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
     for each in inputs:
         if isinstance(each, Tensor) and each.dim() and not each.size(0):
             raise ValueError(f"the batch is empty, with an input of shape {tuple(each.shape)}: {_WAY_OUT}")
+    if _torch.trains(runtime) and _torch.needs_autograd(runtime) and not torch.is_grad_enabled():
+        how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
+    if target is not None and not isinstance(target, Tensor):
+        raise ValueError(
+            f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or one target"
+            " for each microbatch, of any type: step(target_mbs=[...], arg_mbs=[...]), with torch 2.14 or newer"
+        )
     n_microbatches = _torch.num_microbatches(runtime)
     if isinstance(target, Tensor) and (not target.dim() or not target.size(0) or target.size(0) % n_microbatches):
         raise ValueError(
             f"a target of shape {tuple(target.shape)} cannot be split into {n_microbatches} equal microbatches:"
             f" {_WAY_OUT}"
         )
+
+
+def require_trainable(stages: Iterable[_torch.Stage]) -> None:
+    """Refuse to train parameters that autograd does not know."""
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            if parameter.requires_grad and parameter.is_inference():
+                raise ValueError(
+                    f"{name} of stage {stage.stage_index} was made under torch.inference_mode(), so it cannot be"
+                    " trained: build the model outside of it"
+                )
 
 
 def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any) -> None:
@@ -325,10 +345,11 @@ def require_same_placement(schedule: Schedule, placement: Placement) -> None:
         )
 
 
-def require_count(name: str, number: object) -> None:
-    """Refuse what is no number of microbatches."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+def require_count(name: str, number: object) -> int:
+    """A number of microbatches as Python's own; what is none is refused."""
+    if (found := whole(number) or 0) < 1:
         raise ValueError(f"a step has a whole number of microbatches from 1 on, got {name}={number!r}")
+    return found
 
 
 def require_inferred_shapes(runtime: _torch.ScheduleRuntime) -> None:

@@ -93,7 +93,7 @@ class GradientCheck:
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
-        arguments.require_counts(steps=steps)
+        (steps,) = arguments.require_counts(steps=steps)
         arguments.require_above_0("tolerance", tolerance)
         arguments.require_callable(done=done)
         self.report: GradientReport | None = None

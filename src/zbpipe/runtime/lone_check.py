@@ -62,7 +62,7 @@ def check_gradients(
             or this process belongs to a job of several ranks.
     """
     modules = _modules(parts)
-    arguments.require_counts(microbatches=microbatches)
+    (microbatches,) = arguments.require_counts(microbatches=microbatches)
     arguments.require_above_0("tolerance", tolerance)
     args = batch if isinstance(batch, tuple) else (batch,)
     size = _samples(args)

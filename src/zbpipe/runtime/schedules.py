@@ -155,7 +155,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
-        checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, placement = checks.placed(stages, algorithm)
         per_rank = len(stages) if algorithm.any_stages_per_rank else None
 
@@ -293,7 +293,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     @_without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
-        checks.require_count("microbatches", number)
+        number = checks.require_count("microbatches", number)
         before = _torch.num_microbatches(self)
         if number == before:
             return
@@ -383,6 +383,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refused_by_all():
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                    if _torch.trains(self) and not self._models_are_checked:
+                        checks.require_trainable(_torch.stages_of(self))
                     return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
@@ -494,16 +496,24 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _validated(self, run: Callable[[], None]) -> None:
         """A step that begins before the last optimizer step is validated, and begins again if that did not count."""
-        validation = self._validation
-        if validation is None or not validation.is_pending or not _torch.trains(self) or not self.runs_ahead:
+        validation, kept = self._validation, self._kept_gradients()
+        pends = validation is not None and validation.is_pending and _torch.trains(self)
+        if validation is None or not pends or kept or not self.runs_ahead:
             self.finish_optimizer_step()
-            run()
+            with _torch.saved_from_scaling(self, kept):
+                run()
             return
         random = RandomState.now(_torch.device_of(_torch.stages_of(self)[0]))
         if not _torch.run_ahead(self, self._cut(), validation.verdict, run):
             validation.redo()
             random.restore()
             run()
+
+    def _kept_gradients(self) -> list[Tensor]:
+        """Those that earlier steps have left, if the end of this step divides all gradients by its microbatches."""
+        if not (self.scale_grads and _torch.trains(self)):
+            return []
+        return _torch.kept_gradients(stage.submod for stage in _torch.stages_of(self))
 
     def _cut(self) -> RunAhead:
         if self._running.ahead is None:

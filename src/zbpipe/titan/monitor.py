@@ -38,6 +38,9 @@ class PipelineMetrics:
         """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._record = record
 
+    def missed(self) -> None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+
     def collect(self) -> dict[str, Any]:
         """The metrics of the last recorded step. All ranks of the pipeline have to call this."""
         schedule = self._schedule()

@@ -7,9 +7,10 @@ on a rank with two stages. `zbpipe.passes.messages_held` tells how many there ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,27 +41,107 @@ class ReceivesOnDemand(_PipelineStageBase):
         self.args_recv_info, self.grad_recv_info = _Received({}), _Received({})
         self.act_send_info, self.grad_send_info = {}, None
 
+    def forget_receives(self) -> None:
+        """Know of no messages, before torch sets them up anew because a step trains and the last one did not, or not.
+
+        It does so for the microbatches of one step. What the other mode knows of more would be taken for theirs.
+        """
+        self.args_recv_info.clear()
+        self.grad_recv_info.clear()
+        self.grad_send_info = None
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device, self._agree_on_strides)
+        return self._in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self._agree_on_strides)
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._in_memory_order(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        return self._contiguous(operations, self._metas("outputs"))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._contiguous(operations, [each for each in self._metas("input_grads") if each is not None])
+
+    @property
+    def _agree_on_strides(self) -> bool:
+        """Whether both ends of a message have the strides that one of them has found, and not those of examples."""
+        return getattr(getattr(self, "_inference_mode", None), "name", "") == "DYNAMIC"
+
+    def _metas(self, kind: str) -> Sequence[Any]:
+        """What torch (from 2.13 on) has set up for the tensors of this kind, which are the same on both ends."""
+        return getattr(getattr(self, "_stage_meta", None), kind, None) or ()
+
+    def _contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
+        """These sends, contiguous as backends want them, in the order that the receiver takes them to be in."""
+        for number, operation in enumerate(operations):
+            order = memory_order(metas[number].shape, metas[number].stride) if self._agree_on_strides else None
+            tensor = operation.tensor if order is None else operation.tensor.permute(order)
+            operation.tensor = tensor.contiguous()
+        return operations
+
+    def _in_memory_order(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
+        """These receives, each into its buffer as a contiguous tensor."""
+        for operation in operations:
+            buffer = operation.tensor
+            if buffer.is_contiguous():
+                continue
+            if self._agree_on_strides and (order := memory_order(buffer.shape, buffer.stride())) is not None:
+                operation.tensor = buffer.permute(order)
+                continue
+            for info in infos:  # a buffer that torch 2.15 has made by itself
+                if info.buffer is buffer:
+                    info.buffer = operation.tensor = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+        return operations
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         inputs = super()._retrieve_recv_activations(fwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
         _let_go(self.args_recv_info[fwd_chunk_id])
+        if self.has_backward and torch.is_grad_enabled():
+            for number, (given, meta) in enumerate(zip(inputs, self._metas("inputs"), strict=False)):
+                if meta.requires_grad and not given.requires_grad:
+                    raise _stand_in(self.stage_index, fwd_chunk_id, f"cannot give the gradient of its input {number}")
         return inputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         # The next stage is on this rank and had no gradient to give, which torch replaces by zeros.
-        for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device):
+        for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self._agree_on_strides):
             missing.zero_()
         gradients = super()._retrieve_recv_grads(bwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
         _let_go(self.grad_recv_info[bwd_chunk_id])
+        for number, (given, meta) in enumerate(zip(gradients, self._metas("output_grads"), strict=False)):
+            if meta is not None and given is None:
+                raise _stand_in(self.stage_index, bwd_chunk_id, f"does not get the gradient of its output {number}")
         return gradients
+
+
+def _stand_in(stage: int, microbatch: int, what: str) -> RuntimeError:
+    """Where torch would go on with zeros, and the gradients of all stages before would be wrong."""
+    return RuntimeError(
+        f"stage {stage} {what} in microbatch {microbatch}, although the stages were set up to pass it on: something was"
+        " left from a step of another kind. Build the schedule anew, and please report this"
+    )
+
+
+@cache
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a tensor in the order in which it is contiguous; None if it is so anyway, or in no order.
+
+    >>> memory_order((2, 3, 4), (3, 1, 6))
+    (2, 0, 1)
+    """
+    order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != step:
+            return None  # with gaps, or elements that are there twice
+        step *= shape[dim]
+    return None if order == tuple(range(len(shape))) else order
 
 
 class _Received(dict[int, tuple[Any, ...]]):
@@ -91,17 +172,22 @@ class _Received(dict[int, tuple[Any, ...]]):
         super().__setitem__(microbatch, infos)
 
 
-def _like(buffer: Tensor, device: torch.device | str) -> Tensor:
-    empty = torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
+def _like(buffer: Tensor, device: torch.device | str, keeps_strides: bool = True) -> Tensor:
+    has_order = keeps_strides and memory_order(buffer.shape, buffer.stride()) is not None
+    empty = (
+        torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
+        if has_order
+        else torch.empty(buffer.size(), dtype=buffer.dtype, device=device)
+    )
     # torch 2.11 says so when it sets up the stage, later versions when F takes it.
     return empty.requires_grad_(buffer.requires_grad)
 
 
-def _allocate(infos: Iterable[Any], device: torch.device | str) -> list[Tensor]:
-    """Replace placeholders by buffers; returns the new ones."""
+def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: bool) -> list[Tensor]:
+    """Replace placeholders by buffers, perhaps with the same strides; returns the new ones."""
     empty = [info for info in infos if info.buffer is not None and info.buffer is getattr(info, "placeholder", None)]
     for info in empty:
-        info.buffer = _like(info.placeholder, device)
+        info.buffer = _like(info.placeholder, device, keeps_strides)
     return [info.buffer for info in empty]
 
 

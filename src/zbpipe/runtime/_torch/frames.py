@@ -7,7 +7,6 @@ import traceback
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
     _Action,
-    _batch_p2p,
     _PipelineScheduleRuntime,
     _wait_batch_p2p,
 )
@@ -60,17 +59,7 @@ def explained(error: BaseException, runtime: _PipelineScheduleRuntime) -> str | 
             " not allow: set use_reentrant=False, or give the shapes by PipelineStage(..., input_args=...,"
             " output_args=...)"
         )
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    action = next((frame.f_locals.get("action") for frame in frames if frame.f_code is _EXECUTOR), None)
-    sending = next((frame.f_locals["p2p_ops"] for frame in frames if frame.f_code is _batch_p2p.__code__), ())
-    index = next((n for n, operation in enumerate(sending) if not operation.tensor.is_contiguous()), None)
-    kind, stage, _ = _key(action) if action else ("", 0, None)
-    if index is None or kind not in ("SEND_F", "RECV_F") or "contiguous" not in str(error):
-        return None
-    return (
-        f"output {index} of stage {stage - (kind == 'RECV_F')} is not contiguous, and only contiguous tensors can be"
-        " sent: call .contiguous() on it in the stage's forward"
-    )
+    return None
 
 
 _EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -114,6 +114,16 @@ def accumulated(module: nn.Module) -> Iterator[Accumulated]:
             parts = [each for each in (leaf.grad, beside.get(id(leaf))) if each is not None]
             if parts:
                 yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
+
+
+def kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """What earlier steps have left in `.grad`, once for each parameter, whether FSDP2 has gathered it or not."""
+    kept: dict[int, Tensor] = {}
+    for module in modules:
+        for each in (*module.parameters(), *(fsdp.sharded_param for fsdp in _fsdp_parameters(module))):
+            if each.grad is not None:
+                kept[id(each)] = each.grad
+    return list(kept.values())
 
 
 def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:

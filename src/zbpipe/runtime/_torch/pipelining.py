@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from zbpipe.actions import Action, Rows
 from zbpipe.ir import Schedule
 from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, marked_input_gradients, marked_outputs
-from zbpipe.runtime._torch.autograd import is_view
+from zbpipe.runtime._torch.autograd import is_view, tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
     WAITS_FOR_SENDS,
@@ -88,7 +88,13 @@ class OwnRuntime(_PipelineScheduleRuntime):
         """Wait for what an earlier step has left open."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step: infer shapes, by a run of every stage on uninitialised inputs."""
+        """Before the first step, and when training and evaluation take turns: torch infers shapes.
+
+        It does so by a run of every stage on uninitialised inputs.
+        """
+        if self._stages_forward_initialized and self._stages_backward_initialized != self._has_backward:
+            for stage in self._stages:
+                cast(OwnStage, stage).forget_receives()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -158,7 +164,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
 
 class OwnStage(ReceivesOnDemand):
-    """A stage that receives on demand, frees the loss's graph, and sends nothing to its own rank.
+    """A stage that receives on demand, frees the loss's graph, sends nothing to its own rank, and evaluates in peace.
 
     Goes before the class of an existing stage.
     """
@@ -191,10 +197,6 @@ class OwnStage(ReceivesOnDemand):
         self.is_left_out = False
         super().clear_runtime_states()
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if not self.is_left_out:
-            super().perform_reduce_grad(grad_scale_factor)
-
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
@@ -202,16 +204,51 @@ class OwnStage(ReceivesOnDemand):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        if self.is_last and self.has_backward:
+            _scalar(loss)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input. (The I of
         # torch's own split leaves the graph for W.)
         if full_backward and loss is not None and not is_view(loss):
             loss.detach_()
 
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        if loss_fn := kwargs.get("loss_fn"):
+            kwargs["loss_fn"] = lambda *args, **kwargs: _scalar(loss_fn(*args, **kwargs))
+        return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
+
+    def _to_tensor(self, arg: Any) -> Any:
+        """What torch infers shapes with; targets of single microbatches may be of any type."""
+        as_tensor = super()._to_tensor  # type: ignore[misc, unused-ignore]
+        if isinstance(arg, Tensor) or hasattr(arg, "to_tensor"):
+            return as_tensor(arg)
+        return tree_map_only(Tensor, as_tensor, arg)
+
+    # torch's list of actions is the same in training and evaluation, which leaves gradients of earlier steps alone.
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward and not self.is_left_out:
+            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().scale_grads(grad_scale_factor)
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
         return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def _scalar(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise ValueError(
+        f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
+        " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a microbatch,"
+        " and once before the first step)"
+    )
 
 
 def own(stage: _PipelineStageBase) -> None:
@@ -318,6 +355,33 @@ def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], No
         loss = partial(_loss_around, around, schedule._maybe_compute_loss)
         wrapped.enter_context(replaced(schedule, _maybe_compute_loss=loss))
         return wrapped.pop_all().close
+
+
+@contextmanager
+def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
+    """Around a step: multiply `kept` gradients by the number of microbatches, by which its end divides all gradients.
+
+    Just before the step adds to them, so that a step that is abandoned before leaves them as they are. To keep them
+    elsewhere would take their memory once more. To divide the loss instead would leave out what a loss with backwards
+    of its own adds, and round otherwise than torch's schedules.
+    """
+    left = list(kept)
+    last = runtime._num_stages - 1
+
+    def save_first(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        if left and (kind != "F" or stage == last):
+            with torch.no_grad():
+                for each in left:
+                    each.mul_(runtime._n_microbatches)
+            left.clear()
+        return compute()
+
+    undo = wrap_compute(runtime, save_first) if kept else None
+    try:
+        yield
+    finally:
+        if undo:
+            undo()
 
 
 def _compute_around(
@@ -489,6 +553,11 @@ def trains(schedule: _PipelineSchedule) -> bool:
     return bool(cast(Any, schedule)._has_backward)
 
 
+def needs_autograd(schedule: _PipelineSchedule) -> bool:
+    """Whether its backwards are autograd's, unless it was told otherwise."""
+    return bool(getattr(schedule, "_backward_requires_autograd", True))
+
+
 def has_loss(schedule: _PipelineSchedule) -> bool:
     """Whether it was built with a loss function."""
     return schedule._loss_fn is not None
@@ -499,6 +568,11 @@ def is_set_up(runtime: _PipelineScheduleRuntime) -> bool:
     alternate."""
     trained, trains = runtime._stages_backward_initialized, runtime._has_backward
     return runtime._stages_forward_initialized and trained == trains
+
+
+def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
+    """The loss function that it was built with, perhaps wrapped."""
+    return schedule._loss_fn
 
 
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:

@@ -85,7 +85,7 @@ class Profiler:
     ) -> None:
         done = self._tell if done is None else done
         arguments.require_schedule("zbpipe.Profiler", schedule)
-        arguments.require_counts(steps=steps)
+        (steps,) = arguments.require_counts(steps=steps)
         arguments.require_group(group)
         arguments.require_callable(done=done)
         if not isinstance(schedule, _torch.ScheduleRuntime) or not _torch.has_split_backward(schedule):

@@ -66,7 +66,10 @@ class Watcher(Protocol):
         """
 
     def after(self, record: StepRecord) -> None:
-        """Called after a step of which it wanted something, unless that was refused."""
+        """Called after a step of which it wanted something."""
+
+    def missed(self) -> None:
+        """Called instead if the step was refused or failed: the next one takes its place."""
 
 
 def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
@@ -127,15 +130,17 @@ class _Collector:
         self._done = done
 
     def before(self) -> Wanted | None:
-        if self._wanted is Wanted.NOTHING:
-            self._coming.popleft()
-        self._wanted = self._coming[0] if self._coming else None
+        self._wanted = self._coming.popleft() if self._coming else None
         return self._wanted
+
+    def missed(self) -> None:
+        if self._wanted is not None:
+            self._coming.appendleft(self._wanted)
 
     def after(self, record: StepRecord) -> None:
         if not record.has_usual_shapes:
+            self.missed()
             return
-        self._coming.popleft()
         self._records.append(record)
         if not self._coming:
             self._done(self._records)
@@ -151,21 +156,33 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
     if isinstance(schedule, _torch.OwnRuntime) and (most is not Wanted.NOTHING or surrounding):
         schedule.finish_optimizer_step()  # what ran ahead and did not count would be in the record
-    with ExitStack() as around:
+    with _counted(surrounding, watchers), ExitStack() as around:
         recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
         if recorder is not None:
             around.enter_context(recorder.attached())
         for each in dict.fromkeys(surrounding):
+            surrounding.remove(each)
             around.enter_context(each(schedule))
         result = step(*args, **kwargs)
-        for each in dict.fromkeys(surrounding):  # not before: a refused step does not count
-            surrounding.remove(each)
     if recorder is not None:
         record = recorder.record()
         for watcher, wanted in asked:
             if wanted is not Wanted.NOTHING:
                 watcher.after(record)
     return result
+
+
+@contextmanager
+def _counted(surrounding: list[Surround], watchers: Sequence[Watcher]) -> Iterator[None]:
+    """Around a step: one that raises counts for nobody who looks at steps."""
+    before = list(surrounding)
+    try:
+        yield
+    except BaseException:
+        surrounding[:] = before
+        for each in watchers:
+            each.missed()
+        raise
 
 
 class _Recorder:

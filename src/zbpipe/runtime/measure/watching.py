@@ -73,6 +73,10 @@ class DriftWatcher:
     def after(self, record: Any) -> None:
         """See `zbpipe.runtime.measure.recording.Watcher`."""
 
+    def missed(self) -> None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        self._began = None
+
     def _look_at_last_step(self, schedule: RegisteredSchedule, now: float) -> None:
         """With all that was beside it: the host of a GPU is done with a step long before the GPU."""
         assert self._detector is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import getclosurevars, isfunction, unwrap
 from math import inf
 from typing import Literal, get_args
 from weakref import ref
@@ -23,6 +25,11 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5
 """A norm that is at most this share below the limit is looked at again, the synchronous way."""
+_NO_SCALER = (
+    "OptimizerStep does not unscale what a GradScaler has scaled: train in bfloat16 without one, or step without"
+    " OptimizerStep, by scaler.step(optimizer) of a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which"
+    " skips a step on all ranks of its process_group if gradients overflow on one"
+)
 _TORCHS_EPSILON = 1e-6
 """torch clips by max_norm / (norm + 1e-6) if that is below 1."""
 
@@ -104,6 +111,7 @@ class OptimizerStep:
                 f"OptimizerStep takes a schedule of zbpipe's, as zbpipe.build_pipeline_schedule('ZBV', ...) returns it,"
                 f" got {schedule!r}"
             )
+        _refuse_scalers(optimizers, clip, step, _torch.loss_fn_of(schedule))
         self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
@@ -273,15 +281,25 @@ def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> 
     return tuple(found)
 
 
+def _refuse_scalers(*where: object) -> None:
+    """In vain it would clip gradients that are still scaled, and step with them."""
+    for each in where:
+        function = unwrap(each) if callable(each) else each
+        used = [getattr(function, "__self__", function)]
+        if isfunction(function):
+            with suppress(ValueError):  # a variable of its closure that is not set yet
+                known = getclosurevars(function)
+                used += [*known.nonlocals.values(), *known.globals.values()]
+        if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in used):
+            raise ValueError(_NO_SCALER)
+
+
 def _refuse_what_cannot_step_again(optimizers: Sequence[Optimizer]) -> None:
     for each in optimizers:
         if isinstance(each, LBFGS):
             raise ValueError("OptimizerStep cannot step LBFGS, which runs the model itself: use its own step")
         if getattr(each, "grad_scale", None) is not None or getattr(each, "found_inf", None) is not None:
-            raise ValueError(
-                f"OptimizerStep cannot step {type(each).__name__} with a GradScaler, which judges the gradients of each"
-                " rank for itself: train in bfloat16, or use the scaler's own step"
-            )
+            raise ValueError(_NO_SCALER)
 
 
 def _require_gain(schedule: RegisteredSchedule) -> None:

@@ -334,6 +334,8 @@ class _SplitBackward(_torch.OwnStage):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once; the last stage divides that of a parameter which stages of this rank share."""
+        if not self.has_backward:
+            return
         self._is_scaled = True
         unfinished = (stage for stage in self._on_rank if not cast(_SplitBackward, stage)._is_scaled)
         later = {id(parameter) for stage in unfinished for parameter in stage.submod.parameters()}
@@ -355,6 +357,7 @@ class _SplitBackward(_torch.OwnStage):
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
         self._is_scaled = False
-        for deferral in deferrals(self.submod).values():
-            deferral.look_for_hooks()
+        if self.has_backward:
+            for deferral in deferrals(self.submod).values():
+                deferral.look_for_hooks()
         super().clear_runtime_states()

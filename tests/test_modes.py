@@ -1,0 +1,288 @@
+"""Training, evaluation, sizes and refusals in any order: every step like plain autograd over the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.functional import mse_loss
+
+import zbpipe
+from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import fsdp
+
+WIDTH, USUAL = 4, 3
+NAMES = ("ZBH1", "ZBV", "ZBVLean", "VHalf", "Auto", "Table")
+KEEPS_BUFFERS = hasattr(PipelineStage, "_pre_metadata_inference_backup")
+"""Whether torch's inference of shapes leaves buffers as they are (since 2.14)."""
+HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
+"""Whether torch's `step` takes microbatches, too (since 2.14)."""
+
+Grad = Literal["no_grad", "inference_mode", "enable_grad"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a loop does next, on all ranks."""
+
+    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "refuse"]
+    microbatches: int = USUAL
+    rows: int = 2
+    """Of a microbatch: another number is another shape."""
+    is_split: bool = False
+    """Whether the microbatches are given instead of the batch."""
+    grad: Grad = "no_grad"
+    """Of an evaluation."""
+
+
+class Part(nn.Module):
+    """A stage that hands on two tensors, and keeps what it has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.seen.add_(x.sum())
+        return self.b(torch.tanh(self.a(x))) + y, torch.tanh(y + self.b(x))
+
+
+def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return mse_loss(output[0], target) + output[1].square().mean()
+
+
+class Loop:
+    """A schedule, and the same model without one."""
+
+    def __init__(self, name: str, scale_grads: bool) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        table = zbpipe.generate("1F1B", num_ranks, USUAL) if name == "Table" else name
+        self.indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
+        num_stages = num_ranks * len(self.indices)
+        parts = []
+        for index in range(num_stages):
+            torch.manual_seed(index)
+            parts.append(Part())
+        self.whole = copy.deepcopy(parts)
+        self.parts = {index: parts[index] for index in self.indices}
+        stages = [PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in self.parts.items()]
+        self.name, self.scales, self.step = name, scale_grads, 0
+        options: dict[str, Any] = {"budget": 1e3, "profile_steps": 1} if name == "Auto" else {}
+        self.schedule: Any = zbpipe.build_pipeline_schedule(
+            table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
+        )
+        if name == "Table":
+            for number in range(1, 6):
+                self.schedule.adopt(zbpipe.generate("1F1B", num_ranks, number))
+
+    def run(self, event: Event) -> None:
+        self.step += 1
+        if event.kind in ("train", "eval"):
+            self._compare(event)
+        elif event.kind == "prepare":
+            self.schedule.prepare(event.microbatches)
+        elif event.kind == "adopt" and self.name != "Auto":
+            table = "1F1B" if len(self.indices) == 1 else "VMin"
+            self.schedule.adopt(zbpipe.generate(table, dist.get_world_size(), event.microbatches))
+        elif event.kind == "zero":
+            for part in (*self.parts.values(), *self.whole):
+                part.zero_grad(set_to_none=event.is_split)
+        elif event.kind == "freeze":
+            for part in [each for index, each in self.parts.items() if index == event.rows - 1] + self.whole[
+                event.rows - 1 : event.rows
+            ]:
+                part.a.requires_grad_(not part.a.weight.requires_grad)
+        elif event.kind == "refuse":
+            with pytest.raises(ValueError, match="microbatches"):
+                self._call("step", event, microbatches=0)
+            with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match="eval"):
+                self._call("step", event, microbatches=event.microbatches)
+
+    def _batch(self, event: Event) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(100 + self.step)
+        return tuple(torch.randn(3, event.microbatches * event.rows, WIDTH).unbind())  # type: ignore[return-value]
+
+    def _call(self, how: str, event: Event, **given: Any) -> list[float]:
+        x, y, target = self._batch(event)
+        first, last = 0 in self.parts, len(self.whole) - 1 in self.parts
+        losses: list[Tensor] = []
+        if event.is_split and HAS_MICROBATCH_ARGUMENTS:
+            chunks = [each.chunk(event.microbatches) for each in (x, y, target)]
+            given["arg_mbs"] = list(zip(*chunks[:2], strict=True)) if first else None
+            given["target_mbs"] = list(chunks[2]) if last else None
+            if not first and not last:
+                given["kwarg_mbs"] = [{}] * event.microbatches
+            getattr(self.schedule, how)(losses=losses, **given)
+        else:
+            getattr(self.schedule, how)(
+                *((x, y) if first else ()), target=target if last else None, losses=losses, **given
+            )
+        return [each.item() for each in losses]
+
+    def _compare(self, event: Event) -> None:
+        trains = event.kind == "train"
+        before = {
+            id(each): each.grad.clone()
+            for part in self.parts.values()
+            for each in part.parameters()
+            if each.grad is not None
+        }
+        expected = self._expected(event)
+        context = nullcontext() if trains else getattr(torch, event.grad)()
+        with context:
+            losses = self._call("step" if trains else "eval", event, microbatches=event.microbatches)
+        if losses:
+            torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
+        for index, part in self.parts.items():
+            if KEEPS_BUFFERS:
+                torch.testing.assert_close(part.seen, self.whole[index].seen, rtol=1e-9, atol=1e-9)
+            for (name, found), wanted in zip(part.named_parameters(), self.whole[index].parameters(), strict=True):
+                where = f"{name} of stage {index} after {event}"
+                assert (found.grad is None) == (wanted.grad is None), where
+                if found.grad is not None:
+                    torch.testing.assert_close(
+                        found.grad, wanted.grad, rtol=1e-9, atol=1e-12, msg=lambda text, where=where: f"{where}: {text}"
+                    )
+                    assert trains or torch.equal(found.grad, before[id(found)]), where
+
+    def _expected(self, event: Event) -> list[float]:
+        losses = []
+        for *inputs, target in zip(*(each.chunk(event.microbatches) for each in self._batch(event)), strict=True):
+            with torch.set_grad_enabled(event.kind == "train"):
+                output: Sequence[Tensor] = inputs
+                for part in self.whole:
+                    output = part(*output)
+                loss = loss_fn(tuple(output), target)
+            losses.append(loss.item())
+            if event.kind == "train":
+                (loss / event.microbatches if self.scales else loss).backward()
+        return losses
+
+
+def run_all(jobs: Sequence[tuple[str, bool, list[Event]]]) -> None:
+    """Each on a schedule of its own, in the group that is there."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name, scale_grads, events in jobs:
+            loop = Loop(name, scale_grads)
+            done = []
+            for event in events:
+                done.append(event)
+                try:
+                    loop.run(event)
+                except BaseException as error:
+                    error.add_note(f"{name}, {scale_grads=}, after {done}")
+                    raise
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+events = st.lists(
+    st.builds(
+        Event,
+        kind=st.sampled_from(["train"] * 4 + ["eval"] * 3 + ["adopt", "prepare", "zero", "zero", "freeze", "refuse"]),
+        microbatches=st.integers(1, 5),
+        rows=st.sampled_from([2, 2, 2, 1]),
+        is_split=st.booleans(),
+        grad=st.sampled_from(["no_grad", "inference_mode", "enable_grad"]),
+    ),
+    min_size=2,
+    max_size=10,
+)
+job = st.tuples(st.sampled_from(NAMES), st.booleans(), events)
+
+
+@given(job)
+@settings(max_examples=100, deadline=None)
+def on_one_rank(drawn: tuple[str, bool, list[Event]]) -> None:
+    run_all([drawn])
+
+
+def test_any_sequence_on_one_rank(one_rank: None) -> None:
+    on_one_rank()
+
+
+@cache
+def drawn(number: int) -> list[tuple[str, bool, list[Event]]]:
+    """The jobs for ranks that are started once."""
+    found: list[tuple[str, bool, list[Event]]] = []
+
+    @given(job)
+    @settings(max_examples=number, deadline=None, phases=[Phase.generate])
+    def collect(one: tuple[str, bool, list[Event]]) -> None:
+        found.append(one)
+
+    collect()
+    return found
+
+
+FOUND = [Event(kind, number) for kind, number in (("train", 2), ("eval", 4), ("train", 2), ("train", 4), ("train", 4))]
+"""What once gave zeros for the gradients of all stages but the last."""
+
+
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 20), pytest.param(3, 150, marks=pytest.mark.zoo)])
+def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
+    run_ranks(num_ranks, run_all, [*((name, True, FOUND) for name in NAMES), *drawn(number)], timeout=600)
+
+
+def with_fsdp(mode: Grad) -> None:
+    """Two replicas of a pipeline of one rank: steps whose gradients are summed up, and evaluations between them."""
+    torch.manual_seed(0)
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    parts: list[Any] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+    whole = nn.Sequential(*copy.deepcopy(parts))
+    for module in (*(part[0] for part in parts), *parts):
+        fully_shard(module, mesh=mesh["dp"])
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+    stages = [
+        PipelineStage(part, n, 2, torch.device("cpu"), group=mesh.get_group("pp")) for n, part in enumerate(parts)
+    ]
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 3, mse_loss)
+
+    def state() -> list[Any]:
+        states = [module._get_fsdp_state() for part in parts for module in part.modules() if hasattr(module, "reshard")]
+        groups = [group for part in parts for group in fsdp._fsdp_groups(part)]
+        flags = [(each.reduce_grads, each.reshard_after_backward, each._training_state) for each in groups]
+        gradients = [
+            each.grad.to_local().clone() for part in parts for each in part.parameters() if each.grad is not None
+        ]
+        return [flags, [each._state_ctx.is_last_backward for each in states], gradients]
+
+    # What FSDP gathers first under inference_mode it cannot train with, with or without a pipeline.
+    with getattr(torch, mode if mode != "inference_mode" else "no_grad")():
+        schedule.eval(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
+    for step in range(3):
+        x, target = torch.randn(2, 2, 6, WIDTH).unbind()
+        schedule.step(x[rank], target=target[rank])
+        (mse_loss(whole(x.flatten(0, 1)), target.flatten(0, 1))).backward()
+        before = state()
+        with getattr(torch, mode)():
+            schedule.eval(x[rank], target=target[rank], microbatches=(6, 3, 2)[step])
+        after = state()
+        assert after[:2] == before[:2]
+        assert all(map(torch.equal, after[2], before[2]))
+        for found, wanted in zip(
+            (each for part in parts for each in part.parameters()), whole.parameters(), strict=True
+        ):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.parametrize("mode", get_args(Grad))
+def test_evaluation_leaves_fsdp_alone(mode: Grad) -> None:
+    run_ranks(2, with_fsdp, mode)
