@@ -39,7 +39,7 @@ Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 class Event:
     """What a loop does next, on all ranks."""
 
-    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "refuse"]
+    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "freeze up to", "refuse"]
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
@@ -108,6 +108,10 @@ class Loop:
                 event.rows - 1 : event.rows
             ]:
                 part.a.requires_grad_(not part.a.weight.requires_grad)
+        elif event.kind == "freeze up to":
+            for parts in (dict(enumerate(self.whole)), self.parts):
+                for index, part in parts.items():
+                    part.requires_grad_(index >= min(event.microbatches - 1, len(self.whole) - 1))
         elif event.kind == "refuse":
             with pytest.raises(ValueError, match="microbatches"):
                 self._call("step", event, microbatches=0)
@@ -196,7 +200,11 @@ def run_all(jobs: Sequence[tuple[str, bool, list[Event]]]) -> None:
 events = st.lists(
     st.builds(
         Event,
-        kind=st.sampled_from(["train"] * 4 + ["eval"] * 3 + ["adopt", "prepare", "zero", "zero", "freeze", "refuse"]),
+        kind=st.sampled_from(
+            ["train"] * 4
+            + ["eval"] * 3
+            + ["adopt", "prepare", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse"]
+        ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),
         is_split=st.booleans(),
@@ -236,7 +244,7 @@ FOUND = [Event(kind, number) for kind, number in (("train", 2), ("eval", 4), ("t
 """What once gave zeros for the gradients of all stages but the last."""
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 20), pytest.param(3, 150, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 20), pytest.param(3, 50, marks=pytest.mark.zoo)])
 def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
     run_ranks(num_ranks, run_all, [*((name, True, FOUND) for name in NAMES), *drawn(number)], timeout=600)
 

@@ -408,6 +408,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 ties.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
+            self._pass_on_unfreezing()
             if self._copies is not None:
                 self._copies.begin_step()
             self._validated(
@@ -437,6 +438,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if self._begins_with_agreement:
             agreement.refuse(stage.group, stage.device)
         elif _torch.can_send_marks(stage):
+            self._pass_on_unfreezing()
             self.abandon(error)
             with suppress(Exception), self._failures.named(self, name):
                 self._validated(lambda: super(RegisteredSchedule, self).run_microbatches(None, None, None))
@@ -447,6 +449,29 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def _begins_with_agreement(self) -> bool:
         """Whether all ranks compare what they run before the messages of the next step: before torch sets up any."""
         return not (self._running.is_agreed and _torch.is_set_up(self))
+
+    def _pass_on_unfreezing(self) -> None:
+        """Where the model begins with frozen stages, ranks tell the next one whether that is still so.
+
+        Only the rank of a stage sees that its parameters are to be trained now. Then gradients have to come back from
+        the stage after it, which has none to give as the messages are set up.
+        """
+        stages, comparison = _torch.stages_of(self), self.sizes.comparison
+        if not _torch.trains(self) or not _torch.is_set_up(self) or not _torch.can_infer_shapes(self):
+            return
+        own = {stage.stage_index for stage in stages}
+        is_unfrozen = False
+        for stage in stages:
+            index, has_none = stage.stage_index, _torch.is_without_gradients(stage, "inputs")
+            if index - 1 not in own:
+                is_unfrozen = has_none and not comparison.is_alone and comparison.ask_previous(index)
+            if has_none and is_unfrozen:
+                _torch.give_gradients(stage, "inputs")
+            if _torch.is_without_gradients(stage, "outputs"):
+                if is_unfrozen := is_unfrozen or _torch.is_unfrozen(stage):
+                    _torch.give_gradients(stage, "outputs")
+                if index + 1 not in own and not comparison.is_alone:
+                    comparison.tell_next(index + 1, is_unfrozen)
 
     def tell_why_abandoned(self, error: Exception) -> None:
         self._failures.tell(error, self, self.schedule.name)

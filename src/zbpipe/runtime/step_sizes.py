@@ -133,6 +133,17 @@ class Comparison:
         """Whether this rank has told the others the size of the present step, or why it refuses that."""
         return self._answered == self._step
 
+    def tell_next(self, stage: int, is_unfrozen: bool) -> None:
+        """Tell the rank with `stage` whether what it gets in the present step is to have gradients from now on."""
+        _torch.default_store().set(self._key(f"unfrozen/{stage}"), str(int(is_unfrozen)))
+
+    def ask_previous(self, stage: int) -> bool:
+        """Wait for what the rank before `stage` tells it."""
+        store, key = _torch.default_store(), self._key(f"unfrozen/{stage}")
+        is_unfrozen = bool(store.get(key) == b"1")
+        store.delete_key(key)
+        return is_unfrozen
+
     def post(self, failure: Failure) -> None:
         """Leave word of why the present step is abandoned, if no other rank has."""
         if store := _torch.default_store():

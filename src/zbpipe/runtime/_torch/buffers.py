@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +50,30 @@ class ReceivesOnDemand(_PipelineStageBase):
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.grad_send_info = None
+
+    def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
+        """From now on have gradients of the messages on this side, which were set up without any."""
+        known = self._stage_meta
+        if any(hasattr(each, "placements") for each in getattr(known, side)):
+            raise ValueError(
+                f"stage {self.stage_index} passes DTensors, and parameters were unfrozen: how their gradients are placed"
+                " is known only after torch has set up its messages, so build the schedule anew on all ranks"
+            )
+        metas = tuple(
+            replace(each, requires_grad=True) if each.dtype.is_floating_point else each for each in getattr(known, side)
+        )
+        gradients = tuple(
+            replace(each, requires_grad=False) if each.dtype.is_floating_point else None for each in metas
+        )
+        if side == "outputs":
+            known.outputs, known.output_grads = metas, gradients
+            self.grad_recv_info = _Received({0: self._create_grad_recv_info(self.act_send_info)})
+        else:
+            known.inputs, known.input_grads = metas, gradients
+            infos = tuple(map(copy, self.args_recv_info[0]))
+            for info, meta in zip(infos, metas, strict=True):
+                info.tensor_meta = meta
+            self.args_recv_info, self.grad_send_info = _Received({0: infos}), None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device, self._agree_on_strides)

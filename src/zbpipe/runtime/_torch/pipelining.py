@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -172,6 +172,22 @@ class OwnStage(ReceivesOnDemand):
     is_left_out = False
     """Whether the step that runs leaves out its computations."""
 
+    frozen: tuple[tuple[dict[str, Any], str], ...] = ()
+    """The parameters, by dictionary and name, that were not to be trained when torch set up its messages."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(*args, **kwargs)
+        if self.has_backward and not self.is_last:
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            for number, (given, meta) in enumerate(zip(outputs, self._metas("outputs"), strict=False)):
+                if given.requires_grad and not meta.requires_grad:
+                    raise ValueError(
+                        f"output {number} of stage {self.stage_index} needs a gradient, but the messages between stages"
+                        " were set up for one without: if output_args and input_args are given, give tensors that"
+                        " require gradients; if parameters were unfrozen, build the schedule anew on all ranks"
+                    )
+        return output
+
     def leave_out(self, kind: str, microbatch: int) -> Any:
         """In place of a computation: free what it received, and have marks to send. Returns the outputs of F."""
         if kind == "F":
@@ -213,6 +229,10 @@ class OwnStage(ReceivesOnDemand):
             loss.detach_()
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        owners = [part._parameters for part in self.submod.modules()]
+        self.frozen = tuple(
+            (own, name) for own in owners for name, each in own.items() if each is not None and not each.requires_grad
+        )
         if loss_fn := kwargs.get("loss_fn"):
             kwargs["loss_fn"] = lambda *args, **kwargs: _scalar(loss_fn(*args, **kwargs))
         return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
@@ -519,12 +539,12 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
 Shapes = tuple[bool, bool, list[dict[str, Any]]]
 """What torch has set up for microbatches of some shapes: whether forward and backward are, and each stage's part."""
 
-_OF_SHAPES = ("_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
+_OF_SHAPES = ("frozen", "_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
 
 
 def shapes_of(schedule: _PipelineScheduleRuntime) -> Shapes:
     """What is set up for the shapes of the last step."""
-    stages = [{name: vars(stage)[name] for name in _OF_SHAPES} for stage in schedule._stages]
+    stages = [{name: getattr(stage, name) for name in _OF_SHAPES} for stage in schedule._stages]
     return schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages
 
 
@@ -568,6 +588,28 @@ def is_set_up(runtime: _PipelineScheduleRuntime) -> bool:
     alternate."""
     trained, trains = runtime._stages_backward_initialized, runtime._has_backward
     return runtime._stages_forward_initialized and trained == trains
+
+
+def is_without_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> bool:
+    """Whether messages on this side of `stage` were set up without any gradient, as all before is frozen.
+
+    From torch 2.13 on; before, all of them have gradients.
+    """
+    if stage.is_first if side == "inputs" else stage.is_last:
+        return False
+    metas = getattr(getattr(stage, "_stage_meta", None), side, None) or ()
+    return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
+
+
+def give_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> None:
+    """From now on have gradients of the messages on this side of `stage`, which were set up without any."""
+    cast(OwnStage, stage).give_gradients(side)
+
+
+def is_unfrozen(stage: _PipelineStageBase) -> bool:
+    """Whether `stage` trains a parameter that was frozen when torch set up its messages."""
+    frozen = cast(OwnStage, stage).frozen
+    return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in frozen)
 
 
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
