@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import passes, registry
 from zbpipe.costs import CostModel
+from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
@@ -130,6 +131,12 @@ class RegisteredSchedule(_torch.OwnRuntime):
     receives: Receives
     """When ranks post their receives, in the schedule that runs."""
 
+    def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
+        """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
+        if _torch.are_mocks(stages):
+            return list_for_visualizer(cls.given or cls.schedule_name, stages, n_microbatches)
+        return super().__new__(cls)
+
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
         self,
@@ -240,6 +247,10 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
+
+    def load_table(self, file: str) -> None:
+        """Adopt the computations of a CSV file: what torch's `_load_csv` does here."""
+        self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:
         """Make what steps with so many microbatches run, so that the first of them does not wait for it.
@@ -472,6 +483,21 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _simulated_costs(self) -> CostModel:
         return self._costs or passes.unknown_costs(self.placement)
+
+
+def list_for_visualizer(source: str | Schedule, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
+    """What torch's schedule visualizer shows of a schedule. It cannot run.
+
+    Args:
+        source: the schedule's name, or itself.
+        mocks: of its stages, at least two a rank whatever the schedule has, unless the class is for one.
+        n_microbatches: of a step.
+    """
+    stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
+    is_asked = registry.lookup(source).any_stages_per_rank or len(stages) > 2
+    per_rank = len(stages) if is_asked else None
+    made = registry.generate(source, stages[0].group_size, n_microbatches, stages_per_rank=per_rank)
+    return _torch.list_only(stages, made)
 
 
 def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: Mapping[str, Any]) -> int | None:
