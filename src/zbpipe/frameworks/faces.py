@@ -40,8 +40,7 @@ class Face(ABCMeta):
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
         if _torch.are_mocks(given.get(names[0])):
-            source = cls.algorithm.table or cls.algorithm.name
-            return list_for_visualizer(source, given[names[0]], given["n_microbatches"])
+            return list_for_visualizer(cls.algorithm.handle, given[names[0]], given["n_microbatches"])
         stages = checks.in_order(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
         job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)

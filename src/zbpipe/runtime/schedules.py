@@ -17,6 +17,7 @@ from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
+from zbpipe.planner.result import Plan
 from zbpipe.running_ahead import RunAhead, ahead_of, gain
 from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
 from zbpipe.runtime.messages import usual_transport
@@ -155,7 +156,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         **options: Any,
     ) -> None:
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
-        algorithm = registry.lookup(source := self.given or self.schedule_name)
+        self._algorithm = algorithm = registry.lookup(self.given or self.schedule_name)
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
@@ -169,7 +170,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             size = placement.num_ranks, microbatches
             room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
             made = registry.generate(
-                source,
+                algorithm.handle,
                 *size,
                 stages_per_rank=per_rank,
                 costs=costs,
@@ -219,21 +220,25 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
-    def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
+    def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
 
-            schedule.adopt(zbpipe.plan(4, 8, costs).schedule)
+            schedule.adopt(zbpipe.plan(4, 8, costs))
 
         The next step begins with a check that all ranks have the same schedule.
 
         Args:
-            schedule: with the placement of the one that runs. Steps with its number of microbatches run it, the others
-                run what they ran before.
-            costs: to place receives from now on, the same on all ranks; default: those known so far.
+            schedule: one, or a plan, with the placement of the one that runs. Steps with its number of microbatches
+                run it, the others run what they ran before.
+            costs: to place receives from now on, the same on all ranks; default: those of the plan, or those known so
+                far.
 
         Raises:
             ValueError: it has another placement, or cannot run.
         """
+        if isinstance(schedule, Plan):
+            costs = costs or schedule.timeline.costs
+            schedule = schedule.schedule
         if not isinstance(schedule, Schedule):
             raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
         checks.require_same_placement(schedule, self.placement)
@@ -292,7 +297,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        algorithm = registry.lookup(self.given or self.schedule_name)
+        algorithm = self._algorithm
         if algorithm.table is not None and number != algorithm.table.num_microbatches:
             raise ValueError(
                 f"{algorithm.name} is a table for {algorithm.table.num_microbatches} microbatches, but a step has"
@@ -448,7 +453,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _made_to_run_ahead(self) -> Schedule:
         """The one that runs, unless it can be made for this and is still the one that was made."""
-        can_be_made = "runs_ahead" in registry.lookup(self.schedule_name).keywords
+        can_be_made = "runs_ahead" in self._algorithm.keywords
         number = _torch.num_microbatches(self)
         if can_be_made and self.schedule == self.made_for(self._costs, microbatches=number):
             return self.made_for(self._costs, runs_ahead=True, microbatches=number)
