@@ -144,7 +144,7 @@ def from_the_first() -> list[str]:
     found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):
         try:
-            zbpipe.from_first_rank(wrong)  # type: ignore[arg-type]
+            zbpipe.from_first_rank(wrong)  # type: ignore[type-var]
         except ValueError as error:
             found.append(str(error))
     return found

@@ -31,7 +31,7 @@ Generate = Callable[..., Schedule]
 
 
 @runtime_checkable
-class Planned(Protocol):
+class _Planned(Protocol):
     """A `zbpipe.Plan`, which this module does not import: it stands for its schedule."""
 
     @property
@@ -214,7 +214,7 @@ def schedules() -> Mapping[str, Algorithm]:
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
 
-def lookup(name: str | Schedule | Planned) -> Algorithm:
+def lookup(name: str | Schedule | _Planned) -> Algorithm:
     """The schedule called `name`, in any case, the one in the CSV file of that name, `file.py:function`, or one itself.
 
     Of a `Plan` it is the plan's schedule.
@@ -227,7 +227,7 @@ def lookup(name: str | Schedule | Planned) -> Algorithm:
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
-    if isinstance(name, Planned):
+    if isinstance(name, _Planned):
         name = name.schedule
     if isinstance(name, Schedule):
         return _as_it_is(name)
@@ -267,7 +267,7 @@ def _of_function(source: str) -> Algorithm:
 
 
 def stage_indices(
-    schedule: str | Schedule | Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
+    schedule: str | Schedule | _Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
 ) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
 
