@@ -442,7 +442,7 @@ def test_validate_says_what_is_no_table(here: Path) -> None:
     (here / "bad.csv").write_text("0F0,0X0\n")
     result = run("validate bad.csv")
     assert result.exit_code == 1
-    assert result.stdout.startswith("table: row 1 (rank 0): '0X0' is not an op")
+    assert result.stdout.startswith("table: row 1 (rank 0), column 2: '0X0' is not an op")
     assert result.stdout.count("\n") == 1
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
+from zbpipe.runtime import _torch
 from zbpipe.runtime.schedules import RegisteredSchedule, ScheduleZBV
 from zbpipe.runtime.words import tell
+from zbpipe.titan import plug
 
 CPU = torch.device("cpu")
 
@@ -49,8 +53,55 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
         assert len(gradients) == 2
         torch.testing.assert_close(gradients, expected)
     assert trained(plan)[0]._costs == costs
+    adopting, _ = trained("ZBV")
+    adopting.adopt(plan)
+    assert (adopting.schedule, adopting._costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
     assert type(trained("ZBV")[0]) is ScheduleZBV
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
+    """Neither is registered under its name."""
+    costs = zbpipe.CostModel.uniform(zbpipe.Placement.v(1), 1.0, 1.2, 0.8)
+    plan = zbpipe.plan(1, 4, costs, placements=["v"], budget=1e3)
+    for given in (plan, replace(zbpipe.generate("ZBV", 1, 4), name="mine")):
+        built, _ = trained(given)
+        optimizer = torch.optim.SGD([p for stage in _torch.stages_of(built) for p in stage.submod.parameters()])
+        zbpipe.OptimizerStep(built, optimizer, max_norm=1.0)()
+        built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(zbpipe.generate("ZBV", 1, 4).to_csv())
+    built, _ = trained(str(file))
+    assert type(built).__name__ == "ScheduleFromFile"
+    for content in (zbpipe.generate("ZBV", 1, 8).to_csv(), None):
+        file.write_text(content) if content else file.unlink()
+        with pytest.raises(ValueError, match=r"is a table for 4 microbatches, but a step has 3"):
+            built.step(torch.ones(3, 4), target=torch.zeros(3, 4), microbatches=3)
+        built.remake(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
+        built.gain_of_running_ahead()
+        built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    # The next job reads it again.
+    file.write_text(zbpipe.generate("1F1B", 1, 4).to_csv())
+    with pytest.raises(ValueError, match="has 1 stages in all"):
+        trained(str(file))
+
+
+def test_a_framework_and_titan_read_a_file_once_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(zbpipe.generate("ZBV", 2, 4).to_csv())
+    zbpipe.install()
+    try:
+        shown, known = schedules.get_schedule_class(str(file)), plug.known(str(file))
+        file.unlink()
+        assert schedules.get_schedule_class(str(file)) is shown
+        assert plug.known(str(file)) is known
+    finally:
+        zbpipe.uninstall()
 
 
 @pytest.mark.usefixtures("alone")
@@ -83,10 +134,17 @@ def from_the_first() -> list[str]:
     def fail() -> zbpipe.Schedule:
         raise KeyError("costs")
 
-    found = [str(zbpipe.from_first_rank(make))]
+    planned = zbpipe.from_first_rank(make)
+    assert planned.timeline.costs == zbpipe.CostModel.uniform(planned.schedule.placement, 1.0, 1.2, 0.8)
+    indices = zbpipe.stage_indices(planned, rank=dist.get_rank(), num_ranks=2)
+    stages = [PipelineStage(nn.Linear(4, 4), index, planned.schedule.placement.num_stages, CPU) for index in indices]
+    built = zbpipe.build_pipeline_schedule(planned, stages, 4, nn.functional.mse_loss)
+    assert isinstance(built, RegisteredSchedule)
+    assert built._costs == planned.timeline.costs
+    found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):
         try:
-            zbpipe.from_first_rank(wrong)  # type: ignore[arg-type]
+            zbpipe.from_first_rank(wrong)  # type: ignore[type-var]
         except ValueError as error:
             found.append(str(error))
     return found

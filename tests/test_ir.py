@@ -75,7 +75,7 @@ def test_bubbles_in_torchs_csv_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("0F0,0Q0\n", r"row 1 \(rank 0\): '0Q0' is not an op"),
+        ("0F0,0Q0\n", r"row 1 \(rank 0\), column 2: '0Q0' is not an op.*for example 3F0.*empty cells"),
         ("", "the table is empty"),
         ("0F0,0B0\n,\n", "rank 1 has no ops"),
         ("0F0,2F0\n", "rank 0 runs 2F0, but no rank runs stage 1"),
@@ -84,10 +84,11 @@ def test_bubbles_in_torchs_csv_are_dropped() -> None:
             "0F0,0F99999999,0B0\n1F0,1B0\n",
             r"rank 0 runs 0F99999999, but 5 op\(s\) are far too few for 100000000 microbatches on 2 stage",
         ),
-        ("0F" + 9999 * "9", r"row 1 \(rank 0\): '0F999\d*\.\.\.9*' is not an op"),
+        ("0F" + 9999 * "9", r"row 1 \(rank 0\), column 1: '0F999\d*\.\.\.9*' is not an op"),
         (200_000 * "0", "the table is no CSV: field larger"),
         ("0F0;0B0\n", "';' separates the cells of the table: save it with commas"),
         ("0F0\t0B0\n", "'\\\\t' separates the cells"),
+        ("0F0 0B0\n", "' ' separates the cells"),
     ],
 )
 def test_a_csv_that_is_no_schedule_is_refused(table: str, message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe import CostModel, Schedule, generate, simulate, simulation, testing
 from zbpipe.actions import parse
 from zbpipe.ir import Op, OpKind, Placement
 from zbpipe.passes import in_order_of_ends, with_messages
@@ -153,3 +153,15 @@ def test_words() -> None:
         simulate(schedule, costs, receives="soon")
     assert simulate(schedule, costs).receives is None
     assert sum(map(len, with_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
+
+
+def test_only_circles_count_as_circles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the placing of receives is told, not taken for messages that wait for each other."""
+
+    def explode(*args: object) -> None:
+        raise ValueError("a fault")
+
+    schedule = generate("ZBH1", 2, 4)
+    monkeypatch.setattr(simulation, "place_receives", explode)
+    with pytest.raises(ValueError, match="a fault"):
+        simulation.best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE)

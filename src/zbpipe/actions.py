@@ -8,14 +8,13 @@ which the other rank sends them.
 
 from __future__ import annotations
 
-import re
-import reprlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from zbpipe.ir import COMPUTATIONS, NUMBER, Op, OpKind, Schedule, cells, inputs
+from zbpipe import tables
+from zbpipe.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
 from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
 
 SENDS = ("SEND_F", "SEND_B")
@@ -23,9 +22,15 @@ RECEIVES = ("RECV_F", "RECV_B")
 WAIT_OF = {send: f"WAIT_{send}" for send in SENDS}
 """By kind of a send the kind of its wait."""
 WAITS = tuple(WAIT_OF.values())
-_MESSAGES = (*SENDS, *RECEIVES, *WAITS)
-_SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
-_ACTION = re.compile(rf"({NUMBER})({'|'.join((*_MESSAGES, *_SHARDING))}|[FIWB])({NUMBER}|)")
+_LEFT_OUT = {
+    **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
+    **dict.fromkeys(WAITS, "waits for sends"),
+    "UNSHARD": "unshards",
+    "RESHARD": "reshards",
+    "REDUCE_GRAD": "reductions of gradients",
+    "WAIT_REDUCE_GRAD": "waits for reductions",
+}
+"""By kind of communication what users call it, in the order in which they read it."""
 COMPUTE = frozenset(COMPUTATIONS)
 
 
@@ -49,7 +54,6 @@ Rows = tuple[tuple[Action, ...], ...]
 
 # Tables, because a step of a new size goes through tens of thousands of actions before it can run.
 _NAMES = {kind: kind.value for kind in OpKind}
-_KINDS = {kind.value: kind for kind in OpKind}
 _STEP = {"F": 1, "B": -1}
 """How many stages on a message goes: the output of a forward to the next stage, a gradient to the one before."""
 _OTHER_END = {
@@ -81,7 +85,7 @@ def op_of(action: Action) -> Op:
     >>> str(op_of(Action(3, "F", 0)))
     '3F0'
     """
-    return Op(action.stage, _KINDS[action.kind], action.microbatch)
+    return Op(action.stage, KINDS[action.kind], action.microbatch)
 
 
 def send_of(op: Op) -> Action:
@@ -115,15 +119,6 @@ def message_of(action: Action) -> Action | None:
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def has_communication(table: str) -> bool:
-    """Whether the table is one with communication, and not torch's compute-only one.
-
-    >>> has_communication("0F0,0SEND_F0")
-    True
-    """
-    return any(kind in table for kind in ("SEND", "RECV", "SHARD", "REDUCE"))
-
-
 def parse(table: str) -> Rows:
     """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
 
@@ -133,46 +128,42 @@ def parse(table: str) -> Rows:
     Raises:
         ValueError: a cell is no action.
     """
-    return tuple(
-        tuple(_parse_cell(rank, part) for cell in row for part in _parts(cell)) for rank, row in enumerate(cells(table))
-    )
+    return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
 
 
-def _parts(cell: str) -> list[str]:
-    inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
-    return [part.strip() for part in (inner[1].split(";") if inner else [cell]) if part.strip()]
+def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding], str]:
+    """The ops of a table, everything that is wrong with it and its communication, and how it was read.
 
-
-def _parse_cell(rank: int, cell: str) -> Action:
-    match = _ACTION.fullmatch(cell)
-    if match is None or (match[3] == "") != (match[2] in _SHARDING):
-        raise ValueError(
-            f"row {rank + 1} (rank {rank}): {reprlib.repr(cell)} is no action of torch's, such as 3F0, 3SEND_F0,"
-            " 3UNSHARD"
-        )
-    return Action(int(match[1]), match[2], int(match[3] or -1))
-
-
-def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding]]:
-    """The compute ops of a table, with or without communication, and everything that is wrong with it.
-
-        >>> schedule, findings = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+        >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
         >>> print(*findings)
         missing: rank 1, 1RECV_F0: the message is never received
+        >>> how
+        'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
 
     Args:
         table: torch's CSV.
         name: for the schedule.
         memory_limit: as for `validate`.
 
+    Returns:
+        The last is empty if the cells are the ops.
+
     Raises:
         ValueError: it is no such table.
     """
-    if not has_communication(table):
-        schedule = Schedule.from_csv(table, name)
-        return schedule, validate(schedule, memory_limit)
     rows = parse(table)
-    return _compute_ops(rows, name), validate_lowered(rows, memory_limit)
+    schedule = Schedule.from_actions(rows, name)
+    left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
+    findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
+    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
+    if written == [list(map(str, row)) for row in schedule]:
+        return schedule, findings, ""
+    read = Counter(op.kind for row in schedule for op in row)
+    how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
+    if left_out:
+        counts = (f"{left_out[what]} {what}" for what in dict.fromkeys(_LEFT_OUT.values()) if what in left_out)
+        how += f"; left out: {', '.join(counts)}; jobs place their own"
+    return schedule, findings, how
 
 
 def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Finding]:
@@ -181,7 +172,7 @@ def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Find
     >>> validate_lowered(parse("0F0,0B0"))
     []
     """
-    compute = _compute_ops(rows, "table")
+    compute = Schedule.from_actions(rows, "table")
     checks = _Table(rows, compute)
     # Who waits for whom shows better among the messages.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
@@ -202,7 +193,7 @@ def mixed_up_messages(rows: Rows) -> list[Finding]:
     >>> print(*mixed_up_messages(rows))
     order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
     """
-    return list(_Table(rows, _compute_ops(rows, "")).crossed())
+    return list(_Table(rows, Schedule.from_actions(rows, "")).crossed())
 
 
 Queues = Callable[[int], Hashable]
@@ -219,7 +210,7 @@ def blocked_queues(rows: Rows) -> list[Finding]:
         >>> blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
         []
     """
-    rank_of = _compute_ops(rows, "").placement.rank_of
+    rank_of = Schedule.from_actions(rows, "").placement.rank_of
     try:
         TopologicalSorter(waits(rows, rank_of, lambda peer: 0)).prepare()
     except CycleError as error:
@@ -256,7 +247,7 @@ def waits(
         last: dict[Hashable, Action] = {}
         """By queue."""
         for action in row:
-            if action.kind in _SHARDING:
+            if action.kind in tables.SHARDING:
                 continue
             message = message_of(action)
             if action.kind.startswith(("SEND", "RECV")) and message:
@@ -271,10 +262,6 @@ def waits(
                 found[action] += last.values()
             compute = [action]
     return found
-
-
-def _compute_ops(rows: Rows, name: str) -> Schedule:
-    return Schedule.from_rows([[op_of(each) for each in row if each.kind in COMPUTE] for row in rows], name)
 
 
 class _Table:
@@ -311,7 +298,7 @@ class _Table:
             done = "received" if action.kind.startswith("RECV") else "sent"
             yield self.finding("missing", action, f"the message is never {done}")
         for action, standing in self.places.items():
-            if action.kind not in _MESSAGES:
+            if action.kind not in tables.MESSAGES:
                 continue
             message = action._replace(kind=action.kind.removeprefix("WAIT_"))
             for again, place in enumerate(standing):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ from itertools import count
 from operator import index
 from typing import NamedTuple
 
+from zbpipe import tables
 from zbpipe.pictures import painter
 
-NUMBER = "[0-9]{1,15}"
-"""A stage or a microbatch in a table, as a regular expression; what is longer is a mistake, or worse."""
 _MOST_SHOWN = 64
 """Ops in the `repr` of a schedule."""
-_OP = re.compile(rf"(?P<stage>{NUMBER})(?P<kind>[FIWB]|[OR][FI])(?P<microbatch>{NUMBER})")
 
 MOST_STAGES = 1024
 """In a schedule that is made by name or planned."""
@@ -135,14 +132,14 @@ class Op(NamedTuple):
         Raises:
             ValueError: `text` is anything else.
         """
-        match = _OP.fullmatch(text.strip()) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError(
-                f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI,"
-                " RI), and microbatch, for example 3F0"
-            )
-        return cls(int(match["stage"]), OpKind(match["kind"]), int(match["microbatch"]))
+        action = tables.parse_action(text.strip()) if isinstance(text, str) else None
+        if action is None or action[0] is None or action[1] not in KINDS:
+            raise ValueError(tables.no_op(text))
+        return cls(action[0], KINDS[action[1]], action[2])
 
+
+KINDS = {kind.value: kind for kind in OpKind}
+"""By text form."""
 
 # `inputs` runs for every op, and `OpKind.F` takes longer than all else in it.
 F, I, W, B, OF, RF, OI, RI = OpKind  # noqa: E741
@@ -400,13 +397,17 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, table: str, name: str = "csv") -> Schedule:
-        """Read torch's compute-only table, without its empty cells (torch's bubbles).
+        """Read a table of computations, or the computations of a table with communication.
 
-        Placement and number of microbatches come from the table itself: a stage is on the rank in whose row it first
-        appears.
+        It takes what torch's `_dump_csv` writes in both formats, and the same without stages where each rank has one
+        (see `zbpipe.tables`). Bubbles, sends, receives and gathers of weights are left out: jobs place their own.
+        `zbpipe.actions.check_table` checks them. Placement and number of microbatches come from the table itself: a
+        stage is on the rank in whose row it first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)
+            >>> print(Schedule.from_csv("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0B1"))
+            rank 0: 0F0 0F1 0B0 0B1
 
         Args:
             table: the text, not the path of a file: `zbpipe.generate` takes that.
@@ -414,13 +415,27 @@ class Schedule:
 
         Raises:
             TypeError: the table is no text.
-            ValueError: a cell is no op, a row or the whole table is empty, a stage appears in no row, or there are
+            ValueError: a cell is no action, a row or the whole table is empty, a stage appears in no row, or there are
                 far too few ops for a microbatch that a cell names.
         """
-        rows = cells(table)
+        return cls.from_actions(tables.read(table), name)
+
+    @classmethod
+    def from_actions(cls, rows: Sequence[Sequence[tuple[int, str, int]]], name: str) -> Schedule:
+        """The ops among the actions (stage, kind, microbatch) of each rank.
+
+            >>> print(Schedule.from_actions([[(0, "F", 0), (0, "SEND_F", 0), (0, "B", 0)]], "mine"))
+            rank 0: 0F0 0B0
+
+        Raises:
+            ValueError: as `from_csv`.
+        """
         if not rows:
             raise ValueError(f"schedule {name}: the table is empty")
-        return cls.from_rows([_parse_row(rank, row) for rank, row in enumerate(rows)], name)
+        kinds = KINDS
+        return cls.from_rows(
+            [[Op(stage, kinds[kind], number) for stage, kind, number in row if kind in kinds] for row in rows], name
+        )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
@@ -437,14 +452,19 @@ class Schedule:
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
-                raise ValueError(f"schedule {name}: rank {rank} has no ops")
+                raise ValueError(
+                    f"schedule {name}: rank {rank} has no ops: leave its row out, or add the ops of its stages"
+                )
             for op in ops:
                 rank_of.setdefault(op.stage, rank)
         everything = [(rank, op) for rank, ops in enumerate(rows) for op in ops]
         num_stages = next(stage for stage in count() if stage not in rank_of)
         for rank, op in everything:
             if not 0 <= op.stage < num_stages:
-                raise ValueError(f"schedule {name}: rank {rank} runs {op}, but no rank runs stage {num_stages}")
+                raise ValueError(
+                    f"schedule {name}: rank {rank} runs {op}, but no rank runs stage {num_stages}: mend that stage, or"
+                    " add the ops of all stages from 0 on"
+                )
             if op.microbatch < 0:
                 raise ValueError(f"schedule {name}: rank {rank} runs {op}, but microbatches count from 0")
         if not everything:
@@ -490,32 +510,3 @@ def _fault(op: object) -> str | None:
     if type(op.stage) is not int or type(op.microbatch) is not int:
         return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is not a Python int"
     return None
-
-
-def cells(table: str) -> list[list[str]]:
-    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
-
-        >>> cells("0F0,0B0\\n1F0,1B0")
-        [['0F0', '0B0'], ['1F0', '1B0']]
-
-    Raises:
-        TypeError: the table is no text.
-        ValueError: the table is no CSV, or other characters than commas separate its cells.
-    """
-    if not isinstance(table, str):
-        raise TypeError(
-            f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"
-        )
-    if "," not in table and "(" not in table and (separator := re.search("[;\t]", table)):
-        raise ValueError(f"{separator[0]!r} separates the cells of the table: save it with commas")
-    try:
-        return [row for row in csv.reader(table.removeprefix("\ufeff").splitlines()) if row]
-    except csv.Error as error:
-        raise ValueError(f"the table is no CSV: {error}") from None
-
-
-def _parse_row(rank: int, row: Sequence[str]) -> list[Op]:
-    try:
-        return [Op.parse(cell) for cell in row if cell.strip()]
-    except ValueError as error:
-        raise ValueError(f"row {rank + 1} (rank {rank}): {error}") from None

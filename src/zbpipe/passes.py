@@ -26,7 +26,7 @@ from zbpipe.actions import (
 )
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
-from zbpipe.timeline import Span, Timeline
+from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives
 from zbpipe.turns import Turns
 
@@ -140,14 +140,13 @@ def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
             behind it.
     """
-    # As tuples, ops and their actions are equal.
-    spans: dict[tuple[int, str, int], Span] = {span.op: span for row in timeline.spans for span in row if not span.step}
-    place: dict[tuple[int, str, int], int] = {op: n for n, op in enumerate(in_order_of_ends(timeline))}
+    spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
+    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
     """By receive when the computation runs whose result it gets."""
 
     def moved(row: tuple[Action, ...]) -> Iterator[Action]:
-        made = ((place[maker[each].op], each) for each in row if each.kind in RECEIVES)
+        made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
@@ -28,6 +28,14 @@ from zbpipe.ir import Placement, Schedule, require_size, require_whole
 from zbpipe.users import SEPARATOR, function_of
 
 Generate = Callable[..., Schedule]
+
+
+@runtime_checkable
+class _Planned(Protocol):
+    """A `zbpipe.Plan`, which this module does not import: it stands for its schedule."""
+
+    @property
+    def schedule(self) -> Schedule: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,11 @@ class Algorithm:
     """Whether it is a schedule of its own, to be listed and compared with others."""
     by_checkpointing: bool = False
     """Whether a job without measured costs gives it those that are usual for its activation checkpointing."""
+
+    @property
+    def handle(self) -> str | Schedule:
+        """What `lookup` takes for it later: its name, or its table, because a file may have changed by then."""
+        return self.name if self.table is None else self.table
 
     @property
     def any_stages_per_rank(self) -> bool:
@@ -201,8 +214,10 @@ def schedules() -> Mapping[str, Algorithm]:
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
 
-def lookup(name: str | Schedule) -> Algorithm:
+def lookup(name: str | Schedule | _Planned) -> Algorithm:
     """The schedule called `name`, in any case, the one in the CSV file of that name, `file.py:function`, or one itself.
+
+    Of a `Plan` it is the plan's schedule.
 
         >>> lookup("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
@@ -212,6 +227,8 @@ def lookup(name: str | Schedule) -> Algorithm:
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
+    if isinstance(name, _Planned):
+        name = name.schedule
     if isinstance(name, Schedule):
         return _as_it_is(name)
     if not isinstance(name, str):
@@ -250,7 +267,7 @@ def _of_function(source: str) -> Algorithm:
 
 
 def stage_indices(
-    schedule: str | Schedule, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
+    schedule: str | Schedule | _Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
 ) -> tuple[int, ...]:
     """Which stages to build on `rank` for the schedule of that name, in ascending order.
 
@@ -258,7 +275,7 @@ def stage_indices(
         (1, 6)
 
     Args:
-        schedule: a name, in any case, the path of a CSV file, or a Schedule.
+        schedule: a name, in any case, the path of a CSV file, a Schedule, or a Plan.
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
         stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.

@@ -19,7 +19,7 @@ from zbpipe.costs import CostModel, Placeable, as_cost_model
 from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
-from zbpipe.transport import Receives, Transport, run
+from zbpipe.transport import CircleError, Receives, Transport, run
 from zbpipe.turns import Turns
 from zbpipe.validation import require_schedule, require_valid
 
@@ -122,7 +122,7 @@ def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Tim
             break
         try:
             trial = _with_queues(schedule, ideal, messages, transport, receives)
-        except ValueError:  # a circle
+        except CircleError:
             continue
         if trial.makespan < shortest * _WORTH_IT:
             best, shortest = trial, trial.makespan

@@ -99,6 +99,14 @@ class Times(NamedTuple):
     """By computation the one whose end it waited for, if it waited for one at all."""
 
 
+class CircleError(ValueError):
+    """Messages wait for each other.
+
+    >>> issubclass(CircleError, ValueError)
+    True
+    """
+
+
 def run(
     rows: Rows,
     placement: Placement,
@@ -122,7 +130,7 @@ def run(
         copies: to the host and back: what they wait for, and which computations wait for them.
 
     Raises:
-        ValueError: messages wait for each other in a circle.
+        CircleError: messages wait for each other in a circle.
     """
     rank_of = placement.rank_of
     before = waits(rows, rank_of, _QUEUES[transport], holds_up_compute=transport is Transport.SHARED)
@@ -143,7 +151,7 @@ def run(
                 behind[node] = source
     except CycleError as error:
         circle = " before ".join(map(str, error.args[1]))
-        raise ValueError(f"with {transport} messages wait for each other: {circle}") from None
+        raise CircleError(f"with {transport} messages wait for each other: {circle}") from None
     return Times(start, end, behind)
 
 

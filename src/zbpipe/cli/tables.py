@@ -78,9 +78,10 @@ def validate(
 ) -> None:
     """Check a schedule, by its name or in a CSV file.
 
-    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
-    compute-only table, or its table with communication, whose sends and receives have to match as well. Prints each
-    finding on a line; the exit code is 1 if there is any. A memory limit counts activations as without checkpointing:
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is
+    torch's compute-only table, or its table with communication, whose sends and receives have to match as well; the
+    other commands and jobs read only its computations. Prints each finding on a line; the exit code is 1 if there is
+    any. A memory limit counts activations as without checkpointing:
     1 is a rank's share of one microbatch. `compare` and `simulate` know what checkpointing changes.
 
     \b
@@ -98,10 +99,10 @@ def validate(
     limit = None if memory_limit is None else memory_limit.amount
     if isinstance(name, str):
         schedule, _ = made(name, ranks, microbatches, equal(), stages_per_rank)
-        findings = findings_of(schedule, limit)
+        findings, how = findings_of(schedule, limit), ""
     else:
         try:
-            schedule, findings = check_table(read_text(name), str(name), limit)
+            schedule, findings, how = check_table(read_text(name), str(name), limit)
         except ValueError as error:
             click.echo(f"table: {one_line(str(error))}")
             raise SystemExit(1) from None
@@ -109,12 +110,14 @@ def validate(
     for finding in findings:
         click.echo(str(finding))
     if findings:
+        click.echo(how, nl=bool(how))
         raise SystemExit(1)
     click.echo(
         f"{schedule.name}: valid; {counted(schedule.num_ranks, 'rank')},"
         f" {counted(schedule.placement.num_stages, 'stage')}, {counted(schedule.num_microbatches, 'microbatch')},"
         f" {counted(sum(map(len, schedule)), 'op')}"
     )
+    click.echo(how, nl=bool(how))
 
 
 def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> None:

@@ -37,6 +37,8 @@ class _Installation:
         self._everywhere = everywhere
         self._options = options
         self._faces: dict[str, Any] = {}
+        self._tables: dict[str, Algorithm] = {}
+        """By path what the file held when the job first asked for it."""
 
     def get_schedule_class(self, schedule_name: str) -> Any:
         """The class for a schedule of torch's or zbpipe's, in any case, or for the path of a CSV file.
@@ -45,7 +47,9 @@ class _Installation:
             ValueError: there is no such schedule, or the options do not fit it.
         """
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
-        algorithm = None if str(name).lower() in _ABSTRACT else registry.lookup(name)
+        algorithm = None if str(name).lower() in _ABSTRACT else self._tables.get(name) or registry.lookup(name)
+        if algorithm is not None and algorithm.table is not None:
+            self._tables[name] = algorithm
         self._log(schedule_name, name, algorithm)
         if algorithm is None or algorithm.source == "torch":
             automodel.restore()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,13 @@ from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split import stage as split
 
+Made = TypeVar("Made", bound=Schedule | Plan)
 
-def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
+
+def schedule_class(name: str | Schedule) -> type[_torch.PipelineSchedule]:
     """The class that runs the schedule called `name`: torch's own under torch's names, else one of zbpipe's.
+
+    A file is read once, now: its class has the table.
 
     Raises:
         ValueError: there is no such schedule. The message lists the names and the nearest one.
@@ -32,6 +36,8 @@ def schedule_class(name: str) -> type[_torch.PipelineSchedule]:
     algorithm = registry.lookup(name)
     if algorithm.source == "torch":
         return _torch.torch_class(algorithm.name)
+    if algorithm.table is not None:
+        return _class_of(algorithm.table)
     return _registered_class(algorithm.name)
 
 
@@ -41,8 +47,7 @@ def _registered_class(name: str) -> type[RegisteredSchedule]:
     for known in [*classes, *RegisteredSchedule.__subclasses__()]:
         if known.given is None and getattr(known, "schedule_name", None) == name:
             return known
-    class_name = "ScheduleFromFile" if name.endswith(".csv") else f"Schedule{name}"
-    return type(class_name, (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
+    return type(f"Schedule{name}", (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
 
 
 def build_pipeline_schedule(
@@ -89,7 +94,7 @@ def build_pipeline_schedule(
     if isinstance(schedule, Schedule):
         return _class_of(schedule)(stages, n_microbatches, loss_fn, **options)
     algorithm = registry.lookup(schedule)
-    runtime = schedule_class(algorithm.name)
+    runtime = schedule_class(algorithm.handle)
     if issubclass(runtime, RegisteredSchedule):
         return runtime(stages, n_microbatches, loss_fn, **options)
     checks.require_options(algorithm.name, options, runtime.__init__)
@@ -106,7 +111,8 @@ def build_pipeline_schedule(
 
 def _class_of(schedule: Schedule) -> type[RegisteredSchedule]:
     names = {"schedule_name": schedule.name, "given": schedule, "__module__": __name__}
-    return type("ScheduleAsGiven", (RegisteredSchedule,), names)
+    class_name = "ScheduleFromFile" if schedule.name.lower().endswith(".csv") else "ScheduleAsGiven"
+    return type(class_name, (RegisteredSchedule,), names)
 
 
 def _class_of_plan(plan: Plan) -> type[RegisteredSchedule]:
@@ -129,8 +135,8 @@ def _planned_again(schedule: Any, number: int) -> Schedule:
 
 
 def from_first_rank(
-    make: Callable[[], Schedule | Plan], group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> Schedule:
+    make: Callable[[], Made], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Made:
     """What `make` gives on the first rank, on all of them: one rank plans, and no file has to be seen by all.
 
         schedule = zbpipe.from_first_rank(lambda: zbpipe.plan(num_ranks, 16, costs))
@@ -156,28 +162,29 @@ def from_first_rank(
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
         raise ValueError(f"the first rank has no schedule for the others: {made[0]}")
-    schedule: Schedule = made[0]
-    return schedule
+    found: Made = made[0]
+    return found
 
 
-def _made_or_error(make: Callable[[], Schedule | Plan]) -> Schedule | str:
+def _made_or_error(make: Callable[[], Made]) -> Made | str:
     try:
         found = make()
     except Exception as error:  # the other ranks wait for an answer, whatever it is
         return f"{type(error).__name__}: {error}"
-    found = found.schedule if isinstance(found, Plan) else found
-    return found if isinstance(found, Schedule) else f"it made {found!r}, not a zbpipe.Schedule or a zbpipe.Plan"
+    return (
+        found if isinstance(found, (Schedule, Plan)) else f"it made {found!r}, not a zbpipe.Schedule or a zbpipe.Plan"
+    )
 
 
-def require_options(name: str, options: Iterable[str]) -> None:
-    """Refuse options that the schedule called `name` does not have with the installed torch.
+def require_options(algorithm: registry.Algorithm, options: Iterable[str]) -> None:
+    """Refuse options that the schedule does not have with the installed torch.
 
     Raises:
         ValueError: the message lists the options that it has.
     """
-    runtime = schedule_class(name)
+    runtime = schedule_class(algorithm.handle)
     more = _torch.SCHEDULE_OPTIONS if issubclass(runtime, RegisteredSchedule) else ()
-    checks.require_options(name, options, runtime.__init__, more)
+    checks.require_options(algorithm.name, options, runtime.__init__, more)
 
 
 def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:

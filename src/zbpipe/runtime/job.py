@@ -47,7 +47,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         ValueError: for the first of them.
     """
     name, is_auto = algorithm.name, algorithm.name == AutoSchedule.schedule_name
-    require_options(name, options.for_torch.given())
+    require_options(algorithm, options.for_torch.given())
     if options.memory_limit is not None:
         algorithm.require_limits(spell("memory_limit"))
     if algorithm.source == "torch" and options.need_zbpipes_schedule():
@@ -220,7 +220,7 @@ def build(
         own |= options.for_auto()
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)
     return build_pipeline_schedule(
-        algorithm.name, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more
+        algorithm.handle, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more
     )
 
 

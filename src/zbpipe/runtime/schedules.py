@@ -13,9 +13,11 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import passes, registry
 from zbpipe.costs import CostModel
+from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
+from zbpipe.planner.result import Plan
 from zbpipe.running_ahead import RunAhead, ahead_of, gain
 from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
@@ -131,6 +133,12 @@ class RegisteredSchedule(_torch.OwnRuntime):
     receives: Receives
     """When ranks post their receives, in the schedule that runs."""
 
+    def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
+        """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
+        if _torch.are_mocks(stages):
+            return list_for_visualizer(cls.given or cls.schedule_name, stages, n_microbatches)
+        return super().__new__(cls)
+
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
         self,
@@ -149,7 +157,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         **options: Any,
     ) -> None:
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
-        algorithm = registry.lookup(source := self.given or self.schedule_name)
+        self._algorithm = algorithm = registry.lookup(self.given or self.schedule_name)
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
@@ -163,7 +171,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             size = placement.num_ranks, microbatches
             room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
             made = registry.generate(
-                source,
+                algorithm.handle,
                 *size,
                 stages_per_rank=per_rank,
                 costs=costs,
@@ -213,21 +221,25 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
-    def adopt(self, schedule: Schedule, costs: CostModel | None = None) -> None:
+    def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
 
-            schedule.adopt(zbpipe.plan(4, 8, costs).schedule)
+            schedule.adopt(zbpipe.plan(4, 8, costs))
 
         The next step begins with a check that all ranks have the same schedule.
 
         Args:
-            schedule: with the placement of the one that runs. Steps with its number of microbatches run it, the others
-                run what they ran before.
-            costs: to place receives from now on, the same on all ranks; default: those known so far.
+            schedule: one, or a plan, with the placement of the one that runs. Steps with its number of microbatches
+                run it, the others run what they ran before.
+            costs: to place receives from now on, the same on all ranks; default: those of the plan, or those known so
+                far.
 
         Raises:
             ValueError: it has another placement, or cannot run.
         """
+        if isinstance(schedule, Plan):
+            costs = costs or schedule.timeline.costs
+            schedule = schedule.schedule
         if not isinstance(schedule, Schedule):
             raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
         checks.require_same_placement(schedule, self.placement)
@@ -241,6 +253,10 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
+
+    def load_table(self, file: str) -> None:
+        """Adopt the computations of a CSV file: what torch's `_load_csv` does here."""
+        self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:
         """Make what steps with so many microbatches run, so that the first of them does not wait for it.
@@ -282,7 +298,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        algorithm = registry.lookup(self.given or self.schedule_name)
+        algorithm = self._algorithm
         if algorithm.table is not None and number != algorithm.table.num_microbatches:
             raise ValueError(
                 f"{algorithm.name} is a table for {algorithm.table.num_microbatches} microbatches, but a step has"
@@ -508,7 +524,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _made_to_run_ahead(self) -> Schedule:
         """The one that runs, unless it can be made for this and is still the one that was made."""
-        can_be_made = "runs_ahead" in registry.lookup(self.schedule_name).keywords
+        can_be_made = "runs_ahead" in self._algorithm.keywords
         number = _torch.num_microbatches(self)
         if can_be_made and self.schedule == self.made_for(self._costs, microbatches=number):
             return self.made_for(self._costs, runs_ahead=True, microbatches=number)
@@ -551,6 +567,21 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _simulated_costs(self) -> CostModel:
         return self._costs or passes.unknown_costs(self.placement)
+
+
+def list_for_visualizer(source: str | Schedule, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
+    """What torch's schedule visualizer shows of a schedule. It cannot run.
+
+    Args:
+        source: the schedule's name, or itself.
+        mocks: of its stages, at least two a rank whatever the schedule has, unless the class is for one.
+        n_microbatches: of a step.
+    """
+    stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
+    is_asked = registry.lookup(source).any_stages_per_rank or len(stages) > 2
+    per_rank = len(stages) if is_asked else None
+    made = registry.generate(source, stages[0].group_size, n_microbatches, stages_per_rank=per_rank)
+    return _torch.list_only(stages, made)
 
 
 def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: Mapping[str, Any]) -> int | None:

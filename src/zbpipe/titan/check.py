@@ -24,6 +24,22 @@ _MANY_STAGES = 4
 logger = logging.getLogger(__name__)
 
 
+_tables: dict[str, Algorithm] = {}
+"""By path what the file held when the job first asked for it: it may be changed or gone while the job runs."""
+
+
+def look_up(name: str) -> Algorithm:
+    """The schedule of that name; a file is read once in a process, which is a job.
+
+    >>> look_up("zbv").name
+    'ZBV'
+    """
+    algorithm = _tables.get(name) or lookup(name)
+    if algorithm.table is not None:
+        _tables[name] = algorithm
+    return algorithm
+
+
 def check(config: Any, options: Options) -> None:
     """Refuse pipeline settings that cannot run, and options of zbpipe that would have no effect.
 
@@ -42,7 +58,7 @@ def check(config: Any, options: Options) -> None:
                 f"zbpipe's options have no effect on TorchTitan's own {name}: give the CSV file as the schedule instead"
             )
         return
-    algorithm = lookup(name)
+    algorithm = look_up(name)
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if options.optimizer_step == "validated":
@@ -69,7 +85,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.name == "Auto":
         return
-    schedule = generate(algorithm.name, ranks, _microbatches(config), runs_ahead=True)
+    schedule = generate(algorithm.handle, ranks, _microbatches(config), runs_ahead=True)
     saved = gain(schedule, unknown_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.registry import Algorithm, lookup
+from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, agreement, checks, job
 from zbpipe.runtime.build import require_splittable, schedule_class
 from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.titan import monitor
-from zbpipe.titan.check import NAMES_FOR_TITANS_CSV
+from zbpipe.titan.check import NAMES_FOR_TITANS_CSV, look_up
 from zbpipe.transformer import Checkpointing
 
 PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 def known(schedule: str) -> Algorithm | None:
     """The schedule of that name; None for the names that TorchTitan uses with its own CSV field."""
-    return None if schedule in NAMES_FOR_TITANS_CSV else lookup(schedule)
+    return None if schedule in NAMES_FOR_TITANS_CSV else look_up(schedule)
 
 
 def num_stages(algorithm: Algorithm, parallelism: Any, num_layers: int) -> int:
@@ -77,7 +77,7 @@ def build(
     TorchTitan compares the ranks' schedules before a first step could: so the config says the checkpointing, not what
     each rank sees in its own modules.
     """
-    if issubclass(schedule_class(algorithm.name), LeanSchedule):
+    if issubclass(schedule_class(algorithm.handle), LeanSchedule):
         more["checkpointing"] = checkpointing
     logger.info(
         "Using %s's pipeline schedule %s with %d microbatches", algorithm.source, algorithm.name, n_microbatches

@@ -154,6 +154,20 @@ class OwnRuntime(_PipelineScheduleRuntime):
         kept = None if self.abandoned_by is not None else losses
         super()._update_losses(stages, kept)  # type: ignore[no-untyped-call]
 
+    def load_table(self, file: str) -> None:
+        """Run the computations of a CSV file from the next step on."""
+        super()._load_csv(file)
+
+    def _load_csv(self, filename: str, format: str = "compute_only") -> None:
+        self.load_table(filename)
+
+    def _dump_csv(self, filename: str, format: str = "compute_comms") -> None:
+        # torch before 2.15 would read a wait for a send as a W. Without waits it waits for all sends at the end.
+        lists = self.pipeline_order_with_comms
+        known = {rank: [each for each in row if isinstance(each[1], _ComputationType)] for rank, row in lists.items()}
+        with replaced(self, pipeline_order_with_comms=known):
+            super()._dump_csv(filename, cast(Any, format))
+
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         self.initialize_stages(*args, **kwargs)
 
@@ -294,9 +308,29 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
+def are_mocks(stages: Any) -> bool:
+    """Whether these are the stand-ins of torch's schedule visualizer, which have a rank and no index."""
+    first = stages[0] if isinstance(stages, (list, tuple)) and stages else stages
+    return isinstance(first, _PipelineStageBase) and not hasattr(first, "stage_index")
+
+
+def list_only(stages: list[Any], schedule: Schedule) -> _PipelineScheduleRuntime:
+    """torch's runtime with the computations of `schedule` on mocks of stages. It cannot run."""
+    for stage in stages:
+        # The visualizer adds messages for this number of stages afterwards.
+        stage.num_stages = schedule.placement.num_stages
+    runtime = _PipelineScheduleRuntime(stages, schedule.num_microbatches)  # type: ignore[no-untyped-call]
+    runtime.pipeline_order = _order_of(schedule.computations)
+    return runtime
+
+
+def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
+    return {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
+
+
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
-    runtime.pipeline_order = {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
+    runtime.pipeline_order = _order_of(schedule)
     with replaced(pipelining_schedules, _add_unshard_reshard=_gathered):
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 

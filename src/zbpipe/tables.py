@@ -1,0 +1,129 @@
+"""The one reader of CSV tables: a row per rank, a cell per action, as torch's `_dump_csv` writes both of its formats.
+
+    0F0,0SEND_F0,,(0F1;3B0)OVERLAP_F_B,0W0
+
+It also takes what other tools and people write: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`,
+`W0` without a stage where each rank has one. In such a table B is the backward for the input (I) if a W follows, as in
+the zero-bubble papers.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import reprlib
+from collections.abc import Iterator
+
+COMPUTATIONS = ("F", "I", "W", "B")
+COPIES = ("OF", "RF", "OI", "RI")
+MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+"""Actions of a whole stage, without a microbatch."""
+
+Cell = tuple[int, str, int]
+"""Stage, kind, and microbatch (-1 where the action has none)."""
+
+_NUMBER = "[0-9]{1,15}"
+"""A stage or a microbatch; what is longer is a mistake, or worse."""
+_KINDS = "|".join((*COMPUTATIONS, *COPIES, *MESSAGES))
+_ACTION = re.compile(rf"({_NUMBER})?(?:({'|'.join(SHARDING)})|({_KINDS})({_NUMBER}))", re.IGNORECASE | re.ASCII)
+_Written = tuple[int | None, str, int]
+"""A cell that may have no stage."""
+_MORE = "a table may also have torch's sends, receives, unshards and OVERLAP_F_B, and empty cells"
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B", re.IGNORECASE | re.ASCII)
+
+
+def read(table: str) -> list[list[Cell]]:
+    """The actions of each rank, in order. An overlapped pair is its two parts, one after the other.
+
+        >>> read("0UNSHARD,,(0F1;0B0)OVERLAP_F_B")
+        [[(0, 'UNSHARD', -1), (0, 'F', 1), (0, 'B', 0)]]
+        >>> read("F0, b0, None, W0")
+        [[(0, 'F', 0), (0, 'I', 0), (0, 'W', 0)]]
+
+    Args:
+        table: the text of a CSV file.
+
+    Raises:
+        TypeError: the table is no text.
+        ValueError: it is no CSV, a cell is no action, or only some cells name their stage.
+    """
+    rows: list[list[_Written]] = []
+    for rank, row in enumerate(cells(table)):
+        rows.append([])
+        for column, cell in enumerate(row):
+            for part in _parts(cell):
+                at = f"row {rank + 1} (rank {rank}), column {column + 1}"
+                action = parse_action(part)
+                if action is None:
+                    raise ValueError(f"{at}: {no_op(part)}; {_MORE}")
+                rows[rank].append(action)
+                first = next(filter(None, rows))[0]
+                if (first[0] is None) != (action[0] is None):
+                    raise ValueError(
+                        f"{at}: {part!r} has {'no' if action[0] is None else 'a'} stage, unlike the cells before it:"
+                        " write the stage in all cells, or in none if each rank has one stage"
+                    )
+    return [list(_with_stages(row, rank)) for rank, row in enumerate(rows)]
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
+
+        >>> cells("0F0,0B0\\n1F0,1B0")
+        [['0F0', '0B0'], ['1F0', '1B0']]
+
+    Raises:
+        TypeError: the table is no text.
+        ValueError: the table is no CSV, or other characters than commas separate its cells.
+    """
+    if not isinstance(table, str):
+        raise TypeError(
+            f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"
+        )
+    if "," not in table and "(" not in table and (separator := re.search(r"[;\t]|(?<=\w) +(?=\w)", table)):
+        raise ValueError(f"{separator[0]!r} separates the cells of the table: save it with commas")
+    try:
+        return [row for row in csv.reader(table.removeprefix("\ufeff").splitlines()) if row]
+    except csv.Error as error:
+        raise ValueError(f"the table is no CSV: {error}") from None
+
+
+def parse_action(text: str) -> _Written | None:
+    """One action: stage (None if it is not written), kind, microbatch (-1 if it has none); None if it is no action.
+
+    >>> parse_action("3SEND_F0"), parse_action("w0"), parse_action("3X0")
+    ((3, 'SEND_F', 0), (None, 'W', 0), None)
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        return None
+    stage, sharding, kind, microbatch = match.groups()
+    return None if stage is None else int(stage), (sharding or kind).upper(), -1 if sharding else int(microbatch)
+
+
+def no_op(text: object) -> str:
+    """The error about what was to be an op.
+
+    >>> no_op("3X0")
+    "'3X0' is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and microbatch, ..."
+    """
+    return (
+        f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and"
+        " microbatch, for example 3F0"
+    )
+
+
+def _parts(cell: str) -> Iterator[str]:
+    overlapped = _OVERLAPPED.fullmatch(cell.strip())
+    parts = overlapped[1].split(";") if overlapped else [cell]
+    return (part.strip() for part in parts if part.strip().lower() not in ("", "none"))
+
+
+def _with_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
+    weights = {microbatch for _, kind, microbatch in row if kind == "W"}
+    for stage, kind, microbatch in row:
+        if stage is not None:
+            yield stage, kind, microbatch
+        else:
+            yield rank, "I" if kind == "B" and microbatch in weights else kind, microbatch

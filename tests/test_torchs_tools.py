@@ -1,0 +1,160 @@
+"""torch's own tools on zbpipe's schedules: the visualizer of schedules, its dumps of lists, and its simulation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build_stage, gradients, loss_fn, reference
+from ranks import run_ranks
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zbpipe
+from zbpipe import registry
+from zbpipe.runtime.build import schedule_class
+
+CLASSES = [each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "schedule_name")]
+MICROBATCHES = 4
+
+
+def listed(ops: list[list[Any]]) -> list[str]:
+    return [" ".join(map(str, row)) for row in ops]
+
+
+@pytest.mark.parametrize("given", CLASSES, ids=lambda each: each.__name__)
+def test_the_visualizer_lists_every_class(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a process group, as for torch's own classes."""
+    assert not dist.is_initialized()
+    schedule = zbpipe.generate(given.schedule_name, 4, 8)
+    with caplog.at_level(logging.WARNING):
+        found = get_schedule_ops(given, 4, 8)
+    assert listed(found) == [" ".join(map(str, row)) for row in schedule]
+    assert not caplog.records
+    messages = get_schedule_ops(given, 4, 8, with_comms=True)
+    assert [[action for action in row if action and action.is_compute_op] for row in messages] == found
+    assert "SEND_F" in str(messages)
+
+
+def test_there_are_classes() -> None:
+    assert {"ScheduleZBV", "ScheduleZBH1", "ScheduleVMinLean", "AutoSchedule"} <= {each.__name__ for each in CLASSES}
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    zbpipe.install()
+    yield
+    zbpipe.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["ZBV", "ZBH1", "ZBVLean", "Auto", "Interleaved1F1B", "table.csv"])
+def test_the_visualizer_lists_installed_names(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name) if name.endswith(".csv") else name
+    if path != name:
+        Path(path).write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
+    found = get_schedule_ops(schedules.get_schedule_class(path), 4, 8)
+    computations = [[each for each in row if each] for row in found]
+    assert listed(computations) == [" ".join(map(str, row)) for row in zbpipe.generate(path, 4, 8)]
+
+
+def test_the_visualizer_of_a_schedule_with_any_number_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    zbpipe.register("Any", stages_per_rank=2)(registry.lookup("Interleaved1F1B").generate)
+    found = get_schedule_ops(schedule_class("Any"), 2, 4, 3)
+    expected = zbpipe.generate("Interleaved1F1B", 2, 4, stages_per_rank=3)
+    assert listed(found) == [" ".join(map(str, row)) for row in expected]
+
+
+def test_the_visualizer_with_another_number_of_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ZBV runs 2 stage\(s\) per rank, got stages_per_rank=3"):
+        get_schedule_ops(zbpipe.ScheduleZBV, 2, 4, 3)
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def fake_stages(name: str) -> list[PipelineStage]:
+    placement = registry.lookup(name).place(2)
+    cpu = torch.device("cpu")
+    return [PipelineStage(torch.nn.Linear(2, 2), index, placement.num_stages, cpu) for index in placement.stages_on(0)]
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", ["ZBV", "ZBH1", "VHalf", "ZBVLean"])
+def test_a_dump_has_only_what_torch_reads(name: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "dump.csv")
+    schedule: Any = zbpipe.build_pipeline_schedule(name, fake_stages(name), MICROBATCHES, loss_fn)
+    before = schedule.pipeline_order_with_comms
+    schedule._dump_csv(file, format="compute_comms")
+    assert schedule.pipeline_order_with_comms is before
+    for row in Path(file).read_text().splitlines():
+        for cell in row.split(","):
+            assert str(_Action.from_str(cell)) == cell
+    runtime: Any = _PipelineScheduleRuntime(fake_stages(name), MICROBATCHES, loss_fn=loss_fn)
+    runtime._load_csv(file, format="compute_comms")
+    assert zbpipe.Schedule.from_csv(Path(file).read_text()).ops == schedule.schedule.ops
+    schedule._dump_csv(file, format="compute_only")
+    assert Path(file).read_text().split() == schedule.schedule.to_csv().split()
+
+
+def test_a_kind_that_torch_does_not_know_is_in_no_dump() -> None:
+    """What makes the test before mean something: torch before 2.15 reads a wait for a send as a W."""
+    if "WAIT_SEND_F" not in _ComputationType.__members__:
+        assert str(_Action.from_str("0WAIT_SEND_F1")) == "0W"
+
+
+def after_a_step(make: Any) -> dict[str, torch.Tensor]:
+    """This rank's gradients after two steps of what `make` makes of stages, each from zero."""
+    rank, placement = dist.get_rank(), registry.lookup("ZBV").place(2)
+    modules = {index: build_stage(index, placement.num_stages) for index in placement.stages_on(rank)}
+    cpu = torch.device("cpu")
+    built = make([PipelineStage(module, index, placement.num_stages, cpu) for index, module in modules.items()])
+    tokens, targets = batch(MICROBATCHES)
+    for _ in range(2):
+        for module in modules.values():
+            module.zero_grad()
+        built.step(*([tokens] if rank == 0 else []), target=targets if rank == 0 else None)
+    return gradients(modules)
+
+
+def dumped_and_read(folder: str) -> None:
+    """On two ranks: torch's runtime runs what zbpipe dumped, and zbpipe's class what torch dumped."""
+    ours, theirs = f"{folder}/ours{dist.get_rank()}.csv", f"{folder}/theirs{dist.get_rank()}.csv"
+
+    def make_ours(stages: Any) -> Any:
+        built = zbpipe.ScheduleZBV(stages, MICROBATCHES, loss_fn)
+        built._dump_csv(ours, format="compute_comms")
+        return built
+
+    def read_by_torch(stages: Any) -> Any:
+        runtime: Any = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_fn)
+        runtime._load_csv(ours, format="compute_comms")
+        runtime._dump_csv(theirs, format="compute_comms")
+        return runtime
+
+    def read_by_us(stages: Any) -> Any:
+        built = zbpipe.ScheduleZBV(stages, MICROBATCHES, loss_fn)
+        built._load_csv(theirs, format="compute_comms")
+        return built
+
+    _, expected = reference(4, MICROBATCHES)
+    for make in (make_ours, read_by_torch, read_by_us):
+        found = after_a_step(make)
+        own = tuple(f"{index}." for index in ((0, 3), (1, 2))[dist.get_rank()])
+        torch.testing.assert_close(found, {name: each for name, each in expected.items() if name.startswith(own)})
+
+
+def test_what_was_dumped_runs_right(tmp_path: Path) -> None:
+    run_ranks(2, dumped_and_read, str(tmp_path))
