@@ -53,6 +53,10 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 """The keyword arguments that the installed torch's multi-stage schedules take."""
 
 
+_SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
+"""Whether torch (from 2.13 on) sets up messages again when training and evaluation take turns."""
+
+
 class OwnRuntime(_PipelineScheduleRuntime):
     """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
 
@@ -80,7 +84,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
         It does so by a run of every stage on uninitialised inputs.
         """
-        if self._stages_forward_initialized and self._stages_backward_initialized != self._has_backward:
+        if _SETS_UP_ANEW and self._stages_forward_initialized and not is_set_up(self):
             for stage in self._stages:
                 cast(OwnStage, stage).forget_receives()
         super()._initialize_stages(*args, **kwargs)
@@ -388,6 +392,11 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
             stage.chunks = number
 
 
+def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
+    """Whether the messages of its next step are set up: for training or for evaluation, whichever it is."""
+    return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
+
+
 Shapes = tuple[bool, bool, list[dict[str, Any]]]
 """What torch has set up for microbatches of some shapes: whether forward and backward are, and each stage's part."""
 
@@ -446,11 +455,10 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
     torch sets them up in the first step, and again when training and eval alternate. Later it sends whatever the stages
     give: with gloo a smaller tensor silently fills a part of the receiver's, and a larger one ends the process.
     """
-    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
     first: Any = runtime._stages[0]
     # torch 2.11 keeps them on the stage itself.
     inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
-    if not runtime._stages_forward_initialized or trained != trains or inputs is None:
+    if not is_set_up(runtime) or inputs is None:
         return None
     return [meta.shape for meta in inputs]
 
