@@ -26,6 +26,7 @@ from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.split import stage as split
+from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
@@ -366,6 +367,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Before the first step, on all ranks at once: learn shapes, and compile."""
+        if _torch.is_set_up(self):
+            return
         with ExitStack() as kept:
             # A loss or a layer that calls `backward` itself leaves gradients of what is in memory.
             for stage in _torch.stages_of(self):
@@ -375,6 +378,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if _torch.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
+        for stage in _torch.stages_of(self):
+            forget_eager_calls(stage.submod)
 
     def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
         """One training step, with torch's arguments; the batch is split into equal microbatches.

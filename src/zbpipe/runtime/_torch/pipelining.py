@@ -61,6 +61,10 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
 """The keyword arguments that the installed torch's multi-stage schedules take."""
 
 
+_SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
+"""Whether torch (from 2.13 on) sets up messages again when training and evaluation take turns."""
+
+
 class OwnRuntime(_PipelineScheduleRuntime):
     """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
 
@@ -92,7 +96,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
         It does so by a run of every stage on uninitialised inputs.
         """
-        if self._stages_forward_initialized and self._stages_backward_initialized != self._has_backward:
+        if _SETS_UP_ANEW and self._stages_forward_initialized and not is_set_up(self):
             for stage in self._stages:
                 cast(OwnStage, stage).forget_receives()
         super()._initialize_stages(*args, **kwargs)
@@ -568,6 +572,11 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
     for stage in schedule._stages:
         if stage.chunks is not None:
             stage.chunks = number
+
+
+def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
+    """Whether the messages of its next step are set up: for training or for evaluation, whichever it is."""
+    return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
 
 
 Shapes = tuple[bool, bool, list[dict[str, Any]]]

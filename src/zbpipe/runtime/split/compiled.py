@@ -41,8 +41,18 @@ def defer_in_compiled_regions(module: nn.Module) -> None:
 
 def all_compiled(module: nn.Module) -> bool:
     """Whether every region of `module` has run with the compiler."""
-    regions = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
-    return all(region.has_run_compiled for region in regions if isinstance(region, _Region))
+    return all(region.has_run_compiled for region in _regions(module))
+
+
+def forget_eager_calls(module: nn.Module) -> None:
+    """Before a step: what ran without the compiler has had its backward, or gets none, as in an evaluation."""
+    for region in _regions(module):
+        region.forget_eager_calls()
+
+
+def _regions(module: nn.Module) -> list[_Region]:
+    calls = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
+    return [call for call in calls if isinstance(call, _Region)]
 
 
 class _Site(NamedTuple):
@@ -115,6 +125,10 @@ class _Region:
             for site in self._next:
                 site.close()
             self._next = ()
+
+    def forget_eager_calls(self) -> None:
+        """Expect no repetition of any call."""
+        self._ran_eagerly.clear()
 
     def _repeats_eager_call(self, memory: _torch.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
