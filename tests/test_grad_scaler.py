@@ -114,11 +114,13 @@ def test_optimizer_step_refuses_scalers(one_rank: None) -> None:
         return scaler.scale(mse_loss(output, target))
 
     wrong: Any = scaler
+    step: Any = lambda: scaler.step(optimizer)  # noqa: E731
+    update: Any = scaler.update
     for make in (
         lambda: zbpipe.OptimizerStep(schedule(scaled), [optimizer]),
         lambda: zbpipe.OptimizerStep(schedule(scaled, defer_loss=True), [optimizer]),
-        lambda: zbpipe.OptimizerStep(schedule(), [optimizer], step=lambda: scaler.step(optimizer)),
-        lambda: zbpipe.OptimizerStep(schedule(), [optimizer], clip=scaler.update),
+        lambda: zbpipe.OptimizerStep(schedule(), [optimizer], step=step),
+        lambda: zbpipe.OptimizerStep(schedule(), [optimizer], clip=update),
         lambda: zbpipe.OptimizerStep(schedule(), wrong),
     ):
         with pytest.raises(ValueError, match=r"OptimizerStep does not unscale .*ShardedGradScaler"):

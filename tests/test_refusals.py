@@ -103,21 +103,23 @@ def test_wrong_number_of_microbatches(one_rank: None, microbatches: Any) -> None
 
 def test_numbers_of_any_whole_type(one_rank: None) -> None:
     """As numpy and data frames give them: everywhere they are Python's own from there on."""
-    one, two, four = np.int64(1), np.int32(2), torch.tensor(4)
-    assert zbpipe.stage_indices("ZBV", rank=np.int64(0), num_ranks=one) == (0, 1)
-    table = zbpipe.generate("ZBV", two, four)  # type: ignore[arg-type]
+    one: Any = np.int64(1)
+    two: Any = np.int32(2)
+    four: Any = torch.tensor(4)
+    assert zbpipe.stage_indices("ZBV", rank=0 * one, num_ranks=one) == (0, 1)
+    table = zbpipe.generate("ZBV", two, four)
     assert table == zbpipe.generate("ZBV", 2, 4)
     assert type(table.num_microbatches) is int
-    planned = zbpipe.plan(two, four, (1, 1, 1), budget=1e3)  # type: ignore[arg-type]
+    planned = zbpipe.plan(two, four, (1, 1, 1), budget=1e3)
     assert type(planned.schedule.num_microbatches) is int
     assert build("1F1B", stages(0, num_stages=1), m=np.int64(4))._n_microbatches == 4
     x = torch.ones(8, 3)
     schedule: Any = zbpipe.build_pipeline_schedule(
-        "ZBH1", PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu")), np.int64(4), nn.functional.mse_loss
+        "ZBH1", PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu")), 4 * one, nn.functional.mse_loss
     )
     assert type(_torch.num_microbatches(schedule)) is int
     schedule.prepare(two)
-    check = zbpipe.GradientCheck(schedule, np.uint8(1))
+    check = zbpipe.GradientCheck(schedule, one)
     schedule.step(x, target=x)
     assert check.report is not None
     schedule.step(x, target=x, microbatches=two)
@@ -291,7 +293,7 @@ def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"table.csv is a table for 2 ranks, but the job has 1"):
         build(str(table), m=3)
     table.write_text("0F0,0X0\n")
-    with pytest.raises(ValueError, match=r"holds no schedule: row 1 \(rank 0\): '0X0' is not an op"):
+    with pytest.raises(ValueError, match=r"holds no schedule: row 1 \(rank 0\), column 2: '0X0' is not an op"):
         build(str(table))
     with pytest.raises(ValueError, match=r"none.csv' cannot be read: No such file"):
         build(str(tmp_path / "none.csv"))

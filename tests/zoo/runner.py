@@ -370,11 +370,11 @@ def train(case: Case, setting: Setting, num_stages: int, examples: Sequence[Any]
     for step in range(STEPS):
         inputs, target = _batch(case, step)
         losses: list[Tensor] = []
-        args, target = inputs if 0 in modules else (), target if num_stages - 1 in modules else None
-        schedule.step(*args, target=target, losses=losses)
+        args, wanted = inputs if 0 in modules else (), target if num_stages - 1 in modules else None
+        schedule.step(*args, target=wanted, losses=losses)
         if step == 0 and case.evaluates is not None:
             with getattr(torch, case.evaluates)():
-                schedule.eval(*args, target=target)
+                schedule.eval(*args, target=wanted)
         _finish(modules.values())
         outcomes.append(_outcome(modules, [loss.item() for loss in losses]))
         _prepare_next(case, modules, step)

@@ -56,8 +56,8 @@ class ReceivesOnDemand(_PipelineStageBase):
         known = self._stage_meta
         if any(hasattr(each, "placements") for each in getattr(known, side)):
             raise ValueError(
-                f"stage {self.stage_index} passes DTensors, and parameters were unfrozen: how their gradients are placed"
-                " is known only after torch has set up its messages, so build the schedule anew on all ranks"
+                f"stage {self.stage_index} passes DTensors, and parameters were unfrozen: torch learns how gradients"
+                " are placed when it sets up its messages, so build the schedule anew on all ranks"
             )
         metas = tuple(
             replace(each, requires_grad=True) if each.dtype.is_floating_point else each for each in getattr(known, side)

@@ -626,13 +626,6 @@ def has_loss(schedule: _PipelineSchedule) -> bool:
     return schedule._loss_fn is not None
 
 
-def is_set_up(runtime: _PipelineScheduleRuntime) -> bool:
-    """Whether torch has set up all messages of the next step. It does so in the first one, and when `eval` and training
-    alternate."""
-    trained, trains = runtime._stages_backward_initialized, runtime._has_backward
-    return runtime._stages_forward_initialized and trained == trains
-
-
 def is_without_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> bool:
     """Whether messages on this side of `stage` were set up without any gradient, as all before is frozen.
 
