@@ -46,6 +46,11 @@ def own_parameter(module: nn.Module, name: str) -> Tensor:
     return cast(Tensor, module._parameters[name])
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own dictionary of parameters."""
+    return module._parameters
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own dictionary of buffers."""
     return module._buffers
