@@ -47,6 +47,13 @@ _SMALL = 0.01
 """The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
 such as that of a bias before a normalisation, are zero except for rounding."""
 
+_DOES_NOT_REPEAT = (
+    "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another output,"
+    " though weights, buffers, attributes with what they hold, and random numbers are the same. The forward depends on"
+    " something else that it changes, such as a counter in a closure, a global or an iterator, and the second run has"
+    " advanced that. Keep it in a buffer or in an attribute of the module"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -201,6 +208,8 @@ class _Checked:
     def _judge(self, stage: int, microbatch: int, comparison: _Comparison) -> None:
         tolerance = self._tolerance or comparison.tolerance
         errors, not_compared = comparison.errors(tolerance)
+        if not comparison.repeats:
+            logger.warning(_DOES_NOT_REPEAT, stage, microbatch)
         deferred, not_deferred = comparison.when()
         report = GradientReport(
             schedule=self._schedule.schedule.name,
@@ -224,6 +233,8 @@ class _Comparison:
         self.again: Microbatch | None = again
         """None once it has run."""
         self.knows_backward = False
+        self.repeats = True
+        """Whether the forward does the same once more; otherwise there is nothing to compare with."""
         self.is_trial = False
         """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
@@ -279,6 +290,7 @@ class _Comparison:
         """Run the microbatch once more, and subtract its gradients: the split has to add them."""
         assert self.again is not None
         reference = self.again.gradients()
+        self.repeats = self.again.repeats
         self.again = None
         for name, gradient in reference.parameters.items():
             self._norms[name] = _norm(gradient)
@@ -292,6 +304,8 @@ class _Comparison:
 
         From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
         """
+        if not self.repeats:
+            return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
             name
