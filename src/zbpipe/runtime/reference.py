@@ -27,8 +27,8 @@ class State:
 
     Parameters, buffers and other tensors by value, attributes of the modules (such as counters) by assignment, the
     contents of containers and objects in these (see `Contents`), and random numbers: torch's on the CPU and on
-    `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without `weights` it leaves
-    out parameters, which saves a copy of them where nothing will write to them.
+    `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without `weights` it
+    leaves out parameters, which saves a copy of them where nothing will write to them.
     """
 
     def __init__(
