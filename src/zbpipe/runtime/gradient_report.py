@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from zbpipe.runtime.split.work import StaysInI, percent
+from zbpipe.runtime.split.work import StaysInI, in_words, percent
 
 _MOST_NAMES = 10
 """In a message."""
@@ -72,12 +72,12 @@ class GradientReport:
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
     def _in_i_in_words(self) -> str:
-        total = sum(self.flops.values())
-        found = [(each.share * self.flops[stage] / total, stage, each) for stage, each in self.in_i if total]
-        found.sort(key=lambda one: -one[0])
-        named = [f"{each.parameter} of stage {stage} {percent(share)} ({each.reason})" for share, stage, each in found]
-        more = f", and {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
-        return f"; in I: {', '.join(named[:_MOST_NAMES])}{more}" if named else ""
+        total = sum(self.flops.values()) or 1.0
+        found = [
+            (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
+            for stage, each in self.in_i
+        ]
+        return f"; in I: {in_words(found)}" if found else ""
 
     def off(self) -> list[tuple[int, str]]:
         """Stage and parameter of the errors that are too large, the largest first."""
@@ -91,7 +91,7 @@ class GradientReport:
             f" {len(self.errors)} gradients; {len(self.deferred)} weight gradients waited for W,"
             f" {len(self.not_deferred)} did not"
         )
-        if self.flops:
+        if any(self.flops.values()):
             words += f"; {percent(self.share)} of the weight gradients' FLOPs wait for W{self._in_i_in_words()}"
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)

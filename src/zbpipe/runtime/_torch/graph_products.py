@@ -118,19 +118,23 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     elif kind in _WEIGHT_SECOND:
         places = (1,)
     elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
-        # A Function may take the same weight twice.
+        # A Function may take the same weight twice; those of zbpipe take x first.
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
+        places = (1,) if _deferral_of(node) is not None else places
     else:
         return _made(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]
     for place, (weight, source, number) in zip(places, factors, strict=False):
         if weight is not None and source is not None and _is_matrix(weight, source, number):
             flops = _flops(node, kind, place == places[0], _shape(source, number), edges)
-            owner = getattr(node, "deferral", None) if isinstance(cast(object, node), BackwardCFunction) else None
-            found.append(GraphProduct(kind, owner, weight.leaves, weight.made_by, flops))
+            found.append(GraphProduct(kind, _deferral_of(node), weight.leaves, weight.made_by, flops))
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
     return _joined(weights, kind) if is_weight else None
+
+
+def _deferral_of(node: Node) -> object:
+    return getattr(node, "deferral", None) if isinstance(cast(object, node), BackwardCFunction) else None
 
 
 def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
@@ -153,7 +157,7 @@ def _made(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     if not weights or None in weights or kind in _LOOKUPS:
         return None
     result = _joined(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
-    elements = sum(leaf.numel() for leaf in result.leaves)
+    elements = max(leaf.numel() for leaf in result.leaves)
     grows = max(prod(_shape(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None

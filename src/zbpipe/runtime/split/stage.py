@@ -15,7 +15,7 @@ from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import take_over
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
-from zbpipe.runtime.split.work import StaysInI, WeightWork, largest, look_at_graphs, percent
+from zbpipe.runtime.split.work import StaysInI, WeightWork, in_words, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
 """How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
@@ -187,7 +187,7 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
         logging.WARNING if share < _ENOUGH else logging.INFO,
         "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs wait for W",
         stage.stage_index,
-        "; ".join(f"{_named(stage, each)}, {percent(each.share)}: {each.reason}" for each in largest(work.in_i)),
+        in_words((_named(each), each.share, each.reason) for each in work.in_i),
         percent(share),
     )
     left = {each.parameter for each in work.in_i}
@@ -198,12 +198,11 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
             _explain_what_stays_in_i(stage, deferral)
 
 
-def _named(stage: _torch.Stage, product: StaysInI) -> str:
+def _named(product: StaysInI) -> str:
     """By its layer, with the parameter if it is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     name = layer or "the stage itself"
-    of = "" if parameter == "weight" else f", {parameter}"
-    return f"{name} ({product.layer}){of}"
+    return f"{name} ({product.layer}){'' if parameter == 'weight' else f' {parameter}'}"
 
 
 def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:

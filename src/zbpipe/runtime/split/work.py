@@ -52,9 +52,19 @@ def percent(share: float) -> str:
     return "<0.1 %" if 0 < share < _LEAST else f"{min(100 * share, 99.9 if share < 1 else 100):.3g} %"
 
 
-def largest(products: Sequence[StaysInI]) -> Sequence[StaysInI]:
-    """At most as many as fit a message, of those that are worth a word."""
-    return [each for each in products if each.share >= _LEAST][:_MOST_NAMES] or products[:1]
+def in_words(products: Iterable[tuple[str, float, str]]) -> str:
+    """The largest of some products: names and shares by reason.
+
+    >>> in_words([("a", 0.5, "hooks"), ("b", 0.25, "a convolution"), ("c", 0.125, "hooks")])
+    'a 50 %, c 12.5 % (hooks); b 25 % (a convolution)'
+    """
+    ordered = sorted(products, key=lambda product: -product[1])
+    shown = [each for each in ordered if each[1] >= _LEAST][:_MOST_NAMES] or ordered[:1]
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for name, share, reason in shown:
+        reasons[reason].append(f"{name} {percent(share)}")
+    more = f"; and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else ""
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items()) + more
 
 
 @contextmanager
