@@ -495,8 +495,10 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
     told = [record.getMessage() for record in caplog.records if record.name.startswith("zbpipe")]
     # In a compiled region: `twice` is called twice, and `down` has a forward of its own, but no `weight_products`.
     assert told == [
-        "stage 0 computes these weight gradients in I, not in W: 1.down (DoubledLinear), 1.twice (Linear), 2.down"
-        " (DoubledLinear), 2.twice (Linear)"
+        "stage 0 computes these weight gradients in I, not in W: 1.down (DoubledLinear) 12.5 %, 1.twice (Linear) 12.5"
+        " %, 2.down (DoubledLinear) 12.5 %, 2.twice (Linear) 12.5 % (in a compiled region, where the weight is"
+        " multiplied more than once, or by a forward of the layer's own without weight_products). 50 % of its weight"
+        " gradients' FLOPs wait for W"
     ]
 
 

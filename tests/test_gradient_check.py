@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import random
 import re
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.gradient_report import GradientMismatchError
@@ -322,6 +329,222 @@ def test_checked_steps_leave_no_trace(one_rank: None, checkpointing: Checkpointi
     assert calls == plain_calls
     assert len(found) == len(plain)
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+class Slotted:
+    """Of the user's own, without a dictionary."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+@dataclass
+class Numbers:
+    n: int = 0
+
+
+def in_slots(held: Slotted | Numbers | SimpleNamespace) -> int:
+    held.n += 1
+    return held.n
+
+
+def in_list(held: list[int]) -> int:
+    held.append(len(held))
+    return len(held)
+
+
+def in_dict(held: dict[Any, Any]) -> int:
+    held["n"] = held.get("n", 0) + 1
+    held[len(held)] = ()
+    return int(held["n"])
+
+
+def in_set(held: set[int]) -> int:
+    held.add(len(held))
+    return len(held)
+
+
+def in_array(held: Any) -> int:
+    held[0] += 1
+    return int(held[0])
+
+
+def in_ordered(held: OrderedDict[str, int]) -> int:
+    held.move_to_end(next(iter(held)))
+    return next(iter(held.values()))
+
+
+def in_circle(held: dict[str, Any]) -> int:
+    held["me"][0]["n"] += 1
+    return int(held["n"])
+
+
+def in_tensor(held: tuple[list[Tensor]]) -> int:
+    held[0][0].add_(1)
+    return int(held[0][0])
+
+
+def in_module(held: list[nn.Module]) -> int:
+    held[0].n.add_(1)  # type: ignore[operator, union-attr]
+    return int(held[0].n)  # type: ignore[arg-type]
+
+
+def circle() -> dict[str, Any]:
+    found: dict[str, Any] = {"n": 0}
+    found["me"] = (found,)
+    return found
+
+
+def hidden_module() -> list[nn.Module]:
+    module = nn.Module()
+    module.n = nn.Buffer(torch.zeros(()))
+    return [module]
+
+
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    "list": (list, in_list),
+    "dict": (dict, in_dict),
+    "Counter": (Counter, in_dict),
+    "defaultdict": (lambda: defaultdict(int), in_dict),
+    "set": (set, in_set),
+    "deque": (lambda: deque(maxlen=100), in_list),
+    "OrderedDict": (lambda: OrderedDict(a=0, b=1), in_ordered),
+    "dict in a list in a tuple": (lambda: ([{"n": 0}],), lambda held: in_dict(held[0][0])),
+    "a circle": (circle, in_circle),
+    "dataclass": (Numbers, in_slots),
+    "slots": (Slotted, in_slots),
+    "namespace": (lambda: SimpleNamespace(n=0), in_slots),
+    "object in a dict": (lambda: {"one": Numbers()}, lambda held: in_slots(held["one"])),
+    "numpy array": (lambda: np.zeros(2), in_array),
+    "bytearray": (lambda: bytearray(2), in_array),
+    "array": (lambda: array("q", [0]), in_array),
+    "tensor in a tuple of a list": (lambda: ([torch.zeros(())],), in_tensor),
+    "a module in a list": (hidden_module, in_module),
+    "torch's generator": (
+        lambda: torch.Generator().manual_seed(0),
+        lambda held: int(torch.randint(2, (), generator=held)),
+    ),
+    "Python's generator": (lambda: random.Random(0), lambda held: held.randrange(2)),
+    "numpy's generator": (lambda: np.random.default_rng(0), lambda held: int(held.integers(2))),
+    "Python's own random numbers": (lambda: None, lambda held: random.randrange(2)),
+    "numpy's own random numbers": (lambda: None, lambda held: int(np.random.randint(2))),
+}
+
+
+class Alternating(nn.Module):
+    """Which of two paths it takes depends on what it holds."""
+
+    def __init__(self, held: Any, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.held, self.count = held, count
+        self.path: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = self.count(self.held) % 2
+        self.path.append(path)
+        return self.a(x) if path else self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_what_a_module_holds_is_put_back(one_rank: None, kind: str) -> None:
+    """In place, so that the checked steps take the paths of unchecked ones."""
+    make, count = COUNTERS[kind]
+    paths = []
+    x, y = torch.randn(2, 4, WIDTH)
+    for checked in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        module = Alternating(make(), count)
+        held = module.held
+        schedule = _WLast([PipelineStage(module, 0, 1, CPU)], 4, nn.functional.mse_loss)
+        check = zbpipe.GradientCheck(schedule, 2) if checked else None
+        for _ in range(2):
+            schedule.step(x, target=y)
+        assert module.held is held
+        assert check is None or check.report is not None
+        assert check is None or not check.report.not_compared  # type: ignore[union-attr]
+        paths.append(module.path)
+    assert paths[0] == paths[1]
+    assert {*paths[0]} == {0, 1}
+
+
+def test_what_cannot_be_put_back_is_no_alarm(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The forward depends on an iterator. The split is right, and the report does not say that it compared."""
+    numbers = itertools.count()
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Alternating(None, lambda held: next(numbers)))
+    with caplog.at_level(logging.WARNING, "zbpipe.runtime.gradient_check"):
+        report = zbpipe.check_gradients(module, torch.randn(6, WIDTH), microbatches=3)
+    assert (0, "1.a.weight") in report.not_compared
+    assert "a second run of its forward gives another output" in caplog.text
+
+
+def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the same output once more, and another one without the split."""
+    linear = layers._DeferredLinear.forward
+    monkeypatch.setattr(layers._DeferredLinear, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
+    with pytest.raises(zbpipe.PipelineError) as error:
+        zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
+    assert mismatch(error).report.off()
+
+
+def test_a_class_that_counts(one_rank: None) -> None:
+    class Counted(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counted.calls += 1
+            return Counted.calls * self.a(x)  # type: ignore[no-any-return]
+
+    schedule = _WLast([PipelineStage(Counted(), 0, 1, CPU)], 2, nn.functional.mse_loss)
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(*torch.randn(1, 4, WIDTH), target=torch.randn(4, WIDTH))
+    assert check.report is not None
+    assert not check.report.not_compared
+    assert Counted.calls == 5  # once to learn shapes
+
+
+class Reentrant(nn.Module):
+    """Its checkpoint refuses `torch.autograd.grad`, by which torch infers what stages hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.before = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, self.before(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["modules", "stages with shapes"])
+def test_reentrant_checkpoints(one_rank: None, given: bool) -> None:
+    parts: list[Any] = [Reentrant(), Reentrant()]
+    x, y = torch.randn(2, 4, WIDTH)
+    if given:
+        example = torch.zeros(2, WIDTH, requires_grad=True)
+        parts = [PipelineStage(each, n, 2, CPU, (example,), (example,)) for n, each in enumerate(parts)]
+    report = zbpipe.check_gradients(parts, x, y, nn.functional.mse_loss)
+    assert {name for stage, name in report.deferred} == {"before.weight", "inside.0.weight", "inside.2.weight"}
+    assert len(report.errors) == 13
+
+
+def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
+    """It gives none, with torch alone as well."""
+    module = Reentrant().inside
+    stage = nn.Sequential(module)
+    stage.forward = lambda x: checkpoint(module, x, use_reentrant=True)  # type: ignore[method-assign]
+    x, y = torch.randn(2, 4, WIDTH)
+    for more in ((), (y, nn.functional.mse_loss)):
+        with pytest.raises((ValueError, zbpipe.PipelineError), match=r"call batch.requires_grad_\(\), or set"):
+            zbpipe.check_gradients(stage, x, *more)
+        assert zbpipe.check_gradients(stage, x.clone().requires_grad_(), *more).passed
 
 
 class Warming(nn.Module):

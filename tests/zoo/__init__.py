@@ -4,6 +4,7 @@ from itertools import chain
 
 from zoo import (
     attention,
+    attributes,
     checkpoints,
     compiled,
     differentiated,
@@ -28,6 +29,7 @@ CASES = tuple(
             layers,
             hooks,
             inplace,
+            attributes,
             shared,
             differentiated,
             precision,

@@ -27,7 +27,7 @@ from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.measure.recording import surround
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import in_products, product_dtypes, tries_out
+from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
 
 TOLERANCES = MappingProxyType(
     {
@@ -46,6 +46,13 @@ between the two; these limits leave most of it to the kernels.
 _SMALL = 0.01
 """The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
 such as that of a bias before a normalisation, are zero except for rounding."""
+
+_DOES_NOT_REPEAT = (
+    "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another"
+    " output, though weights, buffers, attributes with what they hold, and random numbers are the same. The forward"
+    " depends on something else that it changes, such as a counter in a closure, a global or an iterator, and the"
+    " second run has advanced that. Keep it in a buffer or in an attribute of the module"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +208,10 @@ class _Checked:
     def _judge(self, stage: int, microbatch: int, comparison: _Comparison) -> None:
         tolerance = self._tolerance or comparison.tolerance
         errors, not_compared = comparison.errors(tolerance)
+        if not comparison.repeats:
+            logger.warning(_DOES_NOT_REPEAT, stage, microbatch)
         deferred, not_deferred = comparison.when()
+        work = weight_work(self._stages[stage])
         report = GradientReport(
             schedule=self._schedule.schedule.name,
             steps=1,
@@ -211,6 +221,9 @@ class _Checked:
             not_compared=frozenset((stage, name) for name in not_compared),
             deferred=frozenset((stage, name) for name in deferred),
             not_deferred=frozenset((stage, name) for name in not_deferred),
+            flops={} if work is None else {stage: work.flops},
+            shares={} if work is None else {stage: work.share},
+            in_i=() if work is None else tuple((stage, each) for each in work.in_i),
         )
         if not report.passed:
             raise GradientMismatchError(report, stage, microbatch)
@@ -224,6 +237,8 @@ class _Comparison:
         self.again: Microbatch | None = again
         """None once it has run."""
         self.knows_backward = False
+        self.repeats = True
+        """Whether the forward does the same once more; otherwise there is nothing to compare with."""
         self.is_trial = False
         """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
@@ -279,6 +294,7 @@ class _Comparison:
         """Run the microbatch once more, and subtract its gradients: the split has to add them."""
         assert self.again is not None
         reference = self.again.gradients()
+        self.repeats = self.again.repeats
         self.again = None
         for name, gradient in reference.parameters.items():
             self._norms[name] = _norm(gradient)
@@ -292,6 +308,8 @@ class _Comparison:
 
         From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
         """
+        if not self.repeats:
+            return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
             name
@@ -308,12 +326,12 @@ class _Comparison:
         return errors, set(map(_readable, left))
 
     def when(self) -> tuple[set[str], set[str]]:
-        """The parameters whose gradient waited for W, and those in products whose gradient was computed in I."""
-        if self.is_trial:
+        """The parameters whose gradient waited for W, and those in products of which I computed more."""
+        work = weight_work(self._stage)
+        if self.is_trial or work is None:
             return set(), set()
-        deferred = self._grew["W"] - self._moved
-        in_i = self._grew["I"] & in_products(self._stage)
-        return set(map(_readable, deferred)), set(map(_readable, in_i - deferred))
+        in_i = self._grew["I"] & work.mostly_in_i()
+        return set(map(_readable, self._grew["W"] - self._moved - in_i)), set(map(_readable, in_i))
 
 
 def _norm(gradient: Tensor) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
+from zbpipe.runtime.split.work import StaysInI, in_words, percent
+
 _MOST_NAMES = 10
-"""In an error."""
+"""In a message."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,15 @@ class GradientReport:
     not_compared: frozenset[tuple[int, str]] = frozenset()
     """By stage, the parameters whose `.grad` is changed by hooks after the accumulation, or was not finite."""
     deferred: frozenset[tuple[int, str]] = frozenset()
-    """By stage, the parameters whose gradient waited for W, in any microbatch."""
+    """By stage, the parameters whose gradient waited for W in some microbatch, or most of it did."""
     not_deferred: frozenset[tuple[int, str]] = frozenset()
-    """By stage, the parameters whose gradient is a product, too, but was computed in I."""
+    """By stage, the parameters whose gradient is a product, too, but most of it is computed in I."""
+    flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """By stage, what the weight gradients of a microbatch cost: those of products, not of lookups and norms."""
+    shares: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    """By stage, the share of these FLOPs that waits for W."""
+    in_i: tuple[tuple[int, StaysInI], ...] = ()
+    """With their stages, the products of which I computes the weight gradient, the largest of each stage first."""
 
     @property
     def passed(self) -> bool:
@@ -51,7 +60,24 @@ class GradientReport:
             not_compared=self.not_compared | other.not_compared,
             deferred=deferred,
             not_deferred=(self.not_deferred | other.not_deferred) - deferred,
+            flops={**self.flops, **other.flops},
+            shares={**self.shares, **other.shares},
+            in_i=tuple(each for each in self.in_i if each[0] not in other.flops) + other.in_i,
         )
+
+    @property
+    def share(self) -> float:
+        """The share of the weight gradients' FLOPs, on all stages, that waits for W; 1 where there are none."""
+        waiting = sum(self.shares[stage] * flops for stage, flops in self.flops.items())
+        return waiting / total if (total := sum(self.flops.values())) else 1.0
+
+    def _in_i_in_words(self) -> str:
+        total = sum(self.flops.values()) or 1.0
+        found = [
+            (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
+            for stage, each in self.in_i
+        ]
+        return f"; in I: {in_words(found)}" if found else ""
 
     def off(self) -> list[tuple[int, str]]:
         """Stage and parameter of the errors that are too large, the largest first."""
@@ -65,13 +91,17 @@ class GradientReport:
             f" {len(self.errors)} gradients; {len(self.deferred)} weight gradients waited for W,"
             f" {len(self.not_deferred)} did not"
         )
+        if any(self.flops.values()):
+            words += f"; {percent(self.share)} of the weight gradients' FLOPs wait for W{self._in_i_in_words()}"
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)
             words += (
                 f"; largest relative error {self.errors[stage, name]:.1e} ({name} of stage {stage}, where"
                 f" {self.tolerances[stage]:.0e} is tolerated)"
             )
-        left = ", ".join(f"{name} of stage {stage}" for stage, name in sorted(self.not_compared))
+        not_compared = [f"{name} of stage {stage}" for stage, name in sorted(self.not_compared)]
+        left = ", ".join(not_compared[:_MOST_NAMES])
+        left += f" and {len(not_compared) - _MOST_NAMES} more" if len(not_compared) > _MOST_NAMES else ""
         return f"{words}; not compared: {left}" if left else words
 
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.runtime import _torch, agreement, checks
+from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.transformer import Checkpointing, usual_costs
 
@@ -85,7 +86,7 @@ def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
     modules = [module for stage in stages for module in stage.submod.modules()]
     parts = [part for stage in stages for part in _torch.checkpointed_parts(stage.submod)]
     if not parts:
-        says_so = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+        says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
         return Checkpointing.FULL if says_so else Checkpointing.NONE
     inside = {id(module) for wrapped, _ in parts for module in wrapped.modules()}
     classes = {type(wrapped) for wrapped, _ in parts}

@@ -22,6 +22,10 @@ from zbpipe.runtime.split.layers import deferrals
 
 _STEPS = 2
 """In the first step the first microbatch leaves nothing to W."""
+_NO_GRADIENT = (
+    "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint whose"
+    " inputs need no gradient. For such a checkpoint call batch.requires_grad_(), or set use_reentrant to False"
+)
 
 
 def check_gradients(
@@ -59,7 +63,7 @@ def check_gradients(
     Raises:
         PipelineError: the gradients differ; the cause, a `GradientMismatchError`, has the report.
         ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
-            or this process belongs to a job of several ranks.
+            no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
     modules = _modules(parts)
     (microbatches,) = arguments.require_counts(microbatches=microbatches)
@@ -82,10 +86,14 @@ def check_gradients(
         stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
         schedule = _WLast(stages, microbatches, loss_fn)
         check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
-        with _left_as_they_are(modules, device):
+        with _left_as_they_are(modules, device), ExitStack() as inferring:
+            for stage in stages:
+                inferring.enter_context(_torch.inferring_through_checkpoints(stage))
             for _ in range(_STEPS):
                 schedule.step(*args, target=target)
     assert check.report is not None, "a step that returns was checked"
+    if not check.report.errors and not check.report.not_compared:
+        raise ValueError(_NO_GRADIENT)
     return check.report
 
 
@@ -120,6 +128,8 @@ def _samples(args: tuple[Any, ...]) -> int:
 
 def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
     outputs = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    if not outputs:
+        raise ValueError(_NO_GRADIENT)
     return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
 
 

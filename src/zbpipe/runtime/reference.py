@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.contents import Contents, shared_generators
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.substitution import replaced
 
@@ -24,8 +25,9 @@ from zbpipe.runtime.substitution import replaced
 class State:
     """What the forward of a module depends on besides its inputs, at one moment.
 
-    Parameters and buffers by value, attributes of the modules (such as counters) by assignment, and torch's random
-    numbers on the CPU and on `device`. With `like`, values that are equal in both are kept once. Without `weights` it
+    Parameters, buffers and other tensors by value, attributes of the modules (such as counters) by assignment, the
+    contents of containers and objects in these (see `Contents`), and random numbers: torch's on the CPU and on
+    `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without `weights` it
     leaves out parameters, which saves a copy of them where nothing will write to them.
     """
 
@@ -33,14 +35,18 @@ class State:
         self, module: nn.Module, device: torch.device, like: State | None = None, *, weights: bool = True
     ) -> None:
         known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
+        self._contents = Contents(module.modules())
         self._values: list[tuple[Tensor, Tensor, Tensor]] = [
             (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
-            for tensor, local in _tensors_of(module, weights)
+            for tensor, local in _tensors_of(
+                [*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors]
+            )
         ]
         attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
         self._device = device
         self._random = [get() for get, _ in _generators(device)]
+        self._shared_random = list(shared_generators())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -53,21 +59,24 @@ class State:
             for name in own.keys() - before.keys():
                 del own[name]
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
+        self._contents.put_back()
         for _, local, copy in self._values:
             # Write only what differs: the graph of another microbatch may need the tensor unchanged.
             if _has_storage(local) and not torch.equal(local, copy):
                 local.copy_(copy)
         for (_, put), state in zip(_generators(self._device), self._random, strict=True):
             put(state)
+        for put_back in self._shared_random:
+            put_back()
 
 
-def _tensors_of(module: nn.Module, weights: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters and buffers, each with this rank's part of it; without tensor subclasses other than DTensor."""
-    for tensor in (*(module.parameters() if weights else ()), *module.buffers()):
+def _tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each with this rank's part of it; without tensor subclasses other than DTensor."""
+    for tensor in tensors:
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
-        if type(local) is Tensor:
+        if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
             yield tensor, local
 
 
@@ -120,6 +129,10 @@ class Microbatch:
         self._copies: dict[int, Tensor] = {}
         """Of the inputs, by their ids, which are valid as long as the stage holds the inputs."""
         self._inputs: list[Any] = []
+        self._outputs: list[tuple[Tensor, int]] = []
+        """Of F, each with the number of its changes in place."""
+        self.repeats = True
+        """Whether its forward gives the same output once more from the same state, known after `gradients`."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
@@ -127,7 +140,10 @@ class Microbatch:
         with ExitStack() as watched:
             for module, (compiled, eager) in _regions(self.stage.submod):
                 watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+        tensors = [each.detach() for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
+        self._outputs = [(each, _torch.version_of(each)) for each in tensors]
+        return output
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -156,20 +172,56 @@ class Microbatch:
             self.state.put_back()
             try:
                 with torch.enable_grad():
-                    inputs = self._run()
-                return Gradients(gradients_of(module), inputs)
+                    output, inputs = self._run()
+                    gradients = Gradients(gradients_of(module), inputs)
+                    self.repeats = self._is_as_in_f(output) or self._repeats_with_the_split()
+                return gradients
             finally:
                 now.put_back()
 
-    def _run(self) -> Sequence[Tensor | None]:
+    def _is_as_in_f(self, output: Any) -> bool:
+        """Whether a second forward gave the outputs of F, as far as nobody has changed those since."""
+        again = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
+        return len(again) == len(self._outputs) and all(
+            _torch.version_of(one) != version or _are_close(one, other)
+            for (one, version), other in zip(self._outputs, again, strict=True)
+        )
+
+    def _repeats_with_the_split(self) -> bool:
+        """Whether the very same forward gives what it gave: if not, it depends on more than can be put back.
+
+        Twice: something that alternates may be back where it was.
+        """
+        for _ in range(2):
+            self.state.put_back()
+            if not self._is_as_in_f(_torch.run_forward(self.stage, self.index, self._args, self._kwargs)):
+                return False
+        return True
+
+    def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
+        """The output of the module, and the gradients of its inputs."""
         plain = partial(_plain, self.stage.submod, self._ran_eagerly)
         with plain():
-            output = _torch.run_forward(self.stage, self.index, self._args, self._kwargs)
+            output = of_module = _torch.run_forward(self.stage, self.index, self._args, self._kwargs)
         if self._loss is not None:
             with nullcontext() if self._defers_loss else plain():
                 output = self._loss(output)
         with plain():
-            return _torch.run_backward(self.stage, output, self._output_grads, self._inputs)
+            return of_module, _torch.run_backward(self.stage, output, self._output_grads, self._inputs)
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """Apart from roundings, which are smaller than any change that could be noticed in a gradient."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() and not one.is_complex():
+        return torch.equal(one, other)
+    size = torch.linalg.vector_norm(wide(one, one))
+    error = torch.linalg.vector_norm(wide(one, one) - wide(other, one))
+    return not bool(error > _CLOSE.get(one.dtype, 1e-2) * size)
+
+
+_CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
+from zbpipe.runtime.attributes import plain_attribute
 
 _SAMPLES = 32
 """The number of rows, and of columns, of a weight that are compared: no two weights are equal there by chance."""
@@ -92,8 +93,9 @@ def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -
 
 def _weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
     for name, layer in module.named_modules():
-        weight = getattr(layer, "weight", None)
-        if isinstance(layer, kinds) and isinstance(weight, Tensor):
+        # Not `layer.weight`, which runs the parametrization of a weight that has one.
+        weight = _torch.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
+        if weight is not None:
             digest = _digest(weight)
             if digest is not None:
                 yield _Weight(f"{name}.weight".lstrip("."), weight.requires_grad, digest)
@@ -114,5 +116,5 @@ def _digest(weight: Tensor) -> bytes | None:
 
 
 def _says_tied(module: nn.Module) -> bool:
-    configs = (getattr(part, "config", None) for part in module.modules())
-    return any(getattr(config, "tie_word_embeddings", False) is True for config in configs)
+    configs = (plain_attribute(part, "config") for part in module.modules())
+    return any(plain_attribute(config, "tie_word_embeddings") is True for config in configs)

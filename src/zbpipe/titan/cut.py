@@ -16,6 +16,7 @@ from torch import nn
 from zbpipe.balance import balanced
 from zbpipe.ir import Placement
 from zbpipe.layer_costs import Layer, LayerCosts, split_of
+from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.transformer import LLAMA_3_8B, Checkpointing
 
 Cut = Callable[..., list[list[str]]]
@@ -130,8 +131,8 @@ def products(module: nn.Module) -> float:
     >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
     128.0
     """
-    routers: list[Any] = [each for each in module.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
-    share = routers[0].top_k / routers[0].num_experts if routers else 1.0
+    sizes = [[plain_attribute(each, name) for name in ("top_k", "num_experts")] for each in module.modules()]
+    share = next((top_k / experts for top_k, experts in sizes if top_k and experts), 1.0)
     return float(
         sum(
             parameter.numel() * (share if parameter.dim() == _GROUPED else 1.0)

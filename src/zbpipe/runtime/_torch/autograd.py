@@ -10,7 +10,6 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
@@ -44,6 +43,11 @@ def without_base(output: Tensor) -> Tensor:
 def own_parameter(module: nn.Module, name: str) -> Tensor:
     """The parameter itself, even if an attribute of the same name hides it."""
     return cast(Tensor, module._parameters[name])
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own dictionary of parameters."""
+    return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -185,8 +189,7 @@ def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
 
-# These nodes save no tensors of the forward, so a second backward can run them, at next to no cost.
-_REPEATABLE = {
+PASS_ON = {
     "AliasBackward0",
     "PermuteBackward0",
     "TBackward0",
@@ -197,6 +200,7 @@ _REPEATABLE = {
     "_ToTorchTensorBackward",
     "_UnsafeViewBackward0",
 }
+"""Nodes that save no tensors of the forward, so that a second backward can run them, at next to no cost."""
 
 
 def leaf_behind(tensor: Tensor) -> Tensor | None:
@@ -205,7 +209,7 @@ def leaf_behind(tensor: Tensor) -> Tensor | None:
 
 
 def _leaf_before(node: Node | None) -> Tensor | None:
-    while node is not None and node.name() in _REPEATABLE:
+    while node is not None and node.name() in PASS_ON:
         node = node.next_functions[0][0]
     return cast(Tensor | None, getattr(node, "variable", None))
 
@@ -215,7 +219,7 @@ def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
     order = list(range(tensor.dim()))
     steps: list[Node] = []
     node = tensor.grad_fn
-    while node is not None and node.name() in _REPEATABLE:
+    while node is not None and node.name() in PASS_ON:
         steps.append(node)
         node = node.next_functions[0][0]
     for step in reversed(steps):
@@ -237,36 +241,9 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-_PRODUCTS = {
-    "AddbmmBackward0",
-    "AddmmBackward0",
-    "AddmvBackward0",
-    "BaddbmmBackward0",
-    "BmmBackward0",
-    "ConvolutionBackward0",
-    "GroupedMmBackward0",
-    "LinearBackward0",
-    "MkldnnRnnLayerBackward0",
-    "MmBackward0",
-    "MvBackward0",
-}
-
-
-def parameters_in_products(outputs: Iterable[Any]) -> frozenset[int]:
-    """The ids of all parameters in products on the way to `outputs`, or in Functions of the user's own."""
-    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
-    seen: set[Node] = set(waiting)
-    found: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        before = [each for each, _ in node.next_functions if each is not None]
-        if node.name() in _PRODUCTS or isinstance(cast(object, node), BackwardCFunction):
-            factors = (_leaf_before(each) for each in before)
-            found |= {id(factor) for factor in factors if factor is not None and factor.dim() > 1}
-        new = [each for each in before if each not in seen]
-        seen.update(new)
-        waiting += new
-    return frozenset(found)
+def leaf_at(place: Tensor | GradientEdge) -> Tensor | None:
+    """The leaf to which a gradient goes that is given here."""
+    return place if isinstance(place, Tensor) else _leaf_before(place.node)
 
 
 def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:

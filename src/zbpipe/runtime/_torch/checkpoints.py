@@ -1,11 +1,21 @@
-"""Activation checkpointing that a model was wrapped with."""
+"""Activation checkpointing: what a model was wrapped with, and checkpoints that run a backward of their own."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
-__all__ = ["checkpointed_parts"]
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zbpipe.runtime._torch.fsdp import without_gradients
+from zbpipe.runtime.substitution import replaced
+
+__all__ = ["checkpointed_parts", "inferring_through_checkpoints"]
 
 
 def checkpointed_parts(module: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -15,3 +25,42 @@ def checkpointed_parts(module: nn.Module) -> list[tuple[nn.Module, bool]]:
         (each._checkpoint_wrapped_module, "context_fn" in getattr(each.checkpoint_fn, "keywords", {}))
         for each in wrappers
     ]
+
+
+def inferring_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
+    """Within, torch can infer what `stage` hands on even if the stage has checkpoints with `use_reentrant=True`.
+
+    torch (from 2.13 on) infers it by `torch.autograd.grad`, which these refuse.
+    """
+    infer = getattr(stage, "_compute_input_grads", None)
+    if infer is None:
+        return nullcontext()
+    return replaced(stage, _compute_input_grads=partial(_input_gradients, stage.submod, infer))
+
+
+def _input_gradients(
+    module: nn.Module,
+    infer: Callable[..., tuple[Tensor | None, ...]],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    *output_gradients: Any,
+) -> tuple[Tensor | None, ...]:
+    if not _lead_to_reentrant_checkpoint(outputs):
+        return infer(outputs, inputs, *output_gradients)
+    with without_gradients(module):
+        torch.autograd.backward(outputs, *output_gradients)
+    tensors = [each if isinstance(each, Tensor) and each.is_leaf else None for each in inputs]
+    return tuple(None if each is None else each.grad for each in tensors)
+
+
+def _lead_to_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
+    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        waiting += new
+    return False

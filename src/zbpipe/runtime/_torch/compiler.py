@@ -49,8 +49,9 @@ def runs_in_cuda_graphs(module: nn.Module) -> bool:
 
 def _backend_of(module: nn.Module) -> Any:
     """The backend of a compiled module."""
-    context = getattr(module, "dynamo_ctx", None)
-    if not is_optimized(module):
+    if isinstance(module, OptimizedModule):
+        context: Any = module.dynamo_ctx
+    else:
         compiled, _ = diverted_calls(module) or (module._compiled_call_impl, None)
         context = inspect.getclosurevars(cast(Call, compiled)).nonlocals.get("self")
     backend = getattr(context, "callback", None)

@@ -126,6 +126,17 @@ def kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list(kept.values())
 
 
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """By the id of each parameter, its name; FSDP2 has two objects for each."""
+    views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        fsdp = views.get(id(parameter))
+        for each in (parameter,) if fsdp is None else (fsdp.sharded_param, fsdp._unsharded_param):
+            names.setdefault(id(each), name)
+    return names
+
+
 def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
     return _fsdp_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
 

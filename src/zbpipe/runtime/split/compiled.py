@@ -55,6 +55,12 @@ def _regions(module: nn.Module) -> list[_Region]:
     return [call for call in calls if isinstance(call, _Region)]
 
 
+def products_in_regions(module: nn.Module) -> list[_torch.GraphProduct]:
+    """Of all regions of `module`, as far as they have run without the compiler."""
+    regions = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
+    return [product for region in regions if isinstance(region, _Region) for product in region.products]
+
+
 class _Site(NamedTuple):
     """A product in a region that has slots."""
 
@@ -95,6 +101,8 @@ class _Region:
         self._ran_eagerly: list[_torch.Memory] = []
         """The memory of the inputs of calls that activation checkpointing will repeat in the backward."""
         self.has_run_compiled = False
+        self.products: list[_torch.GraphProduct] = []
+        """With weights, of the last call without the compiler: the graph of a compiled one does not show them."""
         self._unshards = _torch.is_fsdp(module) and not _torch.is_optimized(module)
         """Whether FSDP gathers the weights inside of this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
@@ -114,7 +122,9 @@ class _Region:
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
             self._ran_eagerly.append(memory)
             with self._learn(inputs):
-                return eager(*args, **kwargs)
+                output = eager(*args, **kwargs)
+            self.products = _torch.products_in_graph(_torch.tree_leaves(output), tensors)
+            return output
         self.has_run_compiled = True
         self._next = self._sites.get(inputs, ())
         if not self._unshards:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -56,14 +57,19 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     for layer in module.modules():
         if _torch.is_optimized(layer):
             continue
-        products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
+        products = _declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
         _require_products(layer, products)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
-            setattr(layer, _ATTRIBUTE, Deferral(layer, products, gradients))
+            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients)
             _replace_forward(layer)
+
+
+def _declared(layer: nn.Module, usual: WeightProducts) -> Any:
+    """Its `weight_products`. For a layer without, a `__getattr__` of its own is not asked."""
+    return cast(Any, layer).weight_products if declares(layer, "weight_products") else usual
 
 
 def _require_products(layer: nn.Module, products: object) -> None:
@@ -105,7 +111,7 @@ class Deferral:
         """The functions of `products` that were called in a way that can be deferred."""
         self.is_caught = False
         """Whether it has a forward of its own, in which a torch function mode catches the products."""
-        self.is_declared = hasattr(layer, "weight_products")
+        self.is_declared = declares(layer, "weight_products")
         """Whether the layer itself declares what it multiplies."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
@@ -200,10 +206,10 @@ class Deferral:
 def _replace_forward(layer: nn.Module) -> None:
     plain = MethodType(_linear_forward, layer)
     if _is_linears_own(layer.forward, layer):
-        layer.forward = plain
+        vars(layer)["forward"] = plain  # past a `__setattr__` of the user's
     elif not _rebind(layer.forward, layer, plain):
         deferral_of(layer).is_caught = True
-        layer.forward = MethodType(_catching_forward, layer)
+        vars(layer)["forward"] = MethodType(_catching_forward, layer)
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import take_over
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
+from zbpipe.runtime.split.work import StaysInI, WeightWork, in_words, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
 """How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
@@ -22,6 +23,9 @@ nothing to defer, and "autograd" torch's own split, which walks the autograd gra
 
 _REPORT_AFTER = 2
 """The number of I after which the log says what stayed in I; the first I leaves nothing to W."""
+
+_ENOUGH = 0.8
+"""With a smaller share of the weight gradients' work in W the log warns."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +81,9 @@ def waiting_for_w(stage: _torch.Stage, microbatch: int) -> Sequence[PendingGradi
     return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
 
 
-def in_products(stage: _torch.Stage) -> frozenset[str]:
-    """The names of the parameters whose gradient is a product, known once an F ran."""
-    if not isinstance(stage, _SplitBackward):
-        return frozenset()
-    own = {id(each) for deferral in deferrals(stage.submod).values() for each in deferral.layer.parameters(False)}
-    return frozenset(
-        name
-        for name, parameter in stage.submod.named_parameters()
-        if parameter.dim() > 1 and (id(parameter) in own or id(parameter) in stage._factors)
-    )
+def weight_work(stage: _torch.Stage) -> WeightWork | None:
+    """The work of the stage's weight gradients, and what of it waits for W; known once an I ran."""
+    return stage._work if isinstance(stage, _SplitBackward) else None
 
 
 def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
@@ -181,22 +178,31 @@ def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> No
 
 
 def _report_what_stays_in_i(stage: _SplitBackward) -> None:
-    """Log, once, which layers multiply with a weight and do not defer its gradient."""
-    prepared = deferrals(stage.submod)
+    """Log, once, which share of the weight gradients waits for W, and the largest that do not, with the reasons."""
+    work = stage._work
+    if work is None or not work.in_i:
+        return
+    share = work.share
+    logger.log(
+        logging.WARNING if share < _ENOUGH else logging.INFO,
+        "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs wait for W",
+        stage.stage_index,
+        in_words((_named(each), each.share, each.reason) for each in work.in_i),
+        percent(share),
+    )
+    left = {each.parameter for each in work.in_i}
+    for name, deferral in deferrals(stage.submod).items():
+        if deferral.is_declared and left & {
+            f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()
+        }:
+            _explain_what_stays_in_i(stage, deferral)
 
-    def is_left(name: str, layer: nn.Module) -> bool:
-        own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
-        if name in prepared:
-            return bool(own) and not prepared[name].is_accounted_for
-        return any(id(parameter) in stage._factors for parameter in own)
 
-    left = [(name, layer) for name, layer in stage.submod.named_modules() if is_left(name, layer)]
-    if left:
-        names = ", ".join(_name_of(stage, layer) for _, layer in left)
-        logger.warning("stage %d computes these weight gradients in I, not in W: %s", stage.stage_index, names)
-    for name, _ in left:
-        if name in prepared and prepared[name].is_declared:
-            _explain_what_stays_in_i(stage, prepared[name])
+def _named(product: StaysInI) -> str:
+    """By its layer, with the parameter if it is not the weight."""
+    layer, _, parameter = product.parameter.rpartition(".")
+    name = layer or "the stage itself"
+    return f"{name} ({product.layer}){'' if parameter == 'weight' else f' {parameter}'}"
 
 
 def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
@@ -251,7 +257,7 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
     if not is_split(stage):
         _torch.own(stage)
         stage.__class__ = split_class(type(stage))
-        stage.__dict__.update(_deferred={}, _num_split=0, _factors=frozenset(), _dtypes=frozenset(), _is_scaled=False)
+        stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -273,8 +279,8 @@ class _SplitBackward(_torch.OwnStage):
     """By microbatch, from its I to its W."""
     _num_split: int
     """How many I have run."""
-    _factors: frozenset[int]
-    """The ids of the parameters whose gradient is a product."""
+    _work: WeightWork | None
+    """Of a microbatch, as the first I found it."""
     _dtypes: frozenset[torch.dtype]
     """Of the deferred products, as the first I found them."""
     _on_rank: tuple[_torch.Stage, ...]
@@ -285,9 +291,6 @@ class _SplitBackward(_torch.OwnStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
         self._gradients.forget_cast()
-        # In the first F compiled regions run without the compiler, so autograd's graph shows every product.
-        if self._num_split == 0 and not self._factors and self.has_backward:
-            self._factors = _torch.parameters_in_products(_torch.tree_leaves(output))
         return output
 
     def backward_one_chunk(
@@ -302,11 +305,12 @@ class _SplitBackward(_torch.OwnStage):
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial = self._num_split == 0
-        with self._gradients.record(on_trial) as pending:
+        with self._gradients.record(on_trial) as pending, look_at_graphs(on_trial) as products:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
         if on_trial:
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
+            self._work = WeightWork(self.submod, products, pending)
             pending.clear()
             _torch.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, pending)
@@ -314,6 +318,8 @@ class _SplitBackward(_torch.OwnStage):
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
         if self._num_split == _REPORT_AFTER:
+            if self._work is not None:
+                self._work.recount(pending)
             _report_what_stays_in_i(self)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

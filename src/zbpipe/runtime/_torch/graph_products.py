@@ -1,0 +1,211 @@
+"""The products with weights in autograd's graph, and what their weight gradients cost. Known from torch 2.11 to 2.15.
+
+Only names, edges and shapes of nodes are read. Saved tensors are not: a checkpoint would compute them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from zbpipe.runtime._torch.autograd import PASS_ON
+
+__all__ = ["GraphProduct", "products_in_graph"]
+
+_FACTORS = {
+    "AddbmmBackward0": (1, 2),
+    "AddmmBackward0": (1, 2),
+    "AddmvBackward0": (1, 2),
+    "BaddbmmBackward0": (1, 2),
+    "BmmBackward0": (0, 1),
+    "GroupedMmBackward0": (0, 1),
+    "MmBackward0": (0, 1),
+    "MvBackward0": (0, 1),
+}
+"""By node, the places of a product's two factors."""
+_WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
+"""Nodes whose weight comes after x, and may be followed by a bias."""
+_RECURRENT = ("Rnn", "Lstm", "Gru")
+_LOOKUPS = ("Embedding", "EmbeddingBag")
+_CHOICES = ("Index", "IndexSelect", "Gather")
+_VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
+_MATRIX = 2
+"""Dimensions: of fewer, a choice of rows is a lookup, and a parameter is a bias or a gain."""
+_COMPILED = "CompiledFunction"
+
+
+class GraphProduct(NamedTuple):
+    """One product whose weight is a parameter, or made from parameters alone."""
+
+    kind: str
+    """Of the node, without `Backward`."""
+    deferral: object
+    """Of the layer, if the node is one of zbpipe's own."""
+    leaves: tuple[Tensor, ...]
+    """The parameters behind the weight."""
+    made_by: tuple[str, ...]
+    """What makes the weight from them, besides casts, transposes and views."""
+    flops: float
+    """Of the weight gradient."""
+
+    @property
+    def is_region(self) -> bool:
+        """Whether the node is that of a whole compiled region, which does not show its products."""
+        return self.kind == _COMPILED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one of torch's products of two matrices."""
+        return f"{self.kind}Backward0" in _FACTORS or self.kind == "Linear"
+
+
+class _Weight(NamedTuple):
+    """A tensor that depends on parameters, and on no activation."""
+
+    leaves: tuple[Tensor, ...]
+    made_by: tuple[str, ...] = ()
+    is_larger: bool = False
+    """Than the parameters: expanded, or chosen row by row."""
+
+
+def products_in_graph(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
+    """All products with weights on the way from `inputs`, or from the leaves, to `outputs`."""
+    found: list[GraphProduct] = []
+    known: dict[Node, _Weight | None] = dict.fromkeys(_nodes_of(inputs))
+    for node in _in_order(_nodes_of(outputs), known):
+        edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
+        known[node] = _visit(node, edges, found)
+    return found
+
+
+def _nodes_of(tensors: Iterable[Any]) -> list[Node]:
+    return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
+
+
+def _in_order(roots: list[Node], known: dict[Node, _Weight | None]) -> Iterator[Node]:
+    """Each node after those that it takes from; `known` grows meanwhile."""
+    waiting = list(roots)
+    opened: set[Node] = set()
+    while waiting:
+        node = waiting[-1]
+        if node in known:
+            waiting.pop()
+        elif node in opened:
+            waiting.pop()
+            yield node
+        else:
+            opened.add(node)
+            waiting += [each for each, _ in node.next_functions if each is not None and each not in known]
+
+
+_Edge = tuple[_Weight | None, Node | None, int]
+"""What comes over it, from which node, and which of its results."""
+
+
+def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _Weight | None:
+    """Add the products of `node` to `found`; returns what its result is."""
+    leaf = getattr(node, "variable", None)
+    if leaf is not None:
+        return _Weight((leaf,)) if isinstance(leaf, nn.Parameter) else None
+    kind = node.name().rpartition("Backward")[0]
+    if node.name() in _FACTORS:
+        places: tuple[int, ...] = _FACTORS[node.name()]
+    elif kind in _WEIGHT_SECOND:
+        places = (1,)
+    elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
+        # A Function may take the same weight twice; those of zbpipe take x first.
+        places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
+        places = (1,) if _deferral_of(node) is not None else places
+    else:
+        return _made(node, kind, edges)
+    factors = [edges[place] for place in places if place < len(edges)]
+    for place, (weight, source, number) in zip(places, factors, strict=False):
+        if weight is not None and source is not None and _is_matrix(weight, source, number):
+            flops = _flops(node, kind, place == places[0], _shape(source, number), edges)
+            found.append(GraphProduct(kind, _deferral_of(node), weight.leaves, weight.made_by, flops))
+    weights = [weight for weight, _, _ in factors if weight is not None]
+    is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
+    return _joined(weights, kind) if is_weight else None
+
+
+def _deferral_of(node: Node) -> object:
+    return getattr(node, "deferral", None) if isinstance(cast(object, node), BackwardCFunction) else None
+
+
+def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
+    """Whether it is a Function of somebody's own that takes more than weights."""
+    if not isinstance(cast(object, node), BackwardCFunction) or node.name() in PASS_ON:
+        return False
+    sources = [weight for weight, source, _ in edges if source is not None]
+    weights = [weight for weight in sources if weight is not None]
+    elements = {prod(_shape(source, number)) for weight, source, number in edges if weight is not None and source}
+    return kind == _COMPILED or len(weights) < len(sources) or prod(_shape(node, 0)) not in elements
+
+
+def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:
+    return len(_shape(source, number)) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves)
+
+
+def _made(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
+    """What an operation other than a product makes of weights; None if an activation is in it."""
+    weights = [weight for weight, source, _ in edges if source is not None]
+    if not weights or None in weights or kind in _LOOKUPS:
+        return None
+    result = _joined(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
+    elements = max(leaf.numel() for leaf in result.leaves)
+    grows = max(prod(_shape(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
+    if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
+        return None
+    if kind in _CHOICES and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
+        return None
+    return result._replace(is_larger=result.is_larger or grows)
+
+
+def _joined(weights: Sequence[_Weight], kind: str) -> _Weight:
+    leaves = {id(leaf): leaf for weight in weights for leaf in weight.leaves}
+    made_by = dict.fromkeys(each for weight in weights for each in weight.made_by)
+    made_by |= {kind: None} if kind else {}
+    return _Weight(tuple(leaves.values()), tuple(made_by), any(weight.is_larger for weight in weights))
+
+
+def _shape(node: Node, number: int) -> tuple[int, ...]:
+    """Of one of the node's results; none for tensors that have no plain one."""
+    try:
+        return tuple(cast(Any, node)._input_metadata[number].shape)
+    except (IndexError, RuntimeError):
+        return ()
+
+
+def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
+    """Two for each multiplication."""
+    dy = _shape(node, 0)
+    if kind == "Convolution":
+        return 2.0 * _convolved(node, dy, weight, edges) * prod(weight[1:])
+    if kind == "Linear":
+        return 2.0 * prod(dy) * weight[-1]
+    if node.name() in _FACTORS:
+        inner = weight[-1] if is_first or len(weight) < _MATRIX else weight[-2]
+        times = weight[0] if kind == "Addbmm" else 1
+        groups = dy[0] if kind == "GroupedMm" and len(weight) < len(dy) else 1
+        return 2.0 * prod(dy) * inner * times / max(groups, 1)
+    activations = [_shape(source, number) for weight, source, number in edges if weight is None and source is not None]
+    if len(weight) > _MATRIX and dy:  # a matrix for each group of rows
+        return 2.0 * prod(dy) * (activations[0][-1] if activations and activations[0] else weight[-2])
+    # A Function may give a loss: its x has more rows than its dY.
+    return 2.0 * max((prod(shape[:-1]) for shape in (dy, *activations) if shape), default=1) * prod(weight)
+
+
+def _convolved(node: Node, dy: tuple[int, ...], weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
+    """The elements of dY, or of x for a transposed convolution: each meets the weight's other dimensions."""
+    if not cast(Any, node)._saved_transposed:
+        return prod(dy)
+    _, source, number = edges[0]
+    if source is not None:
+        return prod(_shape(source, number))
+    strides: int = prod(cast(Any, node)._saved_stride)
+    return prod(dy) / max(dy[1] if len(dy) > 1 else 1, 1) * weight[0] / max(strides, 1)

@@ -1,0 +1,33 @@
+"""Attributes of users' modules, read without running the users' code.
+
+A property, a parametrization or a `__getattr__` may draw random numbers, count, or raise. So zbpipe reads an attribute
+of a module as a plain value, or not at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def plain_attribute(owner: object, name: str, default: Any = None) -> Any:
+    """The plain attribute `name` of `owner` or of its class; `default` if there is none, or if reading it runs code.
+
+    >>> class Layer:
+    ...     top_k = 2
+    ...     @property
+    ...     def weight(self):
+    ...         raise RuntimeError
+    >>> plain_attribute(Layer(), "top_k"), plain_attribute(Layer(), "weight"), plain_attribute(Layer(), "bias", 0)
+    (2, None, 0)
+    """
+    found = inspect.getattr_static(owner, name, default)
+    return default if hasattr(type(found), "__get__") else found
+
+
+def declares(owner: object, name: str) -> bool:
+    """Whether `owner` or its class has an attribute or a property `name`."""
+    return inspect.getattr_static(owner, name, _MISSING) is not _MISSING
+
+
+_MISSING = object()

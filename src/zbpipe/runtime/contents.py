@@ -1,0 +1,226 @@
+"""What modules hold besides parameters and buffers: counters in containers and objects, and tensors in those.
+
+A forward may count in a dict, a list, a deque or an object of its own. To run it once more from the same state, all of
+them get their contents back, in place: whoever else holds a container sees the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import MemberDescriptorType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOST = 10_000
+"""Containers with more entries get their entries back, but not what is in these."""
+_MOST_OBJECTS = 100_000
+"""What lies deeper is left alone."""
+_MOST_BYTES = 1 << 24
+"""Larger arrays are data sets rather than counters."""
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
+
+PutBack = Callable[[], None]
+
+
+class Contents:
+    """The contents, at one moment, of all that modules hold. Found from their attributes, however deep it is."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parts = list(modules)
+        self.tensors: list[Tensor] = []
+        """Those that lie in attributes and containers; whoever asks keeps their values."""
+        self._put_back: list[PutBack] = []
+        self._packages = {_package(type(part)) for part in parts}
+        # They hold what it has seen, so that no id is used again meanwhile.
+        self._seen: dict[int, object] = {id(part): part for part in parts}
+        waiting: list[object] = []
+        for part in parts:
+            waiting += [value for name, value in vars(part).items() if name not in _KEPT_ELSEWHERE]
+        for kind in {kind for part in parts for kind in type(part).__mro__ if self._is_users(kind)}:
+            waiting += self._class(kind)
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            value = waiting.pop()
+            if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                waiting += self._keep(value)
+
+    def put_back(self) -> None:
+        """Restore all but the values of tensors."""
+        for each in self._put_back:
+            each()
+
+    def _keep(self, value: Any) -> Iterable[object]:
+        """Remember what `value` holds; returns what there is to remember in it."""
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.tensors.append(value)
+            return ()
+        if put_back := _generator(value) or _buffer(value):
+            self._put_back.append(put_back)
+            return ()
+        for kind, keep in _CONTAINERS.items():
+            if isinstance(value, kind):
+                entries, put_back = keep(value)
+                self._put_back.append(put_back)
+                return entries if len(entries) <= _MOST else ()
+        if isinstance(value, (tuple, frozenset)):
+            return value if len(value) <= _MOST else ()
+        if isinstance(value, (nn.Module, SimpleNamespace)) or self._is_users(type(value)):
+            return self._object(value)
+        return ()
+
+    def _is_users(self, kind: type) -> bool:
+        """Whether a class is of the user's own code, or of the package of one of the modules.
+
+        An object of another package, such as a logger, may be in use by other threads.
+        """
+        package = _package(kind)
+        if package in ("torch", "zbpipe") or package in sys.stdlib_module_names:
+            return package == "__main__"
+        if package in self._packages or dataclasses.is_dataclass(kind):
+            return True
+        file = getattr(sys.modules.get(package), "__file__", None)
+        return file is not None and "site-packages" not in file and "dist-packages" not in file
+
+    def _object(self, value: Any) -> Iterator[object]:
+        names = [each for kind in type(value).__mro__ for each in vars(kind).values()]
+        for slot in (each for each in names if isinstance(each, MemberDescriptorType) and each.__name__ != "__dict__"):
+            try:
+                held = slot.__get__(value)
+            except AttributeError:  # it has no value yet
+                continue
+            self._put_back.append(partial(slot.__set__, value, held))
+            yield held
+        own = getattr(value, "__dict__", None)
+        if type(own) is dict:
+            _, put_back = _keep_mapping(own)
+            self._put_back.append(put_back)
+            is_module = isinstance(value, nn.Module)  # one that no other module has as its own
+            yield from (held for name, held in own.items() if not (is_module and name == "_parameters"))
+
+    def _class(self, kind: type) -> Iterator[object]:
+        """Plain attributes of a class, such as a counter of all its instances."""
+        for name, value in list(vars(kind).items()):
+            if not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__"):
+                self._put_back.append(partial(_put_attribute, kind, name, value))
+                yield value
+
+
+_KEPT_ELSEWHERE = {"_parameters", "_buffers", "_modules"}
+"""FSDP swaps parameters between F and I, and `State` keeps buffers."""
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _put_attribute(owner: type, name: str, value: object) -> None:
+    if vars(owner).get(name, owner) is not value:
+        setattr(owner, name, value)
+
+
+Kept = tuple[list[object], PutBack]
+"""What is in a container, and how to put it back."""
+
+
+def _keep_mapping(value: dict[Any, Any]) -> Kept:
+    # Not by methods of a subclass: `Counter.update` adds, and one of the user's may do anything.
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    before = list(kind.items(value))
+
+    def put_back() -> None:
+        now = list(kind.items(value))
+        if not _are_same([each for pair in now for each in pair], [each for pair in before for each in pair]):
+            kind.clear(value)
+            for name, each in before:
+                kind.__setitem__(value, name, each)
+
+    return [each for _, each in before], put_back
+
+
+def _keep_list(value: list[Any]) -> Kept:
+    before = list.copy(value)
+
+    def put_back() -> None:
+        if not _are_same(value, before):
+            list.__setitem__(value, slice(None), before)
+
+    return before, put_back
+
+
+def _keep_deque(value: deque[Any]) -> Kept:
+    before = list(value)
+
+    def put_back() -> None:
+        if not _are_same(list(value), before):
+            deque.clear(value)
+            deque.extend(value, before)
+
+    return before, put_back
+
+
+def _keep_set(value: set[Any]) -> Kept:
+    before = set.copy(value)
+
+    def put_back() -> None:
+        if not set.__eq__(value, before):
+            set.clear(value)
+            set.update(value, before)
+
+    return list(before), put_back
+
+
+_CONTAINERS: dict[type, Callable[[Any], Kept]] = {
+    dict: _keep_mapping,
+    list: _keep_list,
+    deque: _keep_deque,
+    set: _keep_set,
+}
+
+
+def _are_same(one: Iterable[object], other: Iterable[object]) -> bool:
+    """Whether both give the very same objects."""
+    return [*map(id, one)] == [*map(id, other)]
+
+
+def _buffer(value: Any) -> PutBack | None:
+    """For arrays of numbers."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, (bytearray, array)):
+        return partial(value.__setitem__, slice(None), value[:])
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.flags.writeable and value.nbytes <= _MOST_BYTES:
+        return partial(value.__setitem__, ..., value.copy())
+    return None
+
+
+def _generator(value: Any) -> PutBack | None:
+    """For sources of random numbers that a module has of its own."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        return partial(_call, value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
+
+
+def _call(function: Callable[[Any], object], argument: object) -> None:
+    function(argument)
+
+
+def shared_generators() -> Iterator[PutBack]:
+    """Those of Python and numpy that every module may use."""
+    yield partial(random.setstate, random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
+        yield partial(numpy.random.set_state, numpy.random.get_state())

@@ -1,0 +1,231 @@
+"""How much of the work of a stage's weight gradients waits for W, what does not, and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime.split.compiled import products_in_regions
+from zbpipe.runtime.split.layers import Deferral, deferral_of
+from zbpipe.runtime.split.products import LINEAR, PendingGradient, name_of
+from zbpipe.runtime.substitution import replaced
+
+_MOST_NAMES = 8
+"""In a message."""
+_LEAST = 0.0005
+_IN_A_REGION = (
+    "in a compiled region, where the weight is multiplied more than once, or by a forward of the layer's own without"
+    " weight_products"
+)
+_CHANGED = "something changes x or dY in place during I"
+_PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
+"""Nodes of weights that are taken out of a larger parameter."""
+
+
+@dataclass(frozen=True)
+class StaysInI:
+    """The weight gradients of one parameter that I computes, for one reason."""
+
+    parameter: str
+    """Its name in the stage, or the first of several from which the weight is made."""
+    layer: str
+    """The class of its module."""
+    share: float
+    """Of the work of all weight gradients of the stage."""
+    reason: str
+
+
+def percent(share: float) -> str:
+    """In words.
+
+    >>> percent(0.9871), percent(0.0004), percent(1.0)
+    ('98.7 %', '<0.1 %', '100 %')
+    """
+    return "<0.1 %" if 0 < share < _LEAST else f"{min(100 * share, 99.9 if share < 1 else 100):.3g} %"
+
+
+def in_words(products: Iterable[tuple[str, float, str]]) -> str:
+    """The largest of some products: names and shares by reason.
+
+    >>> in_words([("a", 0.5, "hooks"), ("b", 0.25, "a convolution"), ("c", 0.125, "hooks")])
+    'a 50 %, c 12.5 % (hooks); b 25 % (a convolution)'
+    """
+    ordered = sorted(products, key=lambda product: -product[1])
+    shown = [each for each in ordered if each[1] >= _LEAST][:_MOST_NAMES] or ordered[:1]
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for name, share, reason in shown:
+        reasons[reason].append(f"{name} {percent(share)}")
+    more = f"; and {len(ordered) - len(shown)} more" if len(ordered) > len(shown) else ""
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items()) + more
+
+
+@contextmanager
+def look_at_graphs(on_trial: bool) -> Iterator[list[_torch.GraphProduct]]:
+    """Within the first I, the products with weights in the graphs of all backwards go into the list that this gives.
+
+    A checkpoint with `use_reentrant=True` makes its graph, and runs a backward of its own, within a backward.
+    """
+    found: list[_torch.GraphProduct] = []
+    if not on_trial:
+        yield found
+        return
+    run = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        found.extend(_torch.products_in_graph(tensors if isinstance(tensors, Sequence) else [tensors]))
+        run(tensors, *args, **kwargs)
+
+    with replaced(torch.autograd, backward=backward):
+        yield found
+
+
+class WeightWork:
+    """The FLOPs of a stage's weight gradients, of one microbatch: those that wait for W, and those that do not."""
+
+    def __init__(
+        self, module: nn.Module, products: Sequence[_torch.GraphProduct], pending: Sequence[PendingGradient]
+    ) -> None:
+        """From the graph of a microbatch, and what its I has deferred."""
+        self._module = module
+        self._names = _torch.parameter_names(module)
+        self._compiled = {id(part) for each in module.modules() if _torch.is_compiled(each) for part in each.modules()}
+        self._waiting: defaultdict[str, float] = defaultdict(float)
+        """By parameter."""
+        self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """By parameter and reason."""
+        self._calls = _calls(pending)
+        for gradient in pending:
+            self._count(id(_torch.leaf_at(gradient.weight)), _flops_of(gradient), _why_not(gradient))
+        own: defaultdict[int, list[_torch.GraphProduct]] = defaultdict(list)
+        for product in _with_regions(module, products):
+            if isinstance(product.deferral, Deferral):
+                own[id(product.leaves[0])].append(product)
+            elif not (product.is_region and id(product.leaves[0]) in self._calls):
+                for leaf in product.leaves:
+                    self._count(id(leaf), product.flops / len(product.leaves), self._reason(product))
+        for parameter, found in own.items():
+            rest = len(found) - self._calls[parameter]
+            if rest > 0:
+                self._count(parameter, rest * found[0].flops, self._reason(found[0]))
+
+    def _count(self, leaf: int, flops: float, reason: str = "") -> None:
+        name = self._names.get(leaf, "of another module")
+        if reason:
+            self._in_i[name, reason] += flops
+        else:
+            self._waiting[name] += flops
+
+    def recount(self, pending: Sequence[PendingGradient]) -> None:
+        """After the second I, which runs compiled regions as all later ones do."""
+        now = _calls(pending)
+        for leaf, calls in self._calls.items():
+            name = self._names.get(leaf, "")
+            missing = 1 - now[leaf] / calls
+            if missing > 0 and id(self._owner(name)) in self._compiled:
+                self._in_i[name, _IN_A_REGION] += missing * self._waiting[name]
+                self._waiting[name] *= 1 - missing
+
+    @property
+    def flops(self) -> float:
+        """Of all weight gradients of a microbatch."""
+        return float(sum(self._waiting.values()) + sum(self._in_i.values()))
+
+    @property
+    def share(self) -> float:
+        """The share of them that waits for W; 1 where there are none."""
+        return 1 - sum(self._in_i.values()) / self.flops if self._in_i else 1.0
+
+    @property
+    def in_i(self) -> Sequence[StaysInI]:
+        """What does not wait, the largest first."""
+        products = [
+            StaysInI(name, type(self._owner(name)).__name__, flops / (self.flops or 1), reason)
+            for (name, reason), flops in self._in_i.items()
+        ]
+        return sorted(products, key=lambda product: -product.share)
+
+    def mostly_in_i(self) -> frozenset[str]:
+        """The parameters of which more is computed in I than in W."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for (name, _), flops in self._in_i.items():
+            total[name] += flops
+        return frozenset(name for name, flops in total.items() if flops > self._waiting.get(name, 0.0))
+
+    def _owner(self, name: str) -> nn.Module:
+        """The module of the parameter of that name."""
+        known: dict[str, nn.Module] = dict(self._module.named_modules())
+        return known.get(name.rpartition(".")[0], self._module)
+
+    def _why_own(self, deferral: Deferral, leaf: Tensor) -> str:
+        """Why a layer that can defer its weight gradient does not."""
+        if deferral.stays_in_i:
+            return _CHANGED
+        if deferral.has_node_hooks or _torch.has_hooks(leaf):
+            return "the weight has hooks"
+        return _IN_A_REGION if id(deferral.layer) in self._compiled else "a backward of its own computes it"
+
+    def _reason(self, product: _torch.GraphProduct) -> str:
+        if isinstance(product.deferral, Deferral):
+            return self._why_own(product.deferral, product.leaves[0])
+        kind, made = product.kind, ", ".join(product.made_by)
+        if not product.is_plain:
+            named = next((words for word, words in _KINDS.items() if word in kind), "")
+            return named or f"an autograd Function of its own, {kind}"
+        if made:
+            is_part = _PARTS.issuperset(product.made_by)
+            return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
+        layer = self._owner(self._names.get(id(product.leaves[0]), ""))
+        declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
+        if declared is None or declared:
+            return "a product of its own: declare it by weight_products"
+        return "multiplied outside of its layer, or the layer sets weight_products = {}"
+
+
+_KINDS = {
+    "CompiledFunction": _IN_A_REGION,
+    "Conv": "a convolution",
+    "Rnn": "a recurrent layer",
+    "Lstm": "a recurrent layer",
+    "Gru": "a recurrent layer",
+    "Trilinear": "a bilinear layer",
+}
+"""By a word in the name of autograd's node."""
+
+
+def _why_not(gradient: PendingGradient) -> str:
+    """Why a gradient that the first I deferred stays in I from now on, if it does."""
+    return _CHANGED if deferral_of(gradient.layer).stays_in_i else ""
+
+
+def _calls(pending: Iterable[PendingGradient]) -> Counter[int]:
+    """By the id of the parameter, the number of its gradients that wait."""
+    return Counter(id(_torch.leaf_at(gradient.weight)) for gradient in pending)
+
+
+def _with_regions(module: nn.Module, products: Sequence[_torch.GraphProduct]) -> Iterator[_torch.GraphProduct]:
+    """`products`, with what regions have shown without the compiler in the place of their nodes."""
+    hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
+    learned = [each for each in products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
+    shown = {id(leaf) for product in learned for leaf in product.leaves}
+    yield from learned
+    yield from (each for each in products if not shown & {id(leaf) for leaf in each.leaves})
+
+
+def _flops_of(gradient: PendingGradient) -> float:
+    """Of a deferred product: each element of dY meets a row of x; in a convolution all that a kernel covers."""
+    x, dy, weight = gradient.x, gradient.dy, gradient.weight
+    inner = x.shape[-1] if x.dim() else 1
+    if gradient.product is not LINEAR:
+        products = deferral_of(gradient.layer).products.items()
+        name = next((name_of(function) for function, product in products if product is gradient.product), "")
+        shape = weight.shape if isinstance(weight, Tensor) else _torch.shape_at(weight)
+        inner = shape[1:].numel() if "conv" in name else inner
+    return 2.0 * dy.numel() * inner

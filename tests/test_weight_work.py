@@ -1,0 +1,357 @@
+"""The share of the weight gradients' work that waits for W, against an independent count."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrizations as new
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import zbpipe
+from zbpipe import WeightProduct
+from zbpipe.runtime.gradient_report import GradientReport
+from zbpipe.runtime.substitution import replaced
+
+WIDTH, EXPERTS, TOKENS = 16, 4, 24
+
+
+class Own(nn.Module):
+    """A forward of its own over parameters `w`, three-dimensional, and `v`, two-dimensional, and a linear layer."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+        self.v = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.lin(x))
+
+
+def select(s: Any, x: Tensor) -> Tensor:
+    return sum(F.linear(x[n::EXPERTS], s.w[n]).sum() for n in range(EXPERTS)) + x  # type: ignore[no-any-return]
+
+
+def unbind(s: Any, x: Tensor) -> Tensor:
+    return sum(x @ each for each in s.w.unbind(0))  # type: ignore[return-value]
+
+
+def chosen_by_data(s: Any, x: Tensor) -> Tensor:
+    """As PhiMoE's experts: each gets the rows that go to it."""
+    result = torch.zeros_like(x)
+    choice = x.detach().sum(-1).abs().mul(100).long() % EXPERTS
+    for expert in choice.unique():
+        rows = (choice == expert).nonzero().squeeze(-1)
+        result = result.index_add(0, rows, F.linear(torch.tanh(F.linear(x[rows], s.w[expert])), s.w[expert].t()))
+    return result
+
+
+def gathered(s: Any, x: Tensor) -> Tensor:
+    choice = torch.arange(len(x)) % EXPERTS
+    return (s.w[choice] @ x.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def merged(s: Any, x: Tensor) -> Tensor:
+    return F.linear(x, s.v + s.w[0] @ s.w[1])
+
+
+def gained(s: Any, x: Tensor) -> Tensor:
+    """A gain and a bias are no products."""
+    return F.linear(x * s.scale + s.scale, 2 * s.v.view(-1).view(WIDTH, WIDTH))
+
+
+def looked_up(s: Any, x: Tensor) -> Tensor:
+    """Rows of a table are no product, and what is made of them is no weight."""
+    rows = s.v[torch.arange(len(x)) % WIDTH]
+    return F.linear(rows + F.embedding(torch.arange(len(x)) % WIDTH, s.v) + x, s.w[0])
+
+
+def sliced(s: Any, x: Tensor) -> Tensor:
+    return torch.cat([F.linear(x, each) for each in s.v.chunk(4)], -1) + F.linear(x, s.w.flatten(0, 1)[:WIDTH])
+
+
+class Doubling(torch.autograd.Function):
+    """A product of somebody's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+
+
+def by_a_function(s: Any, x: Tensor) -> Tensor:
+    return Doubling.apply(x, s.v)  # type: ignore[no-any-return]
+
+
+def reentrant(s: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: s.lin(F.linear(x, s.w[1])), x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def checkpointed(s: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: s.lin(torch.bmm(x.expand(EXPERTS, -1, -1), s.w)).sum(0), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def own(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(forward))
+
+
+class Images(nn.Module):
+    """Two convolutions, one of them transposed, with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 6 * TOKENS)
+        self.conv = nn.Conv1d(6, 9, 5, stride=2)
+        self.back = nn.ConvTranspose1d(9, 6, 4, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.conv(self.lin(x).unflatten(-1, (6, TOKENS))))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.lin, self.rnn = nn.Linear(WIDTH, WIDTH), kind(WIDTH, 2 * WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.lin(x).unsqueeze(1).expand(-1, 5, -1))[0]  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """The packed projection of q, k and v is torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.attention = nn.Linear(WIDTH, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x).unsqueeze(0)
+        return self.attention(h, h, h, need_weights=False)[0][0]  # type: ignore[no-any-return]
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    module[2].weight = module[0].weight
+    return module
+
+
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    module[3].weight.register_hook(lambda gradient: gradient)  # type: ignore[union-attr]
+    return module
+
+
+class Declared(nn.Module):
+    weight_products: ClassVar = {torch.bmm: WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, 3 * WIDTH))
+        self.other = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(EXPERTS, -1, -1), self.weight).sum(0) @ self.other
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), ""),
+    "select": (own(select), "a part of a parameter (Select)"),
+    "unbind": (own(unbind), "a part of a parameter (Unbind)"),
+    "chosen by data": (own(chosen_by_data), "a part of a parameter (Select)"),
+    "gathered": (own(gathered), "a part of a parameter (Index)"),
+    "merged": (own(merged), "more than a view of a parameter (Select, Mm, Add)"),
+    "a gain": (own(gained), "more than a view of a parameter (Mul)"),
+    "looked up": (own(looked_up), "a part of a parameter (Select)"),
+    "chunks and slices": (own(sliced), "a part of a parameter (Split)"),
+    "a Function": (own(by_a_function), "an autograd Function of its own, Doubling"),
+    "reentrant": (own(reentrant), "a part of a parameter (Select)"),
+    "checkpointed": (own(checkpointed), "a product of its own: declare it by weight_products"),
+    "convolutions": (Images, "a convolution"),
+    "LSTM": (lambda: Recurrent(nn.LSTM), ""),
+    "GRU": (lambda: Recurrent(nn.GRU), "a product of its own"),
+    "attention": (Attention, "multiplied outside of its layer"),
+    "tied": (tied, ""),
+    "hooks": (hooked, "the weight has hooks"),
+    "declared": (Declared, "a product of its own"),
+    "weight norm": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), new.weight_norm(nn.Linear(WIDTH, WIDTH))),
+        "more than a view of a parameter (WeightNormInterface)",
+    ),
+    "bilinear": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice()), "a bilinear layer"),
+}
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(x, torch.tanh(x))  # type: ignore[no-any-return]
+
+
+def counted(module: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> float:
+    """What an ordinary backward computes more, with these parameters' gradients than without any."""
+    found = []
+    for trains in (True, False):
+        for each in module.parameters():
+            each.requires_grad_(trains and any(each is one for one in parameters))
+        # Without checkpoints, which compute no more than they need.
+        with (
+            replaced(sys.modules[__name__], checkpoint=lambda f, x, **_: f(x)),
+            FlopCounterMode(display=False) as counter,
+        ):
+            module(x.detach().requires_grad_()).square().mean().backward()
+        found.append(counter.get_total_flops())
+    for each in module.parameters():
+        each.requires_grad_()
+    return float(found[0] - found[1])
+
+
+def check(module: nn.Module, x: Tensor) -> GradientReport:
+    return zbpipe.check_gradients(module, torch.cat([x, x]).requires_grad_(), microbatches=2)
+
+
+NOT_COUNTED = ("LSTM", "bilinear")
+"""torch's own counter has no formula for these."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_share_is_that_of_an_independent_count(name: str) -> None:
+    make, reason = CASES[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(TOKENS, WIDTH)
+    parameters = list(module.parameters())
+    report = check(module, x)
+    if name not in NOT_COUNTED:
+        assert report.flops[0] == pytest.approx(counted(module, x, parameters), rel=0.02)
+        lost = {each.parameter for _, each in report.in_i}
+        waiting = [each for own, each in module.named_parameters() if own not in lost]
+        assert report.shares[0] == pytest.approx(counted(module, x, waiting) / report.flops[0], rel=0.02)
+    reasons = [each.reason for _, each in report.in_i]
+    assert not reason or any(reason in each for each in reasons), reasons
+    assert (report.share == 1) == (not reasons)
+    assert {own for _, own in report.not_deferred} <= {each.parameter for _, each in report.in_i}
+    assert all(each.share <= 0.5 or (0, each.parameter) in report.not_deferred for _, each in report.in_i)
+
+
+def logged(module: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    with caplog.at_level(logging.INFO, "zbpipe.runtime.split"):
+        zbpipe.check_gradients(module, x)
+    return [(each.levelno, each.getMessage()) for each in caplog.records if "split" in each.name]
+
+
+def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None:
+    ((level, words),) = logged(own(unbind)(), torch.randn(4, TOKENS, WIDTH), caplog)
+    assert level == logging.WARNING
+    assert words == (
+        "stage 0 computes these weight gradients in I, not in W: 1 (Own) w 66.7 % (its weight is a part of a parameter"
+        " (Unbind)). 33.3 % of its weight gradients' FLOPs wait for W"
+    )
+
+
+def test_the_log_of_a_good_job_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """A small product in I is information, and none is no word."""
+    large = nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH))
+    assert logged(large, torch.randn(4 * TOKENS, WIDTH), caplog) == []
+    ((level, words),) = logged(nn.Sequential(large, own(by_a_function)()), torch.randn(4 * TOKENS, WIDTH), caplog)
+    assert level == logging.INFO
+    assert "1.1 (Own) v 2.86 % (an autograd Function of its own, Doubling). 97.1 % of its" in words
+
+
+class Tied(nn.Module):
+    """An embedding whose gradient waits as that of the head, or a head that never runs."""
+
+    def __init__(self, runs: bool) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.runs = runs
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.body(self.embed(ids))
+        return self.head(h) if self.runs else h  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_lookups_and_what_does_not_run_are_not_named(runs: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zbpipe.runtime.split")
+    report = zbpipe.check_gradients(Tied(runs), torch.randint(0, 11, (4, 5)))
+    assert report.share == 1
+    assert report.not_deferred == frozenset()
+    assert {name for _, name in report.deferred} == ({"body.weight", "embed.weight"} if runs else {"body.weight"})
+    assert not [each for each in caplog.records if "split" in each.name]
+
+
+def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, TOKENS, WIDTH)
+    report = zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), own(unbind)()], x)
+    assert report.shares == {0: 1, 1: pytest.approx(1 / 3)}
+    assert report.share == pytest.approx(3 / 7)
+    assert (
+        "3 weight gradients waited for W, 1 did not; 42.9 % of the weight gradients' FLOPs wait for W; in I: 1.w of"
+        " stage 1 57.1 % (its weight is a part of a parameter (Unbind)); largest relative error"
+    ) in str(report)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_compiled_regions(one_rank: None, given: bool) -> None:
+    """Their graphs hide the products, and the first call with new shapes runs without the compiler."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Own(select))
+
+    shares = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        module = build()
+        if compiled:
+            for layer in module:
+                layer.compile(backend="aot_eager")
+        example = torch.zeros(TOKENS, WIDTH)
+        shapes = {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
+        schedule = zbpipe.build_pipeline_schedule("ZBH1", [stage], 3, nn.functional.mse_loss)
+        check = zbpipe.GradientCheck(schedule, 2)
+        for _ in range(2):
+            schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
+        assert check.report is not None
+        shares.append((check.report.shares[0], check.report.flops[0]))
+    torch.compiler.reset()
+    assert shares[0] == pytest.approx(shares[1])
+    assert shares[0][0] == pytest.approx(5 / 6)
+
+
+def test_fully_sharded_weights_have_names(one_rank: None) -> None:
+    module = own(unbind)()
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    schedule = zbpipe.build_pipeline_schedule(
+        "ZBH1", [PipelineStage(module, 0, 1, torch.device("cpu"))], 3, nn.functional.mse_loss
+    )
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
+    assert check.report is not None
+    assert check.report.shares[0] == pytest.approx(1 / 3)
+    assert [each.parameter for _, each in check.report.in_i] == ["1.w"]
+    assert check.report.not_deferred == {(0, "1.w")}

@@ -1,0 +1,183 @@
+"""Modules that run code when one reads their attributes, and modules that count outside of buffers."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrizations as new
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
+
+from zoo.case import WIDTH, Case, Mode, stage
+
+EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+ONLY: tuple[Mode, ...] = ("eager",)
+
+
+def _refuse(self: Any) -> Any:
+    raise RuntimeError("nobody but the user may read this")
+
+
+class Guarded(nn.Module):
+    """Every attribute that somebody might look for is a property that raises."""
+
+    config = weight = bias = property(_refuse)
+    gradient_checkpointing = top_k = num_experts = in_features = out_features = dynamo_ctx = property(_refuse)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x) @ self.own))
+
+
+class GuardedLinear(nn.Linear):
+    """The same for a layer that defers."""
+
+    config = gradient_checkpointing = top_k = num_experts = dynamo_ctx = property(_refuse)
+
+
+class Asked(nn.Module):
+    """Counts what it is asked for and does not have."""
+
+    microbatch = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.asked = nn.Buffer(torch.zeros(()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "asked" in self.__dict__.get("_buffers", {}):
+                self.asked += 1
+            raise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) * (1 + self.asked)
+
+
+class AskedLinear(nn.Linear):
+    """A layer with a forward of its own that refuses all it does not have, and to be changed."""
+
+    microbatch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "bias" not in self.__dict__.get("_parameters", {}):
+                raise
+            raise LookupError(name) from None
+
+    def finish_step(self) -> None:
+        """The runner of the zoo asks for it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise LookupError(name)
+        super().__setattr__(name, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(torch.tanh(input), self.weight, self.bias)
+
+
+class DropConnect(nn.Module):
+    """Another mask at each reading of the weight, of which it keeps count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = nn.Buffer(torch.zeros(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return F.dropout(weight, 0.5) * (1 + self.reads)
+
+
+class Drawing(nn.Module):
+    """Numbers of its own, not from the seed of the microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.Generator().manual_seed(7)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * torch.rand(weight.shape, generator=self.numbers, dtype=weight.dtype)
+
+
+def parametrized(make: Any) -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH)
+    parametrize.register_parametrization(layer, "weight", make())
+    return layer
+
+
+class Computed(nn.Linear):
+    """Its weight is a property that advances with each reading."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.raw = nn.Parameter(self._parameters.pop("weight").detach())  # type: ignore[union-attr]
+        self.reads = nn.Buffer(torch.zeros(()))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        self.reads += 1
+        return self.raw * (1 + self.reads)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self._parameters["weight"] = value
+
+
+def plain(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.tanh(s.a(x)))
+
+
+class Counting(nn.Module):
+    """Alternates between two paths, by a counter in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = {"dict": {"n": [0]}, "deque": deque([0], maxlen=3), "Counter": Counter(n=0)}[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.kept, Counter):
+            self.kept["n"] += 1
+            n = self.kept["n"]
+        elif isinstance(self.kept, deque):
+            self.kept.append(self.kept[-1] + 1)
+            n = self.kept[-1]
+        else:
+            self.kept["n"][0] += 1
+            n = self.kept["n"][0]
+        return self.b(self.a(x)) if n % 2 else self.b(torch.tanh(self.a(x)))
+
+
+def given(name: str, build: Any, modes: tuple[Mode, ...] = ONLY) -> Case:
+    """torch infers shapes by one more forward, which counts."""
+    return Case(name, build, modes, shapes="given")
+
+
+CASES = (
+    Case("properties that raise", lambda index: Guarded(), EAGER),
+    Case("properties of a layer that raise", stage(plain, a=lambda: GuardedLinear(WIDTH, WIDTH)), EAGER),
+    Case("counts what it is asked for", lambda index: Asked(), EAGER),
+    Case("refuses what it is asked for", stage(plain, a=lambda: AskedLinear(WIDTH, WIDTH)), EAGER),
+    given("spectral norm of a weight", stage(plain, a=lambda: new.spectral_norm(nn.Linear(WIDTH, WIDTH)))),
+    given("spectral norm, old", stage(plain, a=lambda: old_spectral_norm(nn.Linear(WIDTH, WIDTH)))),
+    given("DropConnect", stage(plain, a=lambda: parametrized(DropConnect), b=lambda: parametrized(DropConnect))),
+    given("DropConnect with numbers of its own", stage(plain, a=lambda: parametrized(Drawing))),
+    given("a weight that is a property", stage(plain, b=Computed)),
+    given("counts in a dict", lambda index: Counting("dict")),
+    given("counts in a deque", lambda index: Counting("deque")),
+    given("counts in a Counter", lambda index: Counting("Counter")),
+)
