@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -283,6 +283,13 @@ def shape_at(edge: GradientEdge) -> torch.Size:
 
 grouped_mm = torch._grouped_mm
 """Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
+
+_DISPATCHED = {getattr(torch.nn.functional, "grouped_mm", grouped_mm): grouped_mm}
+
+
+def dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch function modes see when `function` is called."""
+    return _DISPATCHED.get(function, function)
 
 
 def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:

@@ -200,8 +200,8 @@ class _Slots(torch.autograd.Function):
                 continue
             if use.function is F.linear and x.dtype.itemsize > dy.dtype.itemsize:
                 x = _cast(x, dy.dtype, casts)
-            args, options = use.arguments(cast(Sequence[Tensor], more))
-            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), args, options)
+            further = use.further, use.tensors(cast(Sequence[Tensor], more))
+            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), *further)
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.split.further import Further, parted, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -58,6 +59,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             continue
         products = getattr(layer, "weight_products", _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
         _require_products(layer, products)
+        products = {_torch.dispatched(function): product for function, product in products.items()}
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
@@ -138,14 +140,15 @@ class Deferral:
         """A product of `self.products`: `function(x, weight, ...)`."""
         x, weight, *rest = args
         target = self._target(x, weight)
-        if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
+        further, more = parted(rest, kwargs)
+        if target is None or any(each.requires_grad for each in more):
             return function(*args, **kwargs)
         self.deferrable.add(function)
         product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
+        y = _DeferredProduct.apply(x, weight, _Call(function, product, further), self, target, *more)
         # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
-            self.seen.append(use_of_product(*own, function, product, (x, y), rest, kwargs))
+            self.seen.append(use_of_product(*own, function, product, (x, y), further, more))
         return y
 
     def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -220,11 +223,19 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithExit`.
         return deferral.original(*args, **kwargs)
-    with _CatchProducts(deferral):
-        return deferral.original(*args, **kwargs)
+    return _catch_products(deferral, args, kwargs)
 
 
 _catching_forward.__name__ = "forward"
+
+
+# Where the compiler gives up a region and runs it as it is, it would go on to compile each call of the mode.
+@_torch.outside_of_graphs
+def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    for name in deferral.permits:  # the stand-ins of a region that was given up
+        vars(deferral.layer).pop(name, None)
+    with _CatchProducts(deferral):
+        return deferral.original(*args, **kwargs)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -260,13 +271,13 @@ class _CatchProducts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a region within the layer
-            return func(*args, **kwargs)
-        if func is F.linear and F.linear in self.deferral.products:
-            if self.deferral.owns(args[1] if len(args) > 1 else kwargs.get("weight")):
-                return self.deferral.linear(*args, **kwargs)
-        elif self.deferral.catches(func, args):
-            return self.deferral.multiply(func, args, kwargs)
+        # Not in a region within the layer.
+        if func in self.deferral.products and not torch.compiler.is_compiling():
+            factors_first, options = with_factors_first(args, kwargs)
+            if self.deferral.catches(func, factors_first):
+                if func is F.linear:
+                    return self.deferral.linear(*factors_first, **options)
+                return self.deferral.multiply(func, factors_first, options)
         return func(*args, **kwargs)
 
 
@@ -336,37 +347,39 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """A product with all but x and the weight."""
+    """A product with all but its tensors."""
 
     function: Callable[..., Tensor]
     product: WeightProduct
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    further: Further
 
 
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
         ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return _torch.without_base(call.function(x, weight, *call.arguments, **call.options))
+        args, options = call.further.filled_in(more)
+        return _torch.without_base(call.function(x, weight, *args, **options))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *more = ctx.saved_tensors
         call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
-        x, dy = _alone(x, dy)
-        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.arguments, call.options)
+            dx = call.product.of_input(dy, weight, call.further, more)
+        x, dy, *more = _alone(x, dy, *more)
+        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.further, tuple(more))
         if ctx.needs_input_grad[0]:
             require_shape(dx, x.shape, "input_gradient", pending)
         if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = pending.gradient()
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, *[None for _ in more]
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
@@ -375,9 +388,9 @@ def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
-def _alone(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Both detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
-    return (x, dy) if torch.is_grad_enabled() else (x.detach(), dy.detach())
+def _alone(*tensors: Tensor) -> list[Tensor]:
+    """All detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
+    return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
 
 
 def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:

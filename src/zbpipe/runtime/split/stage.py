@@ -238,7 +238,8 @@ def _require_unchanged(stage: _torch.Stage, microbatch: int, pending: Sequence[P
 
 
 def _in_words(changed: tuple[str, ...]) -> str:
-    return " and ".join({"x": "the input (x)", "dY": "the gradient of the output (dY)"}[each] for each in changed)
+    words = {"x": "the input (x)", "dY": "the gradient of the output (dY)", "argument": "a tensor argument"}
+    return " and ".join(words[each] for each in changed)
 
 
 def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
