@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -22,6 +23,29 @@ tree_map_only = _pytree.tree_map_only
 def version_of(tensor: Tensor) -> int:
     """How often it was changed in place."""
     return tensor._version
+
+
+def typed_like(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """`function`, for which strict SPMD type checking (spmd_types) finds the types of `plain`.
+
+    Args:
+        function: of zbpipe.
+        plain: takes the same arguments, and computes the same with functions of torch's alone.
+    """
+    _TYPED[function] = plain
+    if "spmd_types" in sys.modules:
+        register_types()
+    return function
+
+
+_TYPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
+
+
+def register_types() -> None:
+    """Tell spmd_types about zbpipe's Functions, if a job has imported it: only then does anybody check types."""
+    register = getattr(sys.modules.get("spmd_types"), "register_decomposition", None)
+    while register is not None and _TYPED:
+        register(*_TYPED.popitem())
 
 
 def is_view(tensor: Tensor) -> bool:

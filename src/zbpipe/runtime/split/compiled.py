@@ -207,6 +207,9 @@ class _Slots(torch.autograd.Function):
         return None, *gradients
 
 
+_torch.typed_like(_Slots, lambda sites, *_: tuple([each.detach() for site in sites for each in site.slots]))
+
+
 def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:
     """Under autocast layers with the same x return that. If each cast it within the region, each had its own result."""
     place = x.data_ptr(), x.shape, x.stride(), dtype

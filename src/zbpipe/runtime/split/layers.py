@@ -54,6 +54,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     Raises:
         ValueError: a layer's `weight_products` is no mapping of functions to `WeightProduct`.
     """
+    _torch.register_types()
     for layer in module.modules():
         if _torch.is_optimized(layer):
             continue
@@ -353,6 +354,10 @@ class _Call(NamedTuple):
     product: WeightProduct
     further: Further
 
+    def call(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
+        args, options = self.further.filled_in(more)
+        return self.function(x, weight, *args, **options)
+
 
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
@@ -363,8 +368,7 @@ class _DeferredProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
         ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        args, options = call.further.filled_in(more)
-        return _torch.without_base(call.function(x, weight, *args, **options))
+        return _torch.without_base(call.call(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -380,6 +384,11 @@ class _DeferredProduct(torch.autograd.Function):
         if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = pending.gradient()
         return dx, dw, None, None, None, *[None for _ in more]
+
+
+_torch.typed_like(_SharedCast, lambda x, dtype, *_: x.to(dtype))
+_torch.typed_like(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+_torch.typed_like(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:

@@ -124,6 +124,11 @@ class Exit:
             and all(_torch.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
 
+    def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
+        """The product itself."""
+        args, options = self.further.filled_in(more)
+        return self.function(x, weight, *args, **options)  # type: ignore[no-any-return]
+
     def take(self) -> Slots | None:
         """The slots, if this use may have them; they carry one product."""
         permit = self.may_use()
@@ -171,8 +176,7 @@ class _ProductInSlots(torch.autograd.Function):
         more = more_with_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.exit = exit
-        args, options = exit.further.filled_in(more)
-        return _torch.without_base(exit.function(x, weight, *args, **options))
+        return _torch.without_base(exit.multiply(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,6 +188,10 @@ class _ProductInSlots(torch.autograd.Function):
         for each in more:
             carried += [None, each.to(dtype_in_slot(each.dtype))]
         return None, dx, None, x.detach(), dy, *carried
+
+
+_torch.typed_like(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+_torch.typed_like(_ProductInSlots, lambda exit, x, weight, *slots: exit.multiply(x, weight, slots[2::2]))
 
 
 class WeightWithExit:

@@ -356,6 +356,7 @@ class _SplitBackward(_torch.OwnStage):
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
         self._is_scaled = False
+        _torch.register_types()  # a job may have imported spmd_types since
         for deferral in deferrals(self.submod).values():
             deferral.look_for_hooks()
         super().clear_runtime_states()
