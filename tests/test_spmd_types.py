@@ -60,12 +60,9 @@ def types(call: Any, axis: Any) -> Any:
 def given(module: nn.Module, axis: Any, name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     for parameter in module.parameters():
         typed(parameter, axis, name)
-    ends = typed(torch.tensor([4, 8], dtype=torch.int32), axis, "R" if name == "S(0)" else name)
-    return (
-        module,
-        typed(torch.randn(8, 8, dtype=dtype, requires_grad=True), axis, "R" if name == "S(0)" else name),
-        ends,
-    )
+    of_x = "R" if name == "S(0)" else name
+    ends = typed(torch.tensor([4, 8], dtype=torch.int32), axis, of_x)
+    return module, typed(torch.randn(8, 8, dtype=dtype, requires_grad=True), axis, of_x), ends
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,10 +29,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.further import Further, parted, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
+    Sharing,
     WeightGradients,
     WeightProduct,
     WeightProducts,
@@ -112,6 +114,7 @@ class Deferral:
         """Whether the layer itself declares what it multiplies."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
+        self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.exit: Exit | None = None
@@ -131,7 +134,7 @@ class Deferral:
         self.deferrable.add(F.linear)
         x = input
         if _torch.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
-            x = _SharedCast.apply(x, dtype, self.gradients)
+            x = _SharedCast.apply(x, dtype, self)
         y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
         if self.seen is not None and (own := self._named(weight)):
             self.seen.append(use_of_linear(*own, input, y))
@@ -310,9 +313,9 @@ class _SharedCast(torch.autograd.Function):
     """x in autocast's dtype; layers with the same x get the same memory, and each gives its own dX."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradients: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
         ctx.dtype = x.dtype
-        return gradients.cast(x, dtype)
+        return deferral.gradients.cast(x, dtype, deferral.sharing)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
@@ -417,6 +420,6 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    is_deferred = deferral.gradients.defer(pending)
+    is_deferred = deferral.gradients.defer(pending, deferral.checks)
     deferral.is_accounted_for |= not deferral.gradients.on_trial
     return Due.LATER if is_deferred else Due.NOW

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.split.contents import changed_contents, in_words
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 
@@ -49,6 +50,12 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        changed = [(each, names) for each in ctx.pending if (names := each.changed())] or changed_contents(ctx.pending)
+        for gradient, names in changed:
+            raise RuntimeError(
+                f"{in_words(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between F and"
+                " I, so its weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
+            )
         _defer_or_add(ctx.pending, ctx.gradients)
         return dloss, None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.arguments import require_callable
+from zbpipe.runtime.split.contents import RUNS, Checks, fingerprints
 from zbpipe.runtime.split.further import NONE, Further, Taken, taken_by
 
 
@@ -157,6 +158,8 @@ class PendingGradient:
     """The tensors among the further arguments, detached as well."""
     versions: tuple[int, ...] = ()
     """How often each of `tensors` had been changed in place when the layer deferred the gradient."""
+    contents: Tensor | list[int] | None = None
+    """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
     """The sum that FSDP keeps instead of `.grad`, if the weight has no `.grad`."""
 
@@ -179,9 +182,12 @@ class PendingGradient:
         now = tuple([_torch.version_of(each) for each in self.tensors])
         if now == self.versions:
             return ()
+        return self.names_where(one != other for one, other in zip(now, self.versions, strict=True))
+
+    def names_where(self, marks: Iterable[bool]) -> tuple[str, ...]:
+        """The names of the marked `tensors`, each once."""
         names = ("x", "dY", *("argument" for _ in self.more))
-        pairs = zip(names, now, self.versions, strict=True)
-        return tuple(dict.fromkeys(name for name, one, other in pairs if one != other))
+        return tuple(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight.
@@ -303,6 +309,8 @@ class WeightGradients:
         # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
+        self.step = self._run = 0
+        """Counted: the steps, and in them every F and every I."""
         self._last_cast: _Cast | None = None
 
     @contextmanager
@@ -319,29 +327,49 @@ class WeightGradients:
             self._recording, self.on_trial = None, False
             self.forget_cast()
 
-    def defer(self, gradient: PendingGradient) -> bool:
+    def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
         """Take over `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
         gradient.note_versions()
+        if checks is not None and self.step and checks.is_due(self.step, self._run):
+            gradient.contents = fingerprints(gradient.tensors)
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()
         return True
 
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`.
 
-        Each of several layers with one x would cast it under autocast, and keep its own result.
+        Each of several layers with one x would cast it under autocast, and keep its own result. A layer shares no more
+        once the content of x has been seen to change before it, which versions do not show. Nor does one whose x
+        somebody outside of torch may change.
         """
         last = self._last_cast
-        if last is None or not last.is_of(x, dtype):
-            last = self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), x.detach().to(dtype))
-        return last.result.detach()
+        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and _torch.is_torchs_own(x)
+        if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
+            return last.result.detach()
+        result = x.detach().to(dtype)
+        if last is not None and may_share:
+            if _torch.same_content(result, last.result):
+                return last.result.detach()
+            sharing.is_off = True
+        self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), result)
+        return result.detach()
 
     def forget_cast(self) -> None:
-        """Let go of the last result of `cast`."""
+        """Release the last result of `cast`: an F or an I is over."""
         self._last_cast = None
+        self._run += 1
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Whether a layer may take the cast of x that another layer has made."""
+
+    checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
+    is_off: bool = False
 
 
 class _Cast(NamedTuple):
