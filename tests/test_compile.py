@@ -581,3 +581,19 @@ def test_torchs_own_split_on_compiled_stages_is_refused(one_rank: None) -> None:
             with pytest.raises(ValueError, match="split_backward='autograd' cannot split the compiled modules"):
                 zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward="autograd")
     zbpipe.build_pipeline_schedule("Interleaved1F1B", stages, 2, loss_fn, scale_grads=False)  # has no split
+
+
+@pytest.mark.parametrize("compiled", ["compile", "torch.compile"])
+def test_the_layers_of_a_compiled_module_within_a_compiled_one_wait(compiled: str) -> None:
+    def region(module: nn.Module) -> Any:
+        if compiled == "torch.compile":
+            return torch.compile(module, backend="aot_eager")
+        module.compile(backend="aot_eager")
+        return module
+
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    module = nn.Sequential(region(nn.Sequential(region(inner), nn.Linear(WIDTH, WIDTH))), nn.Linear(WIDTH, WIDTH))
+    report = zbpipe.check_gradients(module, torch.randn(8, WIDTH))
+    assert report.passed
+    assert not report.not_deferred
+    assert len(report.deferred) == 3

@@ -40,9 +40,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[None]:
 
 def bytes_of(pending: list[PendingGradient]) -> int:
     """Of all memory that x, dY and further arguments of products lie in."""
-    more = [each for gradient in pending for each in gradient.arguments if isinstance(each, Tensor)]
-    more += [each for gradient in pending for each in (gradient.options or {}).values() if isinstance(each, Tensor)]
-    tensors = [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)] + more
+    tensors = [tensor for gradient in pending for tensor in gradient.tensors]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 

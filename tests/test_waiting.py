@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule, registry
-from zbpipe.runtime.split import ownership, stage
+from zbpipe.runtime import _torch
+from zbpipe.runtime.split import contents, ownership, products, stage
 from zbpipe.runtime.split.layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
@@ -187,6 +189,122 @@ def test_what_changes_only_later_is_an_error_that_names_the_layer(one_rank: None
     )
     with pytest.raises(zbpipe.PipelineError, match=message):
         step(schedule, module)
+
+
+class Escapes(torch.autograd.Function):
+    """A backward that writes into the gradient it gets, past the version counter, as kernels in Triton or C++ do."""
+
+    writes = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        result = 2 * dy
+        if Escapes.writes:
+            dy.data.copy_(result)
+        return result
+
+
+class EscapingFork(Fork):
+    def forward(self, x: Tensor) -> Tensor:
+        late: Tensor = Escapes.apply(self.late(x))
+        return late + self.early(x)
+
+
+@pytest.fixture
+def escaping(monkeypatch: pytest.MonkeyPatch) -> Fork:
+    monkeypatch.setattr(Escapes, "writes", True)
+    return EscapingFork()
+
+
+def test_what_versions_do_not_show_is_seen_in_the_first_i(
+    one_rank: None, weights_last: str, caplog: pytest.LogCaptureFixture, escaping: Fork
+) -> None:
+    with caplog.at_level(logging.WARNING, "zbpipe"):
+        assert_like_plain(escaping, weights_last)
+    assert deferral_of(escaping.early).stays_in_i
+    assert "something changes the gradient of the output (dY) of layer early (Linear) in place" in caplog.text
+
+
+@pytest.mark.parametrize("first", [1, MICROBATCHES], ids=["second microbatch", "second step"])
+def test_what_versions_do_not_show_later_is_an_error(
+    one_rank: None, weights_last: str, escaping: Fork, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """As a scaling that waits for the gradients of earlier microbatches, or steps."""
+    schedule = pipeline(escaping, weights_last)
+    given = Escapes.backward
+
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        Escapes.writes = schedule._stages[0]._num_split >= first
+        return given(ctx, dy)
+
+    monkeypatch.setattr(Escapes, "backward", staticmethod(backward))
+    message = rf"microbatch {first % MICROBATCHES}: the gradient of the output \(dY\) of layer early .*weight_products"
+    for _ in range(first // MICROBATCHES):
+        step(schedule, escaping)
+    with pytest.raises(zbpipe.PipelineError, match=message):
+        step(schedule, escaping)
+
+
+def test_memory_that_is_written_by_its_address_between_i_and_w(
+    one_rank: None, weights_last: str, escaping: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing holds it, so nothing is copied; in the first microbatches W compares."""
+    places: list[int] = []
+    schedule = pipeline(escaping, weights_last)
+
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        if places:
+            ctypes.memset(places[-1], 0, dy.nbytes)
+        if schedule._stages[0]._num_split > 0:
+            places.append(dy.data_ptr())
+        return 2 * dy
+
+    monkeypatch.setattr(Escapes, "backward", staticmethod(backward))
+    with pytest.raises(
+        zbpipe.PipelineError, match=r"dY\) of layer early \(Linear\) was changed in place between I and W"
+    ):
+        step(schedule, escaping)
+
+
+def test_contents_are_compared_in_the_first_two_steps_alone(
+    one_rank: None, weights_last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    fingerprint = contents.fingerprints
+    monkeypatch.setattr(products, "fingerprints", lambda tensors: [taken.append(len(tensors)), fingerprint(tensors)][1])
+    module = Learned(torch.zeros_like)
+    schedule = pipeline(module, weights_last)
+    counts = []
+    for _ in range(4):
+        taken.clear()
+        step(schedule, module)
+        counts.append(len(taken))
+    assert counts == [2 * MICROBATCHES, 2 * MICROBATCHES, 0, 0]
+
+
+def test_fingerprints() -> None:
+    """They tell any change of content, in any dtype and layout, and nothing else."""
+    x = torch.randn(6, 8)
+    kinds = [x, x.bfloat16(), x.half(), x.double(), x.to(torch.complex64), x.to(torch.complex128), x[0], x[0, 0]]
+    kinds += [x.T, x[:, ::2], x[:1].expand(4, 8), x.long(), x.int(), x > 0, x.to(torch.float8_e4m3fn), x.conj()]
+    changes: list[Callable[[Tensor], Tensor]] = [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.flip(-1)]
+    for each in kinds:
+        known = _torch.fingerprint(each)
+        assert known == _torch.fingerprint(each.clone())
+        for change in changes:
+            try:
+                changed = change(each)
+            except (RuntimeError, NotImplementedError):  # of bool, of float8
+                continue
+            same = _torch.same_content(each.contiguous(), changed.contiguous())
+            assert (known == _torch.fingerprint(changed)) == same, (each.dtype, each.shape)
+    assert _torch.fingerprint(torch.empty(0, 3)) == 0
+    nan = torch.full((3,), torch.nan)
+    assert _torch.fingerprint(nan) == _torch.fingerprint(nan.clone())
 
 
 class Keeps(torch.autograd.Function):

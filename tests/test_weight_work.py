@@ -127,7 +127,7 @@ class Images(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
         super().__init__()
         self.lin, self.rnn = nn.Linear(WIDTH, WIDTH), kind(WIDTH, 2 * WIDTH, batch_first=True)
 
@@ -325,10 +325,12 @@ def test_compiled_regions(one_rank: None, given: bool) -> None:
         torch.compiler.reset()
         module = build()
         if compiled:
-            for layer in module:
+            for layer in module.children():
                 layer.compile(backend="aot_eager")
         example = torch.zeros(TOKENS, WIDTH)
-        shapes = {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
+        shapes: dict[str, Any] = (
+            {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
+        )
         stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
         schedule = zbpipe.build_pipeline_schedule("ZBH1", [stage], 3, nn.functional.mse_loss)
         check = zbpipe.GradientCheck(schedule, 2)

@@ -58,7 +58,7 @@ class Asked(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if "asked" in self.__dict__.get("_buffers", {}):
-                self.asked += 1
+                self.asked.add_(1)
             raise
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class DropConnect(nn.Module):
         self.reads = nn.Buffer(torch.zeros(()))
 
     def forward(self, weight: Tensor) -> Tensor:
-        self.reads += 1
+        self.reads.add_(1)
         return F.dropout(weight, 0.5) * (1 + self.reads)
 
 
@@ -129,7 +129,7 @@ class Computed(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        self.reads += 1
+        self.reads.add_(1)
         return self.raw * (1 + self.reads)
 
     @weight.setter

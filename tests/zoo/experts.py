@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpipe import WeightProduct
-from zoo.case import TOKENS, WIDTH, Case, Mode, linear, stage
+from zbpipe import GROUPED_MM, WeightProduct
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, Mode, linear, stage
+from zoo.inplace import ONE_BY_ONE
+from zoo.precision import of
 
 EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+ONLY: tuple[Mode, ...] = ("eager",)
 EXPERTS = 5
 
 
@@ -95,6 +99,99 @@ class GroupedWithBias(Grouped):
         return torch.bmm(h, self.down.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
+class Ragged(nn.Module):
+    """Experts whose groups have sizes that the numbers decide, multiplied by a function that tells how."""
+
+    def __init__(self, multiply: Any, products: Any = None) -> None:
+        super().__init__()
+        self.multiply = multiply
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
+        self.ends = nn.Buffer(torch.zeros(EXPERTS, dtype=torch.int32))
+        self.weight_products = products or {F.grouped_mm: GROUPED_MM}
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen, order = (10 * rows[:, 0]).long().remainder(EXPERTS).sort()
+        ends = (chosen.unsqueeze(1) <= torch.arange(EXPERTS)).sum(0).int()
+        self.ends.copy_(ends)
+        h = F.silu(self.multiply(self, rows[order], self.up.mT, ends))
+        return x + torch.zeros_like(rows).index_add(0, order, self.multiply(self, h, self.down.mT, ends)).view_as(x)
+
+
+def ragged(multiply: Any, products: Any) -> Callable[[int], nn.Module]:
+    return lambda index: Ragged(multiply, products).float()
+
+
+def in_buffer(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The ends of the groups lie in a buffer that the next microbatch overwrites."""
+    return torch._grouped_mm(x, weight, offs=s.ends)
+
+
+def in_buffer_by_position(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, weight, s.ends, None, None)
+
+
+def in_part_of_buffer(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=s.ends[:], bias=None, out_dtype=x.dtype)
+
+
+def in_half(multiply: Any) -> Any:
+    """The compiler refuses grouped_mm in float32 on the CPU."""
+    return lambda s, x, weight, ends: multiply(s, x.bfloat16(), weight.bfloat16(), ends).type_as(x)
+
+
+def public(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=ends)
+
+
+def public_by_keyword(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(mat_b=weight, mat_a=x, offs=ends, bias=None, out_dtype=None)
+
+
+def private_by_keyword(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, mat2=weight, offs=ends, bias=None)
+
+
+OWN_PRODUCT = WeightProduct(
+    input_gradient=lambda dy, weight, offs: torch._grouped_mm(dy, weight.mT, offs=offs),
+    weight_gradient=lambda dy, x, offs: torch._grouped_mm(dy.mT, x, offs=offs).mT,
+)
+"""Knows nothing of a bias and a dtype."""
+OWN = {F.grouped_mm: OWN_PRODUCT}
+
+
+class Gathered(nn.Module):
+    """A function of the user, with tensors in a list, which lie in buffers that the next microbatch overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.gates = nn.Buffer(torch.zeros(2, TOKENS, 1))
+        self.weight_products = {
+            gated_product: WeightProduct(
+                input_gradient=lambda dy, weight, gates, scale: (dy * gates[0] * gates[1] * scale["by"]) @ weight.mT,
+                weight_gradient=lambda dy, x, gates, scale: (
+                    x.flatten(0, -2).mT @ (dy * gates[0] * gates[1] * scale["by"]).flatten(0, -2)
+                ),
+            )
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.gates.copy_(x[0, :, :2].T.unsqueeze(-1))
+        y = gated_product(x, self.weight, [self.gates[0], self.gates[1]], scale={"by": self.gates.mean()})
+        return x + y
+
+
+def gated_product(x: Tensor, weight: Tensor, gates: list[Tensor], scale: dict[str, Tensor]) -> Tensor:
+    tensors = (x, weight, *gates)
+    if torch.overrides.has_torch_function(tensors):
+        given: Tensor = torch.overrides.handle_torch_function(gated_product, tensors, x, weight, gates, scale=scale)
+        return given
+    return (x @ weight) * gates[0] * gates[1] * scale["by"]
+
+
 def nested(layout: torch.layout) -> Any:
     def forward(s: Any, x: Tensor) -> Tensor:
         """Sequences of two lengths in one tensor."""
@@ -152,6 +249,46 @@ CASES = (
     ),
     Case("grouped experts", lambda index: Grouped()),
     Case("grouped experts with biases", lambda index: GroupedWithBias()),
+    *(
+        Case(
+            name,
+            ragged(multiply, products),
+            batch=of(torch.float32),
+            tolerance=0.05 if "half" in name else 1e-4,
+            modes=modes,
+            schedules=ONE_BY_ONE if "buffer" in name else None,
+            most_ranks=1 if "buffer" in name else 4,
+            samples=3,
+        )
+        for name, multiply, products, modes in (
+            ("ends of groups in a buffer", in_buffer, None, ONLY),
+            ("ends of groups in a buffer, by position", in_buffer_by_position, None, ONLY),
+            ("ends of groups in a part of a buffer", in_part_of_buffer, None, ONLY),
+            ("ends of groups in a buffer, declared without", in_buffer_by_position, OWN, ONLY),
+            ("grouped_mm by its public name", public, None, EAGER),
+            (
+                "grouped_mm in half precision, compiled",
+                in_half(public),
+                {torch._grouped_mm: GROUPED_MM},
+                EVERY_MODE[-1:],
+            ),
+            ("grouped_mm by keywords", public_by_keyword, None, EAGER),
+            ("grouped_mm that the compiler refuses", public, None, EVERY_MODE[-1:]),
+            ("grouped_mm in half precision, by keywords", in_half(private_by_keyword), None, EVERY_MODE),
+            ("grouped_mm in half precision, declared without a bias", in_half(public), OWN, EVERY_MODE),
+        )
+    ),
+    Case(
+        "ends of groups in a buffer, compiled",
+        lambda index: Ragged(in_half(in_buffer)).float(),
+        batch=of(torch.float32),
+        tolerance=0.05,
+        modes=("compiled",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+        samples=3,
+    ),
+    Case("tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY, schedules=ONE_BY_ONE, most_ranks=1),
     Case("nested, strided", stage(nested(torch.strided)), modes=("eager",)),
     Case("nested, jagged", stage(nested(torch.jagged)), modes=("eager",)),
     Case("sparse x", stage(sparse_input, c=linear()), modes=("eager",)),

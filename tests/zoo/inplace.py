@@ -122,7 +122,86 @@ def data_changed(s: Any, x: Tensor) -> Tensor:
     return y
 
 
+class WritesInBackward(torch.autograd.Function):
+    """The identity, whose backward writes past the version counter, as kernels in Triton or C++ do."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, write: Any, *tensors: Tensor) -> Tensor:
+        ctx.write, ctx.tensors, ctx.more = write, [each.detach() for each in tensors], len(tensors)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        given = 1 * dy
+        ctx.write(dy, *ctx.tensors)
+        return given, None, *[None] * ctx.more
+
+
+def written(write: Any) -> Any:
+    """The backward of b, which comes after that of a, writes into the dY that both have."""
+    return stage(lambda s, x: WritesInBackward.apply(s.b(torch.tanh(x)), write) + s.a(x))
+
+
+def scaled_by_numpy(dy: Tensor) -> None:
+    dy.detach().numpy()[...] *= 0.5
+
+
+def x_written(s: Any, x: Tensor) -> Tensor:
+    """A backward reuses the memory of an activation that it takes for done with."""
+    h = torch.tanh(x)
+    return WritesInBackward.apply(s.b(x), lambda dy, h: h.data.mul_(3), h) + s.a(h)
+
+
+def two_uses(s: Any, x: Tensor) -> Tensor:
+    """Several layers with one dY, of which only the first was multiplied before."""
+    y = WritesInBackward.apply(s.b(x), lambda dy: dy.data.mul_(2))
+    return y + s.a(x.tanh()) + s.a(x.sin())
+
+
+def numpy_workspace(s: Any, x: Tensor) -> Tensor:
+    """x of the layer lies in memory that NumPy has lent, and that the next microbatch overwrites."""
+    work = s.memory.array
+    work[...] = x.detach().tanh().numpy()
+    return s.b(torch.tanh(s.a(torch.from_numpy(work)))) + x
+
+
+def numpy_view(s: Any, x: Tensor) -> Tensor:
+    """The module keeps a NumPy view of x, and empties it in the next microbatch."""
+    if s.memory.array is not None:
+        s.memory.array[...] = 0
+    h = x.detach().tanh()
+    s.memory.array = h.numpy()
+    return s.b(torch.tanh(s.a(h))) + x
+
+
+class Memory:
+    def __init__(self, *shape: int) -> None:
+        self.array = torch.zeros(shape).numpy() if shape else None
+
+
 _ALL = (
+    Case("dY scaled through .data", written(lambda dy: dy.data.mul_(0.5)), modes=EAGER),
+    Case("dY negated through .data", written(lambda dy: dy.data.neg_()), modes=EAGER),
+    Case("dY emptied through .data", written(lambda dy: dy.data.zero_()), modes=EAGER),
+    Case("dY turned round through .data", written(lambda dy: dy.data.copy_(dy.flip(-2))), modes=EAGER),
+    Case("dY full of NaN through .data", written(lambda dy: dy.data.fill_(torch.nan)), modes=EAGER),
+    Case("dY scaled by NumPy", written(scaled_by_numpy), modes=EAGER),
+    Case("x scaled through .data in a backward", stage(x_written), modes=("eager",)),
+    Case("dY of two scaled through .data", stage(two_uses), modes=EAGER),
+    Case(
+        "a workspace of NumPy's",
+        stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
+    Case(
+        "a NumPy view of x",
+        stage(numpy_view, memory=Memory),
+        modes=("eager",),
+        schedules=ONE_BY_ONE,
+        most_ranks=1,
+    ),
     Case("relu_", stage(lambda s, x: s.b(s.a(x).relu_()))),
     Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True))),
     Case("SiLU in place", stage(lambda s, x: s.b(F.silu(1 * s.a(x), inplace=True)))),

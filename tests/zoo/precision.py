@@ -99,7 +99,41 @@ class Complex(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+def with_shared_cast(write: Any) -> Any:
+    """Two layers with one x, which something writes past the version counter in between."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = x.tanh()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = s.a(h)
+            write(s, h)
+            y = y + s.b(h) + s.c(h)
+        return y.to(x.dtype)
+
+    return lambda index: stage(forward, c=lambda: nn.Linear(WIDTH, WIDTH))(index).float()
+
+
+def by_numpy(s: Any, h: Tensor) -> None:
+    h.detach().numpy()[...] *= 3
+
+
+def later(s: Any, h: Tensor) -> None:
+    if s.microbatch == 2:
+        h.data.mul_(3)
+
+
+_SHARED_CASTS = (
+    ("x scaled through .data between two casts", lambda s, h: h.data.mul_(3), EAGER),
+    ("x scaled by NumPy between two casts", by_numpy, EAGER),
+    ("x scaled through .data between two casts, later", later, EAGER),
+    ("x with two casts", lambda s, h: None, EAGER),
+)
+
 _ALL = (
+    *(
+        Case(name, with_shared_cast(write), modes=modes, batch=of(torch.float32), tolerance=0.05)
+        for name, write, modes in _SHARED_CASTS
+    ),
     all_in(torch.float32, "float32"),
     all_in(torch.bfloat16, "bfloat16"),
     all_in(torch.float16, "float16"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -21,6 +22,29 @@ tree_map_only = _pytree.tree_map_only
 def version_of(tensor: Tensor) -> int:
     """How often it was changed in place."""
     return tensor._version
+
+
+def typed_like(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """`function`, for which strict SPMD type checking (spmd_types) finds the types of `plain`.
+
+    Args:
+        function: of zbpipe.
+        plain: takes the same arguments, and computes the same with functions of torch's alone.
+    """
+    _TYPED[function] = plain
+    if "spmd_types" in sys.modules:
+        register_types()
+    return function
+
+
+_TYPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
+
+
+def register_types() -> None:
+    """Tell spmd_types about zbpipe's Functions, if a job has imported it: only then does anybody check types."""
+    register = getattr(sys.modules.get("spmd_types"), "register_decomposition", None)
+    while register is not None and _TYPED:
+        register(*_TYPED.popitem())
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -133,6 +157,58 @@ def is_transformed() -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same numbers as integers, in which NaN is a number like others."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
+    # In a sum of 64 bits the signs of an even number of elements would cancel each other.
+    return bits ^ (bits >> 31) if bits.dtype is torch.int64 else bits
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number that changes if the content does, on the device; 0 for tensors that do not show theirs.
+
+    Sums of integers do not depend on the order in which a device adds them up.
+    """
+    tensor = _local(tensor).detach()
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    bits = _bits(tensor)
+    if bits.dim() > 1:
+        columns = bits.sum(tuple(range(bits.dim() - 1)), dtype=torch.int64)
+        by_place = torch.cat([columns, bits.sum(-1, dtype=torch.int64).flatten()])
+    else:
+        by_place = bits.flatten().long()
+    # Another factor for each row and each column, so that numbers that change places count.
+    factors = torch.arange(1, len(by_place) + 1, device=tensor.device) * -7046029254386353131
+    return (by_place * (factors ^ (factors >> 29))).sum()
+
+
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """On the device of the first."""
+    return torch.stack([each.to(numbers[0].device) for each in numbers])
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """On the device of the first."""
+    return torch.cat([each.to(tensors[0].device) for each in tensors])
+
+
+def same_content(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same to the bit. It waits for the device."""
+    return torch.equal(_bits(_local(one)), _bits(_local(other)))
+
+
+def is_torchs_own(tensor: Tensor) -> bool:
+    """Whether nobody outside of torch was given its memory, such as NumPy, or has given it."""
+    tensor = _local(tensor)
+    return type(tensor) is not Tensor or tensor.untyped_storage().resizable()
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int | None, int, int]:
@@ -260,6 +336,13 @@ def shape_at(edge: GradientEdge) -> torch.Size:
 
 grouped_mm = torch._grouped_mm
 """Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
+
+_DISPATCHED = {getattr(torch.nn.functional, "grouped_mm", grouped_mm): grouped_mm}
+
+
+def dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch function modes see when `function` is called."""
+    return _DISPATCHED.get(function, function)
 
 
 def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,17 +32,21 @@ _MOST_SHAPES = 16
 
 def defer_in_compiled_regions(module: nn.Module) -> None:
     """Give slots to the prepared layers of `module` that run inside of `torch.compile(m)` or after `m.compile()`."""
-    compiled = [each for each in module.modules() if _torch.is_compiled(each)]
-    inner = {id(child) for each in compiled for child in each.modules() if child is not each}
-    for each in compiled:
-        # A compiled module within another is part of the outer one's region.
-        if id(each) not in inner and not isinstance(_torch.compiled_call(each), _Region):
+    for each in module.modules():
+        if _torch.is_compiled(each) and not isinstance(_torch.compiled_call(each), _Region):
             _torch.divert_compiled_call(each, _Region(each))
 
 
 def all_compiled(module: nn.Module) -> bool:
-    """Whether every region of `module` has run with the compiler."""
-    return all(region.has_run_compiled for region in _regions(module))
+    """Whether every region of `module` that was called has run with the compiler, by itself or as a part of another."""
+    compiled = [each for each in module.modules() if _torch.is_compiled(each)]
+    inner = {id(child) for each in compiled for child in each.modules() if child is not each}
+    regions = [(_torch.compiled_call(each), id(each) in inner) for each in compiled]
+    return all(
+        region.has_run_compiled or (is_inner and not region.ran_by_itself)
+        for region, is_inner in regions
+        if isinstance(region, _Region)
+    )
 
 
 def forget_eager_calls(module: nn.Module) -> None:
@@ -57,8 +62,7 @@ def _regions(module: nn.Module) -> list[_Region]:
 
 def products_in_regions(module: nn.Module) -> list[_torch.GraphProduct]:
     """Of all regions of `module`, as far as they have run without the compiler."""
-    regions = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
-    return [product for region in regions if isinstance(region, _Region) for product in region.products]
+    return [product for region in _regions(module) for product in region.products]
 
 
 class _Site(NamedTuple):
@@ -111,17 +115,18 @@ class _Region:
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region on these inputs."""
-        if torch.compiler.is_compiling():  # as a part of a larger one
+        if torch.compiler.is_compiling() or _eager.get():  # as a part of a larger one
             return eager(*args, **kwargs)
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         inputs, memory = tuple(map(spec, tensors)), _torch.memory_of(tensors)
         if _torch.is_in_backward() and self._repeats_eager_call(memory):
-            return eager(*args, **kwargs)
+            with _with_inner_regions_eager():
+                return eager(*args, **kwargs)
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
             self._ran_eagerly.append(memory)
-            with self._learn(inputs):
+            with self._learn(inputs), _with_inner_regions_eager():
                 output = eager(*args, **kwargs)
             self.products = _torch.products_in_graph(_torch.tree_leaves(output), tensors)
             return output
@@ -139,6 +144,11 @@ class _Region:
     def forget_eager_calls(self) -> None:
         """Expect no repetition of any call."""
         self._ran_eagerly.clear()
+
+    @property
+    def ran_by_itself(self) -> bool:
+        """Whether it was called as no part of another region."""
+        return bool(self._sites)
 
     def _repeats_eager_call(self, memory: _torch.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
@@ -170,6 +180,19 @@ class _Region:
             slots = iter(_Slots.apply(sites, *weights))
             for site, weight in found:
                 site.open(weight, [next(slots) for _ in site.slots])
+
+
+_eager: ContextVar[bool] = ContextVar("_eager", default=False)
+"""Whether a region runs without the compiler, and with it all within: only then does it see the products of those."""
+
+
+@contextmanager
+def _with_inner_regions_eager() -> Iterator[None]:
+    token = _eager.set(True)
+    try:
+        yield
+    finally:
+        _eager.reset(token)
 
 
 def _sites_of(deferral: Deferral) -> Iterator[_Site]:
@@ -224,11 +247,14 @@ class _Slots(torch.autograd.Function):
                 continue
             if use.function is F.linear and x.dtype.itemsize > dy.dtype.itemsize:
                 x = _cast(x, dy.dtype, casts)
-            args, options = use.arguments(cast(Sequence[Tensor], more))
-            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), args, options)
+            further = use.further, use.tensors(cast(Sequence[Tensor], more))
+            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), *further)
             if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients
+
+
+_torch.typed_like(_Slots, lambda sites, *_: tuple([each.detach() for site in sites for each in site.slots]))
 
 
 def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:

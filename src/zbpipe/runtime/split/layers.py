@@ -30,9 +30,12 @@ from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.attributes import declares
+from zbpipe.runtime.split.contents import Checks
+from zbpipe.runtime.split.further import Further, parted, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
+    Sharing,
     WeightGradients,
     WeightProduct,
     WeightProducts,
@@ -54,11 +57,13 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     Raises:
         ValueError: a layer's `weight_products` is no mapping of functions to `WeightProduct`.
     """
+    _torch.register_types()
     for layer in module.modules():
         if _torch.is_optimized(layer):
             continue
         products = _declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
         _require_products(layer, products)
+        products = {_torch.dispatched(function): product for function, product in products.items()}
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
@@ -105,8 +110,6 @@ class Deferral:
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
-        self.is_accounted_for = False
-        """Whether a gradient was ever deferred, or computed outside of I, as by a loss with a backward of its own."""
         self.deferrable: set[Callable[..., Any]] = set()
         """The functions of `products` that were called in a way that can be deferred."""
         self.is_caught = False
@@ -115,6 +118,7 @@ class Deferral:
         """Whether the layer itself declares what it multiplies."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
+        self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.exit: Exit | None = None
@@ -134,7 +138,7 @@ class Deferral:
         self.deferrable.add(F.linear)
         x = input
         if _torch.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
-            x = _SharedCast.apply(x, dtype, self.gradients)
+            x = _SharedCast.apply(x, dtype, self)
         y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
         if self.seen is not None and (own := self._named(weight)):
             self.seen.append(use_of_linear(*own, input, y))
@@ -144,14 +148,15 @@ class Deferral:
         """A product of `self.products`: `function(x, weight, ...)`."""
         x, weight, *rest = args
         target = self._target(x, weight)
-        if target is None or any(isinstance(each, Tensor) and each.requires_grad for each in (*rest, *kwargs.values())):
+        further, more = parted(rest, kwargs)
+        if target is None or any(each.requires_grad for each in more):
             return function(*args, **kwargs)
         self.deferrable.add(function)
         product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, _Call(function, product, tuple(rest), kwargs), self, target)
+        y = _DeferredProduct.apply(x, weight, _Call(function, product, further), self, target, *more)
         # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
-            self.seen.append(use_of_product(*own, function, product, (x, y), rest, kwargs))
+            self.seen.append(use_of_product(*own, function, product, (x, y), further, more))
         return y
 
     def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -226,11 +231,19 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithExit`.
         return deferral.original(*args, **kwargs)
-    with _CatchProducts(deferral):
-        return deferral.original(*args, **kwargs)
+    return _catch_products(deferral, args, kwargs)
 
 
 _catching_forward.__name__ = "forward"
+
+
+# Where the compiler gives up a region and runs it as it is, it would go on to compile each call of the mode.
+@_torch.outside_of_graphs
+def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    for name in deferral.permits:  # the stand-ins of a region that was given up
+        vars(deferral.layer).pop(name, None)
+    with _CatchProducts(deferral):
+        return deferral.original(*args, **kwargs)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -266,13 +279,13 @@ class _CatchProducts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a region within the layer
-            return func(*args, **kwargs)
-        if func is F.linear and F.linear in self.deferral.products:
-            if self.deferral.owns(args[1] if len(args) > 1 else kwargs.get("weight")):
-                return self.deferral.linear(*args, **kwargs)
-        elif self.deferral.catches(func, args):
-            return self.deferral.multiply(func, args, kwargs)
+        # Not in a region within the layer.
+        if func in self.deferral.products and not torch.compiler.is_compiling():
+            factors_first, options = with_factors_first(args, kwargs)
+            if self.deferral.catches(func, factors_first):
+                if func is F.linear:
+                    return self.deferral.linear(*factors_first, **options)
+                return self.deferral.multiply(func, factors_first, options)
         return func(*args, **kwargs)
 
 
@@ -304,9 +317,9 @@ class _SharedCast(torch.autograd.Function):
     """x in autocast's dtype; layers with the same x get the same memory, and each gives its own dX."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradients: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
         ctx.dtype = x.dtype
-        return gradients.cast(x, dtype)
+        return deferral.gradients.cast(x, dtype, deferral.sharing)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
@@ -342,37 +355,47 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """A product with all but x and the weight."""
+    """A product with all but its tensors."""
 
     function: Callable[..., Tensor]
     product: WeightProduct
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    further: Further
+
+    def call(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
+        args, options = self.further.filled_in(more)
+        return self.function(x, weight, *args, **options)
 
 
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target) -> Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
         ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return _torch.without_base(call.function(x, weight, *call.arguments, **call.options))
+        return _torch.without_base(call.call(x, weight, more))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *more = ctx.saved_tensors
         call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = call.product.input_gradient(dy, weight, *call.arguments, **call.options)
-        x, dy = _alone(x, dy)
-        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.arguments, call.options)
+            dx = call.product.of_input(dy, weight, call.further, more)
+        x, dy, *more = _alone(x, dy, *more)
+        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.further, tuple(more))
         if ctx.needs_input_grad[0]:
             require_shape(dx, x.shape, "input_gradient", pending)
         if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
             dw = pending.gradient()
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, *[None for _ in more]
+
+
+_torch.typed_like(_SharedCast, lambda x, dtype, *_: x.to(dtype))
+_torch.typed_like(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+_torch.typed_like(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
@@ -381,9 +404,9 @@ def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
-def _alone(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Both detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
-    return (x, dy) if torch.is_grad_enabled() else (x.detach(), dy.detach())
+def _alone(*tensors: Tensor) -> list[Tensor]:
+    """All detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
+    return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
 
 
 def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
@@ -401,6 +424,5 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
-    is_deferred = deferral.gradients.defer(pending)
-    deferral.is_accounted_for |= not deferral.gradients.on_trial
+    is_deferred = deferral.gradients.defer(pending, deferral.checks)
     return Due.LATER if is_deferred else Due.NOW

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpipe.runtime import _torch
+from zbpipe.runtime.split.contents import changed_contents, name_operands
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 
@@ -48,5 +50,14 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        changed = [(each, names) for each in ctx.pending if (names := each.changed())] or changed_contents(ctx.pending)
+        for gradient, names in changed:
+            raise RuntimeError(
+                f"{name_operands(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between F"
+                " and I, so its weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
+            )
         _defer_or_add(ctx.pending, ctx.gradients)
         return dloss, None, None
+
+
+_torch.typed_like(_HandOn, lambda loss, *_: loss.view_as(loss))

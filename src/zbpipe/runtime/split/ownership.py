@@ -1,9 +1,10 @@
 """What waits between I and W lies in memory of its own, and keeps no more of it than it needs.
 
-Nobody else may change x or dY of a deferred product in place between I and W. Autograd passes gradients on without
-copies, so dY may share its memory with a `.grad`: a parameter that is added through a view gets a view of dY as its
-gradient, and later microbatches add to it in place. Likewise x may be a buffer that a module uses again, or a backward
-may keep the gradient that it got. So I ends by copying all memory that somebody else holds, too.
+Nobody else may change what W reads in place between I and W: x, dY, and further tensors of a product. Autograd passes
+gradients on without copies, so dY may share its memory with a `.grad`: a parameter that is added through a view gets a
+view of dY as its gradient, and later microbatches add to it in place. x may be a buffer that a module uses again, or a
+backward may keep the gradient that it got. So I ends by copying all memory that somebody else holds, too: other
+tensors, NumPy, or whoever has lent it to torch.
 
 It also copies small parts of large tensors, such as the last token's hidden states, so that the rest becomes free.
 """
@@ -23,17 +24,17 @@ _WASTE = 2
 
 
 def take_over(pending: Sequence[PendingGradient]) -> None:
-    """Copy x and dY in `pending` where others hold their memory, too, or where most of it is of no more use.
+    """Copy what W reads where others hold its memory, too, or where most of that memory is of no more use.
 
     Args:
         pending: all that one I has deferred.
     """
     memory: dict[int | None, _Memory] = {}
-    storages = [(_count(gradient.x, memory), _count(gradient.dy, memory)) for gradient in pending]
+    storages = [[_count(each, memory) for each in gradient.tensors] for gradient in pending]
     to_copy = {
         storage
         for storage, found in memory.items()
-        if storage is None or _torch.num_holders(storage) > found.accounted or found.is_wasted()
+        if storage is None or found.is_foreign or _torch.num_holders(storage) > found.accounted or found.is_wasted()
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -45,6 +46,8 @@ class _Memory:
 
     size: int
     """Bytes, or 0 if one of the tensors needs them all."""
+    is_foreign: bool
+    """Whether somebody outside of torch has it, whom the number of holders does not show."""
     accounted: int = 0
     """How many of the tensors that hold it are known."""
     parts: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -57,7 +60,9 @@ class _Memory:
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
     storage, number, size = _torch.place_in_memory(tensor)
-    found = memory.setdefault(storage, _Memory(size))
+    found = memory.get(storage)
+    if found is None:
+        found = memory[storage] = _Memory(size, not _torch.is_torchs_own(tensor))
     found.accounted += number
     if tensor.nbytes < size:
         found.parts[_part(tensor)] = tensor.nbytes
@@ -72,7 +77,7 @@ def _part(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _copy(
-    pending: Sequence[PendingGradient], storages: Sequence[tuple[int | None, int | None]], to_copy: set[int | None]
+    pending: Sequence[PendingGradient], storages: Sequence[Sequence[int | None]], to_copy: set[int | None]
 ) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}
 
@@ -85,5 +90,6 @@ def _copy(
             copies[place] = tensor.clone()
         return copies[place]
 
-    for gradient, (x, dy) in zip(pending, storages, strict=True):
-        gradient.x, gradient.dy = own(gradient.x, x), own(gradient.dy, dy)
+    for gradient, places in zip(pending, storages, strict=True):
+        if not to_copy.isdisjoint(places):
+            gradient.tensors = tuple(map(own, gradient.tensors, places))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -14,6 +14,8 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.arguments import require_callable
+from zbpipe.runtime.split.contents import RUNS, Checks, fingerprints
+from zbpipe.runtime.split.further import NONE, Further, Taken, taken_by
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class WeightProduct:
     Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
     a local part of one) as the second argument, leaves x and dY for W. See docs/deferring-a-layer.md.
 
-    Both functions also get the further arguments of f. If one of those needs a gradient itself, the call is an ordinary
-    one, and defers nothing.
+    Both functions also get the further arguments of f, except those that are None and that they do not take. If one of
+    those needs a gradient itself, the call is an ordinary one, and defers nothing.
 
     Raises:
         ValueError: one of the two cannot be called.
@@ -50,9 +52,24 @@ class WeightProduct:
     """(dy, weight, ...) to dx."""
     weight_gradient: Callable[..., Tensor]
     """(dy, x, ...) to the gradient of the weight, in the weight's shape."""
+    _taken_by_input: Taken = field(init=False, repr=False, compare=False)
+    _taken_by_weight: Taken = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
+        # At once, because the compiler traces the rest.
+        object.__setattr__(self, "_taken_by_input", taken_by(self.input_gradient))
+        object.__setattr__(self, "_taken_by_weight", taken_by(self.weight_gradient))
+
+    def of_input(self, dy: Tensor, weight: Tensor, further: Further, tensors: Sequence[Tensor]) -> Tensor:
+        """The gradient of x."""
+        args, options = further.taken(self._taken_by_input, tensors)
+        return self.input_gradient(dy, weight, *args, **options)
+
+    def of_weight(self, dy: Tensor, x: Tensor, further: Further, tensors: Sequence[Tensor]) -> Tensor:
+        """The gradient of the weight."""
+        args, options = further.taken(self._taken_by_weight, tensors)
+        return self.weight_gradient(dy, x, *args, **options)
 
 
 WeightProducts = Mapping[Callable[..., Any], WeightProduct]
@@ -86,19 +103,35 @@ torch.Size([4, 3])
 """
 
 
-def _grouped_mm_weight_gradient(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+# A bias that needs no gradient and the dtype of the result change neither gradient.
+
+
+def _grouped_mm_weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
     return _torch.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
-def _grouped_mm_input_gradient(dy: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm_input_gradient(
+    dy: Tensor,
+    weight: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     return _torch.grouped_mm(dy, weight.transpose(-2, -1), offs=offs)
 
 
 GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
-"""`torch._grouped_mm` of rows in groups, x: (rows, in), with a weight for each group: (groups, in, out).
+"""`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
 
-For experts that call it: `weight_products = {torch._grouped_mm: zbpipe.GROUPED_MM}`.
+x: (rows, in), with a weight for each group: (groups, in, out). For experts that call it under either name:
+`weight_products = {torch.nn.functional.grouped_mm: zbpipe.GROUPED_MM}`.
 
 >>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
 >>> GROUPED_MM.weight_gradient(dy, x, offs=torch.tensor([8, 16], dtype=torch.int32)).shape
@@ -120,20 +153,41 @@ class PendingGradient:
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. Both are detached."""
-    arguments: tuple[Any, ...] = ()
-    """Of the product, after x and the weight."""
-    options: Mapping[str, Any] | None = None
-    versions: tuple[int, int] = (0, 0)
-    """How often x and dY had been changed in place when the layer deferred the gradient."""
+    further: Further = NONE
+    more: tuple[Tensor, ...] = ()
+    """The tensors among the further arguments, detached as well."""
+    versions: tuple[int, ...] = ()
+    """How often each of `tensors` had been changed in place when the layer deferred the gradient."""
+    contents: Tensor | list[int] | None = None
+    """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
     """The sum that FSDP keeps instead of `.grad`, if the weight has no `.grad`."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that W reads."""
+        return (self.x, self.dy, *self.more)
+
+    @tensors.setter
+    def tensors(self, tensors: Sequence[Tensor]) -> None:
+        self.x, self.dy, *more = tensors
+        self.more = tuple(more)
+
+    def note_versions(self) -> None:
+        """Remember how often each of `tensors` has been changed in place."""
+        self.versions = tuple([_torch.version_of(each) for each in self.tensors])
+
     def changed(self) -> tuple[str, ...]:
-        """What has been changed in place since then: "x", "dY", both or none."""
-        now = (_torch.version_of(self.x), _torch.version_of(self.dy))
+        """What has been changed in place since then: "x", "dY", "argument" or several."""
+        now = tuple([_torch.version_of(each) for each in self.tensors])
         if now == self.versions:
             return ()
-        return tuple(name for name, one, other in zip(("x", "dY"), now, self.versions, strict=True) if one != other)
+        return self.names_where(one != other for one, other in zip(now, self.versions, strict=True))
+
+    def names_where(self, marks: Iterable[bool]) -> tuple[str, ...]:
+        """The names of the marked `tensors`, each once."""
+        names = ("x", "dY", *("argument" for _ in self.more))
+        return tuple(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight.
@@ -141,7 +195,7 @@ class PendingGradient:
         Raises:
             ValueError: it is no tensor in the weight's shape.
         """
-        gradient = self.product.weight_gradient(self.dy, self.x, *self.arguments, **(self.options or {}))
+        gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
         if self.product is not LINEAR:
             shape = self.weight.shape if isinstance(self.weight, Tensor) else _torch.shape_at(self.weight)
             require_shape(gradient, shape, "weight_gradient", self)
@@ -255,6 +309,8 @@ class WeightGradients:
         # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
+        self.step = self._run = 0
+        """Counted: the steps, and in them every F and every I."""
         self._last_cast: _Cast | None = None
 
     @contextmanager
@@ -271,29 +327,49 @@ class WeightGradients:
             self._recording, self.on_trial = None, False
             self.forget_cast()
 
-    def defer(self, gradient: PendingGradient) -> bool:
+    def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
         """Take over `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
-        gradient.versions = (_torch.version_of(gradient.x), _torch.version_of(gradient.dy))
+        gradient.note_versions()
+        if checks is not None and self.step and checks.is_due(self.step, self._run):
+            gradient.contents = fingerprints(gradient.tensors)
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()
         return True
 
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`.
 
-        Each of several layers with one x would cast it under autocast, and keep its own result.
+        Each of several layers with one x would cast it under autocast, and keep its own result. A layer shares no more
+        once the content of x has been seen to change before it, which versions do not show. Nor does one whose x
+        somebody outside of torch may change.
         """
         last = self._last_cast
-        if last is None or not last.is_of(x, dtype):
-            last = self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), x.detach().to(dtype))
-        return last.result.detach()
+        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and _torch.is_torchs_own(x)
+        if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
+            return last.result.detach()
+        result = x.detach().to(dtype)
+        if last is not None and may_share:
+            if _torch.same_content(result, last.result):
+                return last.result.detach()
+            sharing.is_off = True
+        self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), result)
+        return result.detach()
 
     def forget_cast(self) -> None:
-        """Let go of the last result of `cast`."""
+        """Release the last result of `cast`: an F or an I is over."""
         self._last_cast = None
+        self._run += 1
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Whether a layer may take the cast of x that another layer has made."""
+
+    checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
+    is_off: bool = False
 
 
 class _Cast(NamedTuple):

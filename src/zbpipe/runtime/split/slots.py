@@ -7,8 +7,9 @@ slots. The compiler traces what runs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbpipe.runtime import _torch
+from zbpipe.runtime.split.further import NONE, Further, parted, with_factors_first
 from zbpipe.runtime.split.products import LINEAR, WeightProduct, rows
 
 
@@ -32,10 +34,6 @@ def spec(tensor: Tensor) -> Spec:
     return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
-TENSOR = "tensor"
-"""The placeholder for a further argument of a product that is a tensor, and so has to leave the region, too."""
-
-
 @dataclass(frozen=True)
 class Use:
     """One product with a weight, as seen in a call without the compiler."""
@@ -48,30 +46,14 @@ class Use:
     """The order of the parameter's dimensions in the weight that is multiplied."""
     x: Spec
     y: Spec
-    constants: tuple[Any, ...] = ()
-    """The arguments after x and the weight, and `TENSOR` for the tensors among them."""
-    names: tuple[str, ...] = ()
-    """Of the last of them, which are given by keyword."""
+    further: Further = NONE
+    """The arguments after x and the weight."""
     more: tuple[Spec, ...] = ()
     """What the tensors among them look like."""
 
-    def arguments(self, more: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All arguments after x and the weight, with the tensors that have left the region."""
-        tensors = [each.to(like.dtype) for each, like in zip(more, self.more, strict=True)]
-        return filled_in(self.constants, self.names, tensors)
-
-
-def filled_in(
-    constants: Sequence[Any], names: Sequence[str], tensors: Sequence[Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by keyword: `constants`, with `tensors` in the places of `TENSOR`."""
-    values: list[Any] = []
-    n = 0
-    for each in constants:
-        values.append(tensors[n] if each is TENSOR else each)
-        n += each is TENSOR
-    by_position = len(values) - len(names)
-    return tuple(values[:by_position]), dict(zip(names, values[by_position:], strict=True))
+    def tensors(self, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors among the further arguments, as they have left the region."""
+        return tuple([each.to(like.dtype) for each, like in zip(carried, self.more, strict=True)])
 
 
 def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
@@ -85,32 +67,25 @@ def use_of_product(
     function: Callable[..., Any],
     product: WeightProduct,
     factors: tuple[Tensor, Tensor],
-    rest: Sequence[Any],
-    options: Mapping[str, Any],
+    further: Further,
+    more: Sequence[Tensor],
 ) -> Use:
-    """`function(x, weight, *rest, **options)`, where `factors` are x and the result."""
-    constants, tensors = _parted(rest, options)
+    """`function(x, weight, ...)`, where `factors` are x and the result, and `more` the tensors among the rest."""
     product = _permuted(product, permutation)
-    more = tuple([spec(each) for each in tensors])
     x, y = map(spec, factors)
-    return Use(weight_name, function, product, permutation, x, y, constants, tuple(options), more)
+    return Use(weight_name, function, product, permutation, x, y, further, tuple(map(spec, more)))
 
 
 def _permuted(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
     if permutation == tuple(range(len(permutation))):
         return product
     back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
-    gradient = product.weight_gradient
-    return replace(
-        product, weight_gradient=lambda dy, x, *args, **options: gradient(dy, x, *args, **options).permute(back)
-    )
 
+    @wraps(product.weight_gradient)  # with its signature
+    def weight_gradient(*args: Any, **options: Any) -> Tensor:
+        return product.weight_gradient(*args, **options).permute(back)
 
-def _parted(rest: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Constants, with `TENSOR` for tensors, and the tensors."""
-    values = (*rest, *options.values())
-    constants = tuple([TENSOR if isinstance(each, Tensor) else each for each in values])
-    return constants, tuple([each for each in values if isinstance(each, Tensor)])
+    return replace(product, weight_gradient=weight_gradient)
 
 
 class Slots(NamedTuple):
@@ -132,10 +107,9 @@ class Exit:
     def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
         # Only what is compared while the region is compiled: the compiler guards on all that it sees.
         self.function = use.function
-        self.input_gradient = use.product.input_gradient
+        self.product = use.product
         self.permutation = use.permutation
-        self.constants = use.constants
-        self.names = use.names
+        self.further = use.further
         self.slots: Slots | None = slots
         self.may_use = may_use
 
@@ -149,6 +123,11 @@ class Exit:
             and len(more) == len(slots.more)
             and all(_torch.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
+
+    def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
+        """The product itself."""
+        args, options = self.further.filled_in(more)
+        return self.function(x, weight, *args, **options)  # type: ignore[no-any-return]
 
     def take(self) -> Slots | None:
         """The slots, if this use may have them; they carry one product."""
@@ -197,20 +176,22 @@ class _ProductInSlots(torch.autograd.Function):
         more = more_with_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.exit = exit
-        args, options = filled_in(exit.constants, exit.names, more)
-        return _torch.without_base(exit.function(x, weight, *args, **options))
+        return _torch.without_base(exit.multiply(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *more = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[1]:
-            args, options = filled_in(ctx.exit.constants, ctx.exit.names, more)
-            dx = ctx.exit.input_gradient(dy, weight, *args, **options)
+            dx = ctx.exit.product.of_input(dy, weight, ctx.exit.further, more)
         carried: list[Tensor | None] = []
         for each in more:
             carried += [None, each.to(dtype_in_slot(each.dtype))]
         return None, dx, None, x.detach(), dy, *carried
+
+
+_torch.typed_like(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+_torch.typed_like(_ProductInSlots, lambda exit, x, weight, *slots: exit.multiply(x, weight, slots[2::2]))
 
 
 class WeightWithExit:
@@ -232,9 +213,10 @@ class WeightWithExit:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        weight = args[1] if len(args) > 1 else None
-        if isinstance(weight, WeightWithExit) and func is weight.exit.function and isinstance(args[0], Tensor):
-            return weight._multiply(args[0], args[2:], kwargs)
+        factors_first, options = with_factors_first(args, kwargs)
+        x, weight = factors_first[:2] if len(factors_first) > 1 else (None, None)
+        if isinstance(weight, WeightWithExit) and func is weight.exit.function and isinstance(x, Tensor):
+            return weight._multiply(x, tuple(factors_first[2:]), options)
         if func is torch.transpose:
             return args[0].transpose(*args[1:], **kwargs)
         if func is torch.permute:
@@ -250,8 +232,8 @@ class WeightWithExit:
         if exit.function is F.linear:
             bias = rest[0] if rest else options.get("bias")
             return linear_in_slots(x, self.plain, bias, exit)
-        constants, more = _parted(rest, options)
-        if constants == exit.constants and tuple(options) == exit.names and exit.takes(x, more):
+        further, more = parted(rest, options)
+        if further == exit.further and exit.takes(x, more):
             slots = exit.take()
             if slots is not None:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]

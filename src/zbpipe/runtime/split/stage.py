@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
+from zbpipe.runtime.split.contents import changed_contents, name_operands
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import take_over
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
@@ -220,31 +221,33 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
 
 
 def _keep_in_i_what_changed(stage: _torch.Stage, pending: Sequence[PendingGradient]) -> None:
-    changed = {id(gradient.layer): gradient for gradient in pending if gradient.changed()}
-    for gradient in changed.values():
+    changed = {id(gradient.layer): (gradient, names) for gradient, names in _all_changed(pending)}
+    for gradient, names in changed.values():
         deferral_of(gradient.layer).stays_in_i = True
         logger.warning(
             "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
             stage.stage_index,
-            _in_words(gradient.changed()),
+            name_operands(names),
             _name_of(stage, gradient.layer),
         )
 
 
-def _require_unchanged(stage: _torch.Stage, microbatch: int, pending: Sequence[PendingGradient]) -> None:
-    for gradient in pending:
-        changed = gradient.changed()
-        if changed:
-            raise RuntimeError(
-                f"stage {stage.stage_index}, microbatch {microbatch}: {_in_words(changed)} of layer"
-                f" {_name_of(stage, gradient.layer)} was changed in place during I, after the layer had used it, so its"
-                " weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
-                " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
-            )
+_Changed = list[tuple[PendingGradient, tuple[str, ...]]]
 
 
-def _in_words(changed: tuple[str, ...]) -> str:
-    return " and ".join({"x": "the input (x)", "dY": "the gradient of the output (dY)"}[each] for each in changed)
+def _all_changed(pending: Sequence[PendingGradient]) -> _Changed:
+    """What has changed since the layers deferred their gradients, by versions, and by content where that was noted."""
+    return [*((each, names) for each in pending if (names := each.changed())), *changed_contents(pending)]
+
+
+def _require_unchanged(stage: _torch.Stage, microbatch: int, changed: _Changed, when: str) -> None:
+    for gradient, names in changed:
+        raise RuntimeError(
+            f"stage {stage.stage_index}, microbatch {microbatch}: {name_operands(names)} of layer"
+            f" {_name_of(stage, gradient.layer)} was changed in place {when}, after the layer had used it, so its"
+            " weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
+            " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
+        )
 
 
 def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
@@ -313,7 +316,7 @@ class _SplitBackward(_torch.OwnStage):
             self._work = WeightWork(self.submod, products, pending)
             pending.clear()
             _torch.settle_gradients(self.submod)
-        _require_unchanged(self, bwd_chunk_id, pending)
+        _require_unchanged(self, bwd_chunk_id, _all_changed(pending), "during I")
         take_over(pending)
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
@@ -326,6 +329,7 @@ class _SplitBackward(_torch.OwnStage):
         if not self.has_backward:
             return
         pending = self._deferred.pop(bwd_chunk_id)
+        _require_unchanged(self, bwd_chunk_id, changed_contents(pending), "between I and W")
         if sums := _torch.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))
@@ -364,6 +368,8 @@ class _SplitBackward(_torch.OwnStage):
         self._deferred.clear()
         self._is_scaled = False
         if self.has_backward:
+            self._gradients.step += 1
+            _torch.register_types()  # a job may have imported spmd_types since
             for deferral in deferrals(self.submod).values():
                 deferral.look_for_hooks()
         super().clear_runtime_states()

@@ -1,0 +1,105 @@
+"""The arguments of a product after x and the weight, of which autograd saves the tensors, as it saves x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Taken(NamedTuple):
+    """Which further arguments a function takes."""
+
+    number: float
+    """By position."""
+    names: frozenset[str] | None
+    """By keyword; None for any."""
+
+
+def taken_by(function: Callable[..., Any]) -> Taken:
+    """Which arguments after the first two `function` takes."""
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function of torch's own, which shows none
+        return Taken(float("inf"), None)
+    kinds = [each.kind for each in parameters]
+    by_position = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
+    names = frozenset(each.name for each in parameters if each.kind is not Parameter.POSITIONAL_ONLY)
+    return Taken(
+        float("inf") if Parameter.VAR_POSITIONAL in kinds else by_position - 2,
+        None if Parameter.VAR_KEYWORD in kinds else names,
+    )
+
+
+class Further(NamedTuple):
+    """The arguments of a product after x and the weight, without the tensors among them: autograd saves those."""
+
+    values: tuple[Any, ...] = ()
+    """`TENSOR` in the places of tensors, also within lists, tuples and dictionaries."""
+    names: tuple[str, ...] = ()
+    """Of the last of them, which are given by keyword."""
+
+    def filled_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """By position and by keyword, with `tensors` in their places."""
+        values = _filled_in(self.values, iter(tensors))
+        by_position = len(values) - len(self.names)
+        return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
+
+    def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same without those that are None and that the function does not take, such as the bias where none is."""
+        args, options = self.filled_in(tensors)
+        while args and args[-1] is None and len(args) > by.number:
+            args = args[:-1]
+        if by.names is not None:
+            options = {name: each for name, each in options.items() if each is not None or name in by.names}
+        return args, options
+
+
+NONE = Further()
+"""No such arguments."""
+TENSOR = "tensor"
+"""The placeholder for a tensor."""
+
+
+def parted(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
+    """Further arguments of a product: what stays as it is, and the tensors among them, in order."""
+    tensors: list[Tensor] = []
+    values = _without_tensors((*args, *options.values()), tensors)
+    return Further(values, tuple(options)), tensors
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    if type(value) in (tuple, list):
+        return type(value)([_without_tensors(each, tensors) for each in value])
+    if type(value) is dict:
+        return {key: _without_tensors(each, tensors) for key, each in value.items()}
+    return value
+
+
+def _filled_in(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if value is TENSOR:
+        return next(tensors)
+    if type(value) in (tuple, list):
+        return type(value)([_filled_in(each, tensors) for each in value])
+    if type(value) is dict:
+        return {key: _filled_in(each, tensors) for key, each in value.items()}
+    return value
+
+
+def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a product with x and the weight by position, also where they were given by keyword."""
+    for place, names in enumerate(_FACTORS):
+        given = [name for name in names if name in options]
+        if len(args) == place and len(given) == 1:
+            args = (*args, options[given[0]])
+            options = {name: each for name, each in options.items() if name != given[0]}
+    return args, options
+
+
+_FACTORS = (("input", "self", "mat_a"), ("weight", "mat2", "other", "mat_b"))
+"""What torch calls x and the weight in its products."""
