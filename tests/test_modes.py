@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime import _torch
@@ -293,3 +294,46 @@ def with_fsdp(mode: Grad) -> None:
 @pytest.mark.parametrize("mode", get_args(Grad))
 def test_evaluation_leaves_fsdp_alone(mode: Grad) -> None:
     run_ranks(2, with_fsdp, mode)
+
+
+def test_a_refused_step_counts_for_no_check(one_rank: None) -> None:
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", stage, 2, mse_loss)
+    check, profiler = zbpipe.GradientCheck(schedule), zbpipe.Profiler(schedule, 1)
+    x = torch.ones(4, WIDTH)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="cannot be split"):
+            schedule.step(x[:3], target=x[:3])
+    assert check.report is None
+    for _ in range(4):
+        schedule.step(x, target=x)
+    assert check.report is not None
+    assert profiler.costs is not None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.inner.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", ["eval", "step"])
+def test_a_checkpoint_around_a_compiled_module_takes_the_batch(one_rank: None, first: str) -> None:
+    """torch infers shapes by a forward without the compiler, on the memory of the batch, and runs no backward."""
+    torch.compiler.reset()
+    module = Checkpointed()
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        "ZBH1", PipelineStage(module, 0, 1, torch.device("cpu")), 2, mse_loss
+    )
+    x = torch.randn(4, WIDTH)
+    getattr(schedule, first)(x, target=x)
+    module.zero_grad()
+    schedule.step(x, target=x)
+    found = module.inner[0].weight.grad
+    module.zero_grad()
+    mse_loss(module.inner[1](nn.functional.linear(x, *module.inner[0].parameters())), x).backward()
+    torch.testing.assert_close(found, module.inner[0].weight.grad)
