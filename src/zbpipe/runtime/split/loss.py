@@ -53,8 +53,8 @@ class _HandOn(torch.autograd.Function):
         changed = [(each, names) for each in ctx.pending if (names := each.changed())] or changed_contents(ctx.pending)
         for gradient, names in changed:
             raise RuntimeError(
-                f"{name_operands(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between F"
-                " and I, so its weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
+                f"{name_operands(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between"
+                " F and I, so its weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
             )
         _defer_or_add(ctx.pending, ctx.gradients)
         return dloss, None, None
