@@ -253,6 +253,15 @@ def test_the_share_is_that_of_an_independent_count(name: str) -> None:
     assert all(each.share <= 0.5 or (0, each.parameter) in report.not_deferred for _, each in report.in_i)
 
 
+def test_an_x_without_a_gradient_in_the_shape_of_a_weight() -> None:
+    """The result of the first layer depends on parameters alone, as autograd sees it, and is as large as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(lambda s, x: nn.functional.linear(x, s.v)))
+    report = zbpipe.check_gradients(model, torch.randn(2 * WIDTH, WIDTH), microbatches=2)
+    assert report.shares[0] == pytest.approx(2 / 3)
+    assert [each.parameter for _, each in report.in_i] == ["1.v"]
+
+
 def logged(module: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     with caplog.at_level(logging.INFO, "zbpipe.runtime.split"):
         zbpipe.check_gradients(module, x)

@@ -141,6 +141,8 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     """Whether it is a Function of somebody's own that takes more than weights."""
     if not isinstance(cast(object, node), BackwardCFunction) or node.name() in PASS_ON:
         return False
+    if _deferral_of(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
+        return True
     sources = [weight for weight, source, _ in edges if source is not None]
     weights = [weight for weight in sources if weight is not None]
     elements = {prod(_shape(source, number)) for weight, source, number in edges if weight is not None and source}
