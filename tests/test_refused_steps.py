@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -277,3 +280,30 @@ def test_rank_0_has_the_store_and_fails(where: str, words: str) -> None:
     assert "ValueError: a target of shape" in first.error or re.search(f"PipelineError: rank 0, .*{words}", first.error)
     start = "RefusedStepError: rank 0" if where == "refusal" else "PipelineError: another rank failed first: rank 0"
     assert re.search(f"{start}, schedule .*, {words}", second.error), second.error
+
+
+def schedules_that_stay(kinds: tuple[str, ...]) -> list[str]:
+    """After which of these ends a schedule is still there, without a look for garbage: its group would outlive it."""
+    gc.collect()
+    gc.disable()
+    stay = []
+    for kind in kinds:
+        schedule = ref(end(kind).schedule)
+        if schedule() is not None:
+            stay.append(kind)
+        dist.barrier()
+    return stay
+
+
+def end(kind: str) -> Job:
+    job = Job("ZBV")
+    job.run(0, "step", None, None)
+    if kind == "failed" and 1 in job.indices:
+        job.parts[1].register_forward_pre_hook(explode)
+    with suppress(ValueError, zbpipe.PipelineError):
+        job.run(1, "step", uneven_batch if kind == "refused" else None, None)
+    return job
+
+
+def test_no_end_keeps_a_schedule_in_a_circle() -> None:
+    assert run_ranks(2, schedules_that_stay, ("good", "refused", "failed")) == [[], []]

@@ -110,16 +110,14 @@ class Steps:
         self._progress = Progress(self._look_while_stuck)
         self._broken_by: str | None = None
         """How a step failed while messages were under way; no other step can follow."""
-        self._refusal: Failure | None = None
-        """Why the last step was refused. It stays in the store until the next step begins."""
         self._told: tuple[BaseException, Failure] | None = None
         """The error by which this rank abandoned the present step, as the other ranks know it."""
         self._heard: Failure | None = None
         """Another rank's failure, found while the present step did not move."""
 
     @contextmanager
-    def begun(self, name: str) -> Iterator[None]:
-        """Around one whole step of the schedule called `name`: if it is refused, the whole job learns why.
+    def begun(self) -> Iterator[None]:
+        """Around one whole step.
 
         Raises:
             PipelineError: an earlier step failed.
@@ -129,21 +127,15 @@ class Steps:
                 f"a step of this schedule failed before, and its messages may still be under way ({self._broken_by})."
                 " Build the process group and the schedule anew, or end the job"
             )
-        if self._refusal is not None:
-            _take_back(self._refusal)
-        self._refusal = self._told = self._heard = None
+        self._heard = None
         try:
             yield
-        except (PipelineError, RefusedStepError):
-            raise
-        except Exception as error:
-            self._refusal = _refused_by(error, name)
-            _first_of_all(self._refusal)
-            raise
+        finally:
+            self._told = None  # its traceback holds the schedule
 
     def refuse(self, error: Exception, name: str) -> None:
         """Leave word that this rank refuses the present step by `error`."""
-        self._told = error, _refused_by(error, name)
+        self._told = error, _failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
         with suppress(RuntimeError):  # the store may be gone, and this error says more
             self._board.post(self._told[1])
 
@@ -163,6 +155,7 @@ class Steps:
         """Refuse all later steps: other ranks may be in the messages of the one that this rank has refused."""
         assert self._told is not None, "this rank refused"
         self._broken_by = str(self._told[1])
+        _first_of_all(self._told[1])
 
     @contextmanager
     def named(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
@@ -275,10 +268,6 @@ def _failure(error: BaseException, where: str, explained: str | None = None) -> 
     return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
 
 
-def _refused_by(error: Exception, name: str) -> Failure:
-    return _failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
-
-
 def _has_communicators() -> bool:
     """Whether a process group uses NCCL (RCCL goes by that name), which can hang when a peer ends."""
     return dist.is_initialized() and "ccl" in dist.get_backend_config()
@@ -319,12 +308,6 @@ def _wait_for_readers() -> None:
     with suppress(RuntimeError):
         while store.add(_READERS, 0) < dist.get_world_size() - 1 and time.monotonic() < deadline:
             time.sleep(_GLANCE)
-
-
-def _take_back(failure: Failure) -> None:
-    """Remove `failure` from the store, if it is the job's first one."""
-    if store := _torch.default_store():
-        _answer_in_time(lambda: store.compare_set(_FIRST, json.dumps(failure), ""))
 
 
 def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:

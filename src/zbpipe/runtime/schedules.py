@@ -398,7 +398,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
         microbatches = microbatches_of(self, microbatches, kwargs)
-        with self._failures.begun(self.schedule.name), self.sizes.begun(microbatches):
+        with self._failures.begun(), self.sizes.begun(microbatches):
             self.abandoned_by = None
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
@@ -460,7 +460,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
             agreement.refuse(stage.group, stage.device)
         elif _torch.can_send_marks(stage):
             self._pass_on_unfreezing()
-            self.abandon(error)
+            self.abandoned_by = error
+            del error  # it comes back with a traceback that holds this frame
+            self.leave_out_all()
             with suppress(Exception), self._failures.named(self, name):
                 self._validated(lambda: super(RegisteredSchedule, self).run_microbatches(None, None, None))
         else:

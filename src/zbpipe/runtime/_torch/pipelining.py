@@ -116,11 +116,15 @@ class OwnRuntime(_PipelineScheduleRuntime):
         if self.abandoned_by is not None:
             for stage in self._stages:
                 cast(OwnStage, stage).forget_step()
-            raise self.abandoned_by
+            # Its traceback holds this frame and the schedule, which must not hold it.
+            error, self.abandoned_by = self.abandoned_by, None
+            try:
+                raise error
+            finally:
+                del error
 
-    def abandon(self, error: BaseException) -> None:
-        """Leave out all computations of the step that begins, which this rank refuses by `error`."""
-        self.abandoned_by = error
+    def leave_out_all(self) -> None:
+        """Leave out all computations of the step that begins, which this rank has abandoned."""
         for stage in self._stages:
             stage.has_backward = self._has_backward
             cast(OwnStage, stage).forget_step()
@@ -198,7 +202,7 @@ class OwnStage(ReceivesOnDemand):
         if self.has_backward and not self.is_last:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             for number, (given, meta) in enumerate(zip(outputs, self._metas("outputs"), strict=False)):
-                if given.requires_grad and not meta.requires_grad:
+                if isinstance(given, Tensor) and given.requires_grad and not meta.requires_grad:
                     raise ValueError(
                         f"output {number} of stage {self.stage_index} needs a gradient, but the messages between stages"
                         " were set up for one without: if output_args and input_args are given, give tensors that"
