@@ -596,6 +596,8 @@ def test_other_steps_run_as_if_there_were_no_check(one_rank: None) -> None:
     assert len(in_the_way) == 5  # each microbatch twice, and once to learn shapes
     assert "forward_one_chunk" in in_the_way[-1]
     in_the_way.clear()
+    for module in modules if isinstance(modules, list) else modules.values():
+        module.zero_grad()  # what is kept would be saved from the scaling
     for run in (schedule.step, schedule.eval):
         run(tokens, target=targets)
     assert in_the_way
@@ -735,7 +737,7 @@ def test_all_ranks_hear_of_a_mismatch() -> None:
         r" above 1e-04: 2\.weight 2\. If this layer declares weight_products itself"
     )
     assert re.search(f"PipelineError: {wrong}", second.error or ""), second
-    told = rf"PipelineError: another rank failed first: {wrong}.* Then this one: rank 0, "
+    told = rf"PipelineError: another rank failed first: {wrong}"
     assert re.search(told, first.error or ""), first
 
 

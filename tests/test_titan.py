@@ -101,7 +101,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
     [
         ("four_ranks.csv", "", "four_ranks.csv is a table for 4 ranks, but the job has 2"),
         ("eight_microbatches.csv", "", "is a table for 8 microbatches, but the job has 4"),
-        ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0): 'garbage' is not an op"),
+        ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "", "missing: rank 1, 1B3: no rank runs this backward"),
         ("ZBV", "memory-limit 2", "memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVL"),
         ("ZBV", "costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
@@ -404,9 +404,8 @@ def faulty(config: str) -> tuple[str, ...]:
 def test_a_stage_that_raises(titan: Titan) -> None:
     job = titan.train(*pipeline("ZBV"), *faulty("raises_in_step_2"), num_ranks=2)
     here = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
-    seen = r"rank 0, schedule ZBV, step \d+ of \d+, .* rank 1: RuntimeError: "
     assert len(job.errors) == 2
-    assert re.match(f"PipelineError: another rank failed first: {here}. Then this one: {seen}", job.errors[0])
+    assert re.fullmatch(f"PipelineError: another rank failed first: {here}", job.errors[0])
     assert re.fullmatch(f"PipelineError: {here}", job.errors[1])
 
 

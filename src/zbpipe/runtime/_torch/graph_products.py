@@ -176,11 +176,12 @@ def _joined(weights: Sequence[_Weight], kind: str) -> _Weight:
 
 
 def _shape(node: Node, number: int) -> tuple[int, ...]:
-    """Of one of the node's results; none for tensors that have no plain one."""
+    """Of one of the node's results; none for tensors that have no plain one, such as nested ones."""
     try:
-        return tuple(cast(Any, node)._input_metadata[number].shape)
+        shape = tuple(cast(Any, node)._input_metadata[number].shape)
     except (IndexError, RuntimeError):
         return ()
+    return shape if all(isinstance(size, int) for size in shape) else ()
 
 
 def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:

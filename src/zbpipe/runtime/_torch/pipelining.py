@@ -72,13 +72,14 @@ class OwnRuntime(_PipelineScheduleRuntime):
     `tell_why_abandoned` and `ask_why_abandoned`, by which ranks learn of each other's failures.
     """
 
-    abandoned_by: BaseException | None = None
+    abandoned_by: BaseException | None
     """Why this rank leaves out all computations of the step that runs; None if it does not."""
 
     def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
         for stage in stages:
             own(stage)
         super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self.abandoned_by = None
         self.place = Place()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
         if not WAITS_FOR_SENDS:
