@@ -392,10 +392,10 @@ class Chosen(nn.Module):
         return x + torch.zeros_like(flat).index_add(0, chosen, y).view_as(x)
 
 
-def test_a_number_of_rows_that_is_not_known_stays_in_i(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_rows_that_is_not_known_stays_in_i() -> None:
     """As with expert parallelism. The first call runs without the compiler, so there they wait."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
-    waited = run_two_blocks(Chosen)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        waited = run_two_blocks(Chosen)
     assert [len(layers) for layers in waited] == [6, 0, 0]
 
 
