@@ -171,14 +171,18 @@ def _bits(tensor: Tensor) -> Tensor:
     return bits ^ (bits >> 31) if bits.dtype is torch.int64 else bits
 
 
+HIDDEN = -(1 << 63)
+"""The fingerprint of tensors that do not show their content, such as results of collectives under way."""
+
+
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes if the content does, on the device; 0 for tensors that do not show theirs.
+    """A number that changes if the content does, on the device; `HIDDEN` for tensors that do not show theirs.
 
     Sums of integers do not depend on the order in which a device adds them up.
     """
     tensor = _local(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+        return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
     bits = _bits(tensor)
     if bits.dim() > 1:
         columns = bits.sum(tuple(range(bits.dim() - 1)), dtype=torch.int64)

@@ -54,6 +54,11 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     return _torch.stacked([_torch.fingerprint(each) for each in tensors])
 
 
+def _differ(one: float, other: float) -> bool:
+    """A copy of what was hidden shows its content, so only two that are shown can be compared."""
+    return _torch.HIDDEN not in (one, other) and one != other
+
+
 def changed_contents(pending: Iterable[PendingGradient]) -> list[tuple[PendingGradient, tuple[str, ...]]]:
     """All that has changed since its content was noted, or since the last call."""
     checked = [each for each in pending if each.contents is not None]
@@ -67,7 +72,7 @@ def changed_contents(pending: Iterable[PendingGradient]) -> list[tuple[PendingGr
     for gradient, new in zip(checked, found, strict=True):
         known = gradient.contents
         old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
-        names = gradient.names_where(one != other for one, other in zip(new, old or new, strict=True))
+        names = gradient.names_where(_differ(*each) for each in zip(new, old or new, strict=True))
         if names:
             changed.append((gradient, names))
         gradient.contents = new
