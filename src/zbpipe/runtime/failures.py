@@ -83,8 +83,8 @@ class Board(Protocol):
     def found(self) -> Failure | None:
         """Why it is abandoned; None if it is not."""
 
-    def wait_for_readers(self, seconds: float) -> None:
-        """Wait until all other ranks have found it, but not for longer than this."""
+    def wait_for_readers(self) -> None:
+        """Wait until all other ranks have found it, but not for long."""
 
     def answer_for_stuck_step(self) -> None:
         """Called by another thread, now and then, while the step does not move."""
@@ -197,13 +197,12 @@ class Steps:
         self, schedule: _torch.OwnRuntime, name: str, error: BaseException, place: str | None = None
     ) -> Failure:
         places = name, place or _torch.place_of(error, schedule), self._progress.on_device()
-        return _failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error, schedule))
+        return _failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error))
 
     def _linger(self) -> None:
         """If the store ends with this process, let the others read it before."""
         if _torch.has_store():
-            with suppress(RuntimeError):
-                self._board.wait_for_readers(_LINGER)
+            self._board.wait_for_readers()
 
     def _look_while_stuck(self) -> None:
         self._board.answer_for_stuck_step()
@@ -230,7 +229,7 @@ def shared_with_other_ranks() -> Iterator[None]:
         failure = _failure(error, "")
         first = _first_of_all(failure)
         if first == failure and _torch.has_store():
-            _wait_for_readers()
+            wait_for_readers(_READERS, dist.get_world_size() - 1)
         # What is refused by a ValueError has nothing to do with the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
@@ -302,11 +301,11 @@ def _read_first() -> Failure | None:
     return failure
 
 
-def _wait_for_readers() -> None:
-    """Wait until all other ranks know the job's first failure, but not for long."""
+def wait_for_readers(key: str, number: int) -> None:
+    """Wait until so many ranks have counted themselves in the store under `key`, but not for long."""
     store, deadline = _torch.default_store(), time.monotonic() + _LINGER
-    with suppress(RuntimeError):
-        while store.add(_READERS, 0) < dist.get_world_size() - 1 and time.monotonic() < deadline:
+    with suppress(RuntimeError):  # the store may be gone
+        while store.add(key, 0) < number and time.monotonic() < deadline:
             time.sleep(_GLANCE)
 
 

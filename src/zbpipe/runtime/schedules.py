@@ -399,7 +399,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """
         microbatches = microbatches_of(self, microbatches, kwargs)
         with self._failures.begun(), self.sizes.begun(microbatches):
-            self.abandoned_by = None
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refused_by_all():
@@ -408,6 +407,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
                         checks.require_trainable(_torch.stages_of(self))
                     return super().step(*args, target=target, **kwargs)
             finally:
+                self.abandoned_by = None
                 self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:

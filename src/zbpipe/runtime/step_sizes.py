@@ -20,13 +20,11 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.agreement import new_key
-from zbpipe.runtime.failures import Failure, PipelineError, RefusedStepError
+from zbpipe.runtime.failures import Failure, PipelineError, RefusedStepError, wait_for_readers
 from zbpipe.runtime.words import spans
 
 _LOOK = timedelta(seconds=1)
 """How long a rank waits before it looks whether the time is up."""
-_GLANCE = 0.01
-"""Seconds between two looks at whether all have read."""
 _PATIENCE = 1800.0
 """Seconds, where the process group does not say its timeout."""
 
@@ -160,11 +158,9 @@ class Comparison:
             store.add(self._key("readers"), 1)
         return failure
 
-    def wait_for_readers(self, seconds: float) -> None:
-        """Wait until all other ranks know why the present step is abandoned, but not for longer than this."""
-        store, deadline = _torch.default_store(), time.monotonic() + seconds
-        while store.add(self._key("readers"), 0) < len(self._ranks) - 1 and time.monotonic() < deadline:
-            time.sleep(_GLANCE)
+    def wait_for_readers(self) -> None:
+        """Wait until all other ranks know why the present step is abandoned, but not for long."""
+        wait_for_readers(self._key("readers"), len(self._ranks) - 1)
 
     def _answers(self, timeout: float) -> dict[int, _Answer]:
         store, keys = _torch.default_store(), [self._key(rank) for rank in self._ranks]

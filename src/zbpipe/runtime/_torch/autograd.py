@@ -205,7 +205,7 @@ def concatenated(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same to the bit. It waits for the device."""
+    """Whether both are bit-identical. It waits for the device."""
     return torch.equal(_bits(_local(one)), _bits(_local(other)))
 
 

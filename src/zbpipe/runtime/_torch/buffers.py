@@ -76,36 +76,36 @@ class ReceivesOnDemand(_PipelineStageBase):
             self.args_recv_info, self.grad_send_info = _Received({0: infos}), None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device, self._agree_on_strides)
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device, self.infers_shapes)
         return self._in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self._agree_on_strides)
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes)
         operations = super().get_bwd_recv_ops(bwd_chunk_id)
         return self._in_memory_order(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         operations = super().get_fwd_send_ops(fwd_chunk_id)
-        return self._contiguous(operations, self._metas("outputs"))
+        return self._contiguous(operations, self.metas("outputs"))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         operations = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._contiguous(operations, [each for each in self._metas("input_grads") if each is not None])
+        return self._contiguous(operations, [each for each in self.metas("input_grads") if each is not None])
 
     @property
-    def _agree_on_strides(self) -> bool:
-        """Whether both ends of a message have the strides that one of them has found, and not those of examples."""
+    def infers_shapes(self) -> bool:
+        """Whether torch (from 2.13 on) infers them: then both ends of a message have what one of them has found."""
         return getattr(getattr(self, "_inference_mode", None), "name", "") == "DYNAMIC"
 
-    def _metas(self, kind: str) -> Sequence[Any]:
+    def metas(self, kind: str) -> Sequence[Any]:
         """What torch (from 2.13 on) has set up for the tensors of this kind, which are the same on both ends."""
         return getattr(getattr(self, "_stage_meta", None), kind, None) or ()
 
     def _contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
         """These sends, contiguous as backends want them, in the order that the receiver takes them to be in."""
         for number, operation in enumerate(operations):
-            order = memory_order(metas[number].shape, metas[number].stride) if self._agree_on_strides else None
+            order = memory_order(metas[number].shape, metas[number].stride) if self.infers_shapes else None
             tensor = operation.tensor if order is None else operation.tensor.permute(order)
             operation.tensor = tensor.contiguous()
         return operations
@@ -116,7 +116,7 @@ class ReceivesOnDemand(_PipelineStageBase):
             buffer = operation.tensor
             if buffer.is_contiguous():
                 continue
-            if self._agree_on_strides and (order := memory_order(buffer.shape, buffer.stride())) is not None:
+            if self.infers_shapes and (order := memory_order(buffer.shape, buffer.stride())) is not None:
                 operation.tensor = buffer.permute(order)
                 continue
             for info in infos:  # a buffer that torch 2.15 has made by itself
@@ -128,18 +128,18 @@ class ReceivesOnDemand(_PipelineStageBase):
         inputs = super()._retrieve_recv_activations(fwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
         _let_go(self.args_recv_info[fwd_chunk_id])
         if self.has_backward and torch.is_grad_enabled():
-            for number, (given, meta) in enumerate(zip(inputs, self._metas("inputs"), strict=False)):
+            for number, (given, meta) in enumerate(zip(inputs, self.metas("inputs"), strict=False)):
                 if meta.requires_grad and not given.requires_grad:
                     raise _stand_in(self.stage_index, fwd_chunk_id, f"cannot give the gradient of its input {number}")
         return inputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         # The next stage is on this rank and had no gradient to give, which torch replaces by zeros.
-        for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self._agree_on_strides):
+        for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes):
             missing.zero_()
         gradients = super()._retrieve_recv_grads(bwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
         _let_go(self.grad_recv_info[bwd_chunk_id])
-        for number, (given, meta) in enumerate(zip(gradients, self._metas("output_grads"), strict=False)):
+        for number, (given, meta) in enumerate(zip(gradients, self.metas("output_grads"), strict=False)):
             if meta is not None and given is None:
                 raise _stand_in(self.stage_index, bwd_chunk_id, f"does not get the gradient of its output {number}")
         return gradients

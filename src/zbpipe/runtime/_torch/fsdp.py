@@ -77,6 +77,11 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
         yield from _unsharded_before(group)
 
 
+def _by_parameter(module: nn.Module) -> dict[int, Any]:
+    """The same, by the ids of the two parameters that each has."""
+    return {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+
+
 def _unsharded_before(group: Any) -> Iterator[Any]:
     return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
@@ -103,7 +108,7 @@ class Accumulated(NamedTuple):
 
 def accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
-    views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    views = _by_parameter(module)
     beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
@@ -128,7 +133,7 @@ def kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """By the id of each parameter, its name; FSDP2 has two objects for each."""
-    views = {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    views = _by_parameter(module)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))

@@ -73,7 +73,10 @@ class OwnRuntime(_PipelineScheduleRuntime):
     """
 
     abandoned_by: BaseException | None
-    """Why this rank leaves out all computations of the step that runs; None if it does not."""
+    """Why this rank leaves out all computations of the step that runs; None if it does not, and between steps.
+
+    Its traceback holds the schedule, which must not hold it for longer.
+    """
 
     def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
         for stage in stages:
@@ -117,12 +120,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         if self.abandoned_by is not None:
             for stage in self._stages:
                 cast(OwnStage, stage).forget_step()
-            # Its traceback holds this frame and the schedule, which must not hold it.
-            error, self.abandoned_by = self.abandoned_by, None
-            try:
-                raise error
-            finally:
-                del error
+            raise self.abandoned_by
 
     def leave_out_all(self) -> None:
         """Leave out all computations of the step that begins, which this rank has abandoned."""
@@ -202,7 +200,7 @@ class OwnStage(ReceivesOnDemand):
         output = super().forward_one_chunk(*args, **kwargs)
         if self.has_backward and not self.is_last:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
-            for number, (given, meta) in enumerate(zip(outputs, self._metas("outputs"), strict=False)):
+            for number, (given, meta) in enumerate(zip(outputs, self.metas("outputs"), strict=False)):
                 if isinstance(given, Tensor) and given.requires_grad and not meta.requires_grad:
                     raise ValueError(
                         f"output {number} of stage {self.stage_index} needs a gradient, but the messages between stages"
@@ -612,8 +610,7 @@ def forget_shapes(schedule: _PipelineScheduleRuntime) -> None:
 
 def can_infer_shapes(schedule: _PipelineScheduleRuntime) -> bool:
     """Whether torch (from 2.13 on) has inferred the shapes of all stages of all ranks; else they were given to it."""
-    modes = [getattr(stage, "_inference_mode", None) for stage in schedule._stages]
-    return all(getattr(mode, "name", "") == "DYNAMIC" for mode in modes)
+    return all(cast(OwnStage, stage).infers_shapes for stage in schedule._stages)
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
@@ -638,7 +635,7 @@ def is_without_gradients(stage: _PipelineStageBase, side: Literal["inputs", "out
     """
     if stage.is_first if side == "inputs" else stage.is_last:
         return False
-    metas = getattr(getattr(stage, "_stage_meta", None), side, None) or ()
+    metas = cast(OwnStage, stage).metas(side)
     return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
 
 from zbpipe.running_ahead import RunAhead
-from zbpipe.runtime._torch.buffers import release_receives
-from zbpipe.runtime._torch.pipelining import actions_of
+from zbpipe.runtime._torch.pipelining import OwnStage, actions_of
 
 
 class _StepIsVoidError(Exception):
@@ -82,5 +82,4 @@ def _forget_step(runtime: _PipelineScheduleRuntime) -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
         runtime.unsharded_stages.discard(stage.stage_index)
-        stage.clear_runtime_states()
-        release_receives(stage)
+        cast(OwnStage, stage).forget_step()
