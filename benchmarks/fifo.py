@@ -53,7 +53,8 @@ class FifoGroup(dist.ProcessGroup):
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # Twice the limit: whoever waits for a message sees that it was not met, however late the wait begins.
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, 2 * timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
