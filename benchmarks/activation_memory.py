@@ -280,7 +280,7 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
         placement = Placement.v(job.ranks)
         found = zbpipe.plan(job.ranks, job.microbatches, costs(placement), limit, placements=[placement])
         return found.schedule, costs(placement)
-    placement = zbpipe.registry.lookup(name).place(job.ranks)
+    placement = zbpipe.registry.resolve(name).place(job.ranks)
     return zbpipe.generate(name, job.ranks, job.microbatches, costs=costs(placement)), costs(placement)
 
 
@@ -453,7 +453,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     device = arguments.device or ("cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu")
-    names = [name if name == PLAN else zbpipe.registry.lookup(name).name for name in arguments.schedules]
+    names = [name if name == PLAN else zbpipe.registry.resolve(name).name for name in arguments.schedules]
     names = [YARDSTICK, *(name for name in names if name != YARDSTICK)]
     torch.set_num_threads(1)
     # For the stages that are measured alone: all of them are on this process, and nothing is ever sent.

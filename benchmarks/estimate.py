@@ -28,7 +28,7 @@ from statistics import fmean, median
 from typing import Any
 
 import zbpipe
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 
 RANKS = 2
 SCHEDULES = ("1F1B", "ZBH1", "ZBV")
@@ -161,7 +161,7 @@ def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, f
     steps = []
     for file in files:
         found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)
-        steps += [each for each in found.steps if each.stages_per_rank == lookup(schedule).stages_per_rank]
+        steps += [each for each in found.steps if each.stages_per_rank == resolve(schedule).stages_per_rank]
     return fmean(each.seconds for each in steps), max(each.memory.total for each in steps)
 
 

@@ -397,7 +397,7 @@ def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory:
 def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -> float:
     """Two steps; how far the gradients of the second are from those of the model in one piece."""
     group: Any = dist.new_group(timeout=timedelta(seconds=120), backend=cell.backend)
-    num_stages = registry.lookup(cell.schedule).place(cell.ranks).num_stages
+    num_stages = registry.resolve(cell.schedule).place(cell.ranks).num_stages
     dim, tokens = (512, 128) if device.type == "cuda" else (32, 8)
     model = [_stage(index, dim, tokens).to(device) for index in range(num_stages)]
     parts = {

@@ -22,7 +22,7 @@ from wall_clock import Job, Times, uniform_costs
 
 import zbpipe
 from zbpipe.demo.sleeping import Runner, message_seconds, sleep_until
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.running_ahead import period
 from zbpipe.runtime.optimizer.norm import clip
 
@@ -46,7 +46,7 @@ class Trained:
     """One way to step on this rank."""
 
     def __init__(self, name: str, way: str, times: Times, job: Job, latency: float) -> None:
-        placement = lookup(name).place(job.ranks)
+        placement = resolve(name).place(job.ranks)
         costs = uniform_costs(placement, times, job.unit, latency)
         self._runner = Runner(name, costs, job.microbatches)
         parameters = [each for stage in self._runner.schedule._stages for each in stage.submod.parameters()]  # type: ignore[attr-defined]

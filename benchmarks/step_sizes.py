@@ -21,20 +21,19 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import registry
-from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.classes import class_of
 
 NAMES = ("ZBV", "ZBH1", "1F1B", "Interleaved1F1B", "ZBVLean", "DualPipeV")
 
 
 def on_rank(name: str, rank: int, ranks: int) -> Any:
     """The schedule of that name on a rank, all by zbpipe's class."""
-    placement = registry.lookup(name).place(ranks)
+    placement = registry.resolve(name).place(ranks)
     stages = [
         PipelineStage(nn.Linear(1, 1), index, placement.num_stages, torch.device("cpu"))
         for index in placement.stages_on(rank)
     ]
-    kind = type(f"Schedule{name}", (RegisteredSchedule,), {"schedule_name": name})
-    return kind(stages, 2 * placement.num_stages, nn.functional.mse_loss)
+    return class_of(name)(stages, 2 * placement.num_stages, nn.functional.mse_loss)
 
 
 def seconds(name: str, rank: int, ranks: int, microbatches: int, rounds: int) -> tuple[float, float]:

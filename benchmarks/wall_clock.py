@@ -27,7 +27,7 @@ import zbpipe
 from zbpipe import CostModel, OpKind, Placement
 from zbpipe.demo.sleeping import Runner, message_seconds
 from zbpipe.jitter import Jitter, step_times
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.transport import Receives
 
@@ -153,7 +153,7 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
     """Seconds of a step, by the simulator, if each op takes `overhead` longer than it sleeps."""
     schedule = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs)
     split = any(op.kind is OpKind.W for ops in schedule for op in ops)
-    if split and lookup(source).source == "torch":  # see `check`
+    if split and resolve(source).source == "torch":  # see `check`
         costs = replace(costs, i=(0.0, *costs.i[1:]), w=(costs.i[0] + costs.w[0], *costs.w[1:]))
     longer = replace(
         costs,
@@ -177,7 +177,7 @@ def run_rank(job: Job, directory: Path) -> Iterator[Result]:
     for times in job.times:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
         sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
-        placed = {name: costs(lookup(source).place(job.ranks)) for name, source in sources.items()}
+        placed = {name: costs(resolve(source).place(job.ranks)) for name, source in sources.items()}
         runners = {
             name: Runner(source, placed[name], job.microbatches, receives_of(name)) for name, source in sources.items()
         }
@@ -215,7 +215,7 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         rival = next(r for r in results if r.schedule == YARDSTICK and _cell(r) == _cell(result))
         name = result.schedule.partition("@")[0]
-        whose = "zbpipe" if name in PLANNED else lookup(name).source
+        whose = "zbpipe" if name in PLANNED else resolve(name).source
         ratio = f"{result.ratio:.3f}"
         lines.append(
             f"| {result.ranks}, {result.microbatches} | {in_words(result.times)}"
@@ -297,7 +297,7 @@ def _times(text: str) -> Times:
 
 def _known(text: str) -> str:
     name, at, receives = text.partition("@")
-    return lookup(name).name + at + (Receives.parse(receives) if at else "")
+    return resolve(name).name + at + (Receives.parse(receives) if at else "")
 
 
 def main() -> int:

@@ -99,7 +99,7 @@ def _mesh(parallel: DataParallel) -> DeviceMesh:
 
 def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
     run = Run([], [], {})
-    num_stages = registry.lookup(training.schedule).place(PIPELINE).num_stages
+    num_stages = registry.resolve(training.schedule).place(PIPELINE).num_stages
     indices = zbpipe.stage_indices(training.schedule, rank=mesh.get_local_rank("pp"), num_ranks=PIPELINE)
     modules = {index: _module(index, num_stages) for index in indices}
     for index, module in modules.items():

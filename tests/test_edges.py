@@ -29,7 +29,7 @@ NUMBERS: dict[str, Callable[[Any], object]] = {
     "stage_indices(rank)": lambda junk: zbpipe.stage_indices("ZBV", rank=junk, num_ranks=2),
     "stage_indices(num_ranks)": lambda junk: zbpipe.stage_indices("ZBV", rank=0, num_ranks=junk),
     "register(stages_per_rank)": lambda junk: zbpipe.register("X", stages_per_rank=junk),
-    "place": lambda junk: registry.lookup("ZBV").place(junk),
+    "place": lambda junk: registry.resolve("ZBV").place(junk),
     "Placement.loop": Placement.loop,
     "Placement.loop(stages_per_rank)": lambda junk: Placement.loop(2, junk),
     "Placement.v": Placement.v,
@@ -40,7 +40,7 @@ NUMBERS: dict[str, Callable[[Any], object]] = {
 OTHERS: dict[str, Callable[[Any], object]] = {
     "generate(costs)": lambda junk: generate("1F1B", 2, 2, costs=junk),
     "generate(schedule)": lambda junk: generate(junk, 2, 2),
-    "lookup": registry.lookup,
+    "resolve": registry.resolve,
     "stage_indices(schedule)": lambda junk: zbpipe.stage_indices(junk, rank=0, num_ranks=2),
     "register(name)": zbpipe.register,
     "register(placement)": lambda junk: zbpipe.register("X", placement=junk),
@@ -138,7 +138,7 @@ def test_three_numbers_are_costs() -> None:
 
 
 TIMELINE = simulate(ZBV, (1, 1, 1), transport="one queue")
-FROZEN = [ZBV, ZBV.placement, TIMELINE, registry.lookup("ZBV"), *validate(replace(ZBV, ops=((), ())))[:1]]
+FROZEN = [ZBV, ZBV.placement, TIMELINE, registry.resolve("ZBV"), *validate(replace(ZBV, ops=((), ())))[:1]]
 
 
 @pytest.mark.parametrize("thing", FROZEN, ids=lambda thing: type(thing).__name__)

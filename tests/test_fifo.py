@@ -221,11 +221,11 @@ class Cell(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        return registry.lookup(self.schedule).place(self.ranks).num_stages
+        return registry.resolve(self.schedule).place(self.ranks).num_stages
 
     @property
     def is_ours(self) -> bool:
-        return registry.lookup(self.schedule).source == "zbpipe"
+        return registry.resolve(self.schedule).source == "zbpipe"
 
 
 class Run(NamedTuple):

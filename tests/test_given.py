@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 from zbpipe.runtime import _torch
-from zbpipe.runtime.schedules import RegisteredSchedule, ScheduleZBV
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.words import tell
 from zbpipe.titan import plug
 
@@ -57,7 +57,7 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
     adopting.adopt(plan)
     assert (adopting.schedule, adopting._costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
-    assert type(trained("ZBV")[0]) is ScheduleZBV
+    assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
 
 
 @pytest.mark.usefixtures("alone")
@@ -80,7 +80,7 @@ def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
     assert type(built).__name__ == "ScheduleFromFile"
     for content in (zbpipe.generate("ZBV", 1, 8).to_csv(), None):
         file.write_text(content) if content else file.unlink()
-        with pytest.raises(ValueError, match=r"is a table for 4 microbatches, but a step has 3"):
+        with pytest.raises(ValueError, match=r"is a table for 4 microbatches, but the job has 3"):
             built.step(torch.ones(3, 4), target=torch.zeros(3, 4), microbatches=3)
         built.remake(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
         built.gain_of_running_ahead()

@@ -37,7 +37,7 @@ def train(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in microbatches:
-        num_stages = registry.lookup(schedule).place(num_ranks).num_stages
+        num_stages = registry.resolve(schedule).place(num_ranks).num_stages
         modules = {
             index: build_stage(index, num_stages, checkpointing)
             for index in zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
@@ -92,7 +92,7 @@ def test_late_receives() -> None:
     """With torch's own way to do so, ZBV takes activations for gradients."""
     per_rank = run_ranks(4, train_with_late_receives, timeout=240)
     for name in per_rank[0]:
-        num_stages = registry.lookup(name).place(4).num_stages
+        num_stages = registry.resolve(name).place(4).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages)
 
 
@@ -113,7 +113,7 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
 def test_every_schedule_class(num_ranks: int) -> None:
     per_rank = run_ranks(num_ranks, train_all, OTHERS, MICROBATCHES, timeout=240)
     for name in OTHERS:
-        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        num_stages = registry.resolve(name).place(num_ranks).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages)
 
 
@@ -121,7 +121,7 @@ def test_every_schedule_class(num_ranks: int) -> None:
 def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
     per_rank = run_ranks(num_ranks, train_all, TORCHS, MICROBATCHES[-1:], timeout=240)
     for name in TORCHS:
-        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        num_stages = registry.resolve(name).place(num_ranks).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES[-1:])
 
 
@@ -130,7 +130,7 @@ def evaluate_and_accumulate(names: tuple[str, ...], microbatches: int) -> dict[s
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = {}
     for name in names:
-        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        num_stages = registry.resolve(name).place(num_ranks).num_stages
         modules = {
             index: build_stage(index, num_stages)
             for index in zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
@@ -156,7 +156,7 @@ def test_validation_and_gradient_accumulation() -> None:
     num_ranks, names, microbatches = 3, ("ZBV", *OTHERS), 4
     per_rank = run_ranks(num_ranks, evaluate_and_accumulate, names, microbatches)
     for name in names:
-        num_stages = registry.lookup(name).place(num_ranks).num_stages
+        num_stages = registry.resolve(name).place(num_ranks).num_stages
         expected = [reference(num_stages, microbatches, seed) for seed in range(4)]
         found_losses = [loss for results in per_rank for loss in results[name][0]]
         assert found_losses == pytest.approx([loss for losses, _ in expected for loss in losses], rel=1e-6)

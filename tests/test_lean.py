@@ -16,7 +16,7 @@ from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs import least_room
 from zbpipe.lean import leanest, within
 from zbpipe.planner.lean_search import found
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 from zbpipe.transformer import Checkpointing, typical_costs
 
@@ -139,7 +139,7 @@ def test_in_1f1bs_memory_and_shorter(ranks: int, microbatches: int, checkpointin
     """Those two take 1F1B's memory under every checkpointing, and no step is longer than 1F1B's."""
 
     def run(name: str) -> tuple[float, float]:
-        costs = typical_costs(lookup(name).place(ranks), checkpointing)
+        costs = typical_costs(resolve(name).place(ranks), checkpointing)
         timeline = simulate(generate(name, ranks, microbatches, costs=costs), costs)
         return timeline.makespan, max(timeline.peak_memory)
 
@@ -174,7 +174,7 @@ FIGURES = {
 
 @pytest.mark.parametrize(("name", "checkpointing"), FIGURES)
 def test_figures(name: str, checkpointing: str) -> None:
-    costs = typical_costs(lookup(name).place(4), checkpointing)
+    costs = typical_costs(resolve(name).place(4), checkpointing)
     found = simulate(generate(name, 4, 16, costs=costs), costs)
     usual_costs = typical_costs(Placement.loop(4), checkpointing)
     usual = simulate(generate("1F1B", 4, 16), usual_costs)
@@ -195,7 +195,7 @@ def test_more_memory_makes_steps_shorter() -> None:
 
 def test_default_costs_are_selective() -> None:
     for name in LEAN:
-        costs = typical_costs(lookup(name).place(3), "selective")
+        costs = typical_costs(resolve(name).place(3), "selective")
         assert generate(name, 3, 7) == generate(name, 3, 7, costs=costs)
 
 

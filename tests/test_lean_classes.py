@@ -18,7 +18,7 @@ import zbpipe
 from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OpKind, Placement
-from zbpipe.runtime.build import schedule_class
+from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.lean import LeanSchedule, checkpointing_of
 from zbpipe.transformer import typical_costs
 
@@ -37,7 +37,7 @@ def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
 def test_gradients(checkpointing: Checkpointing) -> None:
     per_rank = run_ranks(2, train_all, checkpointing, timeout=240)
     for name in (*LEAN, "Auto"):
-        num_stages = registry.lookup(name).place(2).num_stages
+        num_stages = registry.resolve(name).place(2).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES)
 
 
@@ -77,7 +77,7 @@ def test_models_of_transformers_say_it() -> None:
 
 def build(name: str, wrapped: Checkpointing, **options: Any) -> tuple[LeanSchedule, dict[int, nn.Module]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    num_stages = registry.lookup(name).place(ranks).num_stages
+    num_stages = registry.resolve(name).place(ranks).num_stages
     indices = zbpipe.stage_indices(name, rank=rank, num_ranks=ranks)
     modules = {index: build_stage(index, num_stages, wrapped) for index in indices}
     stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
@@ -162,9 +162,9 @@ def test_what_is_said_wins() -> None:
 @pytest.mark.parametrize("name", LEAN)
 def test_public_classes(name: str) -> None:
     kind = getattr(zbpipe, f"Schedule{name}")
-    assert kind.schedule_name == name
+    assert kind.algorithm.name == name
     assert issubclass(kind, LeanSchedule)
-    assert schedule_class(name.upper()) is kind
+    assert class_of(name.upper()) is kind
 
 
 def test_typical_costs_of_each_checkpointing_differ() -> None:

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -105,7 +105,7 @@ def train(
     **options: Any,
 ) -> Outcome:
     rank = dist.get_rank()
-    placement = lookup(name).place(dist.get_world_size())
+    placement = resolve(name).place(dist.get_world_size())
     parts = {index: Part(index).to(dtype) for index in placement.stages_on(rank)}
     stages = [PipelineStage(part, i, placement.num_stages, torch.device("cpu")) for i, part in parts.items()]
     schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, squared_error)

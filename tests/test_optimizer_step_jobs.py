@@ -25,7 +25,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 import zbpipe
 from zbpipe.planner.result import Plan
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -50,7 +50,7 @@ class Job:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         has_replicas = mesh is not None and mesh.mesh_dim_names != ("pp", "tp")
         self.replica, self.replicas = (mesh.get_local_rank(1), mesh.size(1)) if mesh and has_replicas else (0, 1)
-        placement = lookup(name).place(num_ranks)
+        placement = resolve(name).place(num_ranks)
         self.last = placement.num_stages - 1
         self.modules = {
             index: build_stage(index, placement.num_stages, checkpointing, seed) for index in placement.stages_on(rank)

@@ -30,7 +30,7 @@ from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
 from zbpipe.planner.stages import problem_of
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.running_ahead import period
 from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
 from zbpipe.transformer import typical_costs
@@ -536,7 +536,7 @@ def test_b_in_some_places_makes_steps_shorter(limit: float) -> None:
 @pytest.mark.parametrize("name", ["ZBVLean", "ZBH1Lean", "VHalfLean", "VMinLean"])
 def test_plans_are_no_longer_than_the_lean_schedules_in_their_memory(name: str, checkpointing: str) -> None:
     costs = partial(typical_costs, checkpointing=checkpointing)
-    placement = lookup(name).place(4)
+    placement = resolve(name).place(4)
     known = simulate(generate(name, 4, 8, costs=costs(placement)), costs(placement))
     found = plan(4, 8, costs, list(known.peak_memory), placements=[placement], budget=2e6)
     check_schedule(found.schedule, list(known.peak_memory), costs(placement))

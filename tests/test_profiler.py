@@ -80,7 +80,7 @@ def mean_loss(y: Tensor, target: Tensor) -> Tensor:
 
 def sleepy_job(name: str, device: Any = CPU, model: Callable[[int], nn.Module] = Sleepy, **options: Any) -> Job:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_stages = zbpipe.registry.lookup(name).place(num_ranks).num_stages
+    num_stages = zbpipe.registry.resolve(name).place(num_ranks).num_stages
     indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
     stages = [PipelineStage(model(index + 1), index, num_stages, device) for index in indices]
     schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
@@ -192,7 +192,7 @@ class Logits(nn.Module):
 
 def message_of_wide_job(name: str) -> float:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    placement = zbpipe.registry.lookup(name).place(num_ranks)
+    placement = zbpipe.registry.resolve(name).place(num_ranks)
     num_stages, indices = placement.num_stages, placement.stages_on(rank)
     modules = {index: Logits() if index == num_stages - 1 else nn.Linear(WIDTH, WIDTH) for index in indices}
     stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]
@@ -223,7 +223,7 @@ def test_ranks_with_messages_of_different_sizes_measure_their_link() -> None:
 
 def kept(name: str) -> Any:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    placement = zbpipe.registry.lookup(name).place(num_ranks)
+    placement = zbpipe.registry.resolve(name).place(num_ranks)
     num_stages, indices = placement.num_stages, placement.stages_on(rank)
     stages = [PipelineStage(build_stage(index, num_stages, "full"), index, num_stages, CPU) for index in indices]
     schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn)

@@ -31,7 +31,7 @@ from zbpipe import CostModel, OpKind, registry, simulate
 from zbpipe.actions import Action, Rows
 from zbpipe.passes import free_sends_early, place_receives, with_messages
 from zbpipe.runtime import _torch, messages
-from zbpipe.runtime.build import schedule_class
+from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.transport import Transport
 
@@ -193,8 +193,8 @@ def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: p
 
 def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
-    zbpipe.register("Twin", placement="v", stages_per_rank=2)(registry.lookup("ZBV").generate)
-    assert schedule_class("twin") is schedule_class("Twin")
+    zbpipe.register("Twin", placement="v", stages_per_rank=2)(registry.resolve("ZBV").generate)
+    assert class_of("twin") is class_of("Twin")
     schedule = build("twin")
     assert isinstance(schedule, RegisteredSchedule)
     assert type(schedule).__name__ == "ScheduleTwin"

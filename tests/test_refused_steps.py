@@ -208,7 +208,7 @@ def in_company() -> None:
     """Refused steps of schedules that others look at, or copy beside."""
     for job in (Job("ZBV"), Job("ZBH1", split_backward="autograd"), Job("ZBV")):
         check = None
-        if job.schedule.schedule_name == "ZBH1":
+        if job.schedule.algorithm.name == "ZBH1":
             watch(job.schedule, Always())
         elif dist.get_world_size() > 1:
             check = zbpipe.GradientCheck(job.schedule, 2)

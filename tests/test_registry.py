@@ -15,12 +15,12 @@ from zbpipe import registry
 
 
 def test_names_have_no_case() -> None:
-    assert registry.lookup("zbv") is registry.lookup("ZBV")
+    assert registry.resolve("zbv") is registry.resolve("ZBV")
 
 
 def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown schedule 'ZBW'; did you mean 'ZBV'\?") as error:
-        registry.lookup("ZBW")
+        registry.resolve("ZBW")
     for name in ("ZBV", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
         assert name in str(error.value)
 
@@ -82,7 +82,7 @@ def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert zbpipe.generate("MINE", 2, 3).num_microbatches == 3
     assert zbpipe.stage_indices("mine", rank=0, num_ranks=2) == (0, 3)
     with pytest.raises(ValueError, match="'Mine' is registered already"):
-        zbpipe.register("mine")(registry.lookup("1F1B").generate)
+        zbpipe.register("mine")(registry.resolve("1F1B").generate)
 
 
 def test_schedules_need_no_torch() -> None:
@@ -137,7 +137,7 @@ def test_a_function_that_makes_another_schedule(monkeypatch: pytest.MonkeyPatch)
     zbpipe.register("More")(lambda ranks, microbatches: zbpipe.generate("1F1B", ranks, microbatches + 1))
     with pytest.raises(ValueError, match="'More' has to return a schedule for 3 microbatches, got one for 4"):
         zbpipe.generate("More", 2, 3)
-    zbpipe.register("Loop", placement="v", stages_per_rank=2)(registry.lookup("LoopedBFS").generate)
+    zbpipe.register("Loop", placement="v", stages_per_rank=2)(registry.resolve("LoopedBFS").generate)
     with pytest.raises(ValueError, match=r"on the ranks \(0, 1, 1, 0\), but its function .* on \(0, 1, 0, 1\)"):
         zbpipe.generate("Loop", 2, 3)
 
@@ -160,7 +160,8 @@ def test_a_broken_entry_point_leaves_the_other_schedules(tmp_path: Path) -> None
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[zbpipe.algorithms]\nlost = no_such_module\n")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe; print(zbpipe.generate('1F1B', 1, 1))"
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"
+    program += "; zbpipe.registry.schedules(); print(zbpipe.generate('1F1B', 1, 1))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "rank 0: 0F0 0B0\n"
     assert "entry point lost = no_such_module in the group zbpipe.algorithms cannot be loaded" in result.stderr

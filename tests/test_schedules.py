@@ -23,7 +23,7 @@ from zbpipe.timeline import Timeline
 pytestmark = pytest.mark.usefixtures("short_search")
 
 NAMES = sorted(algorithm.name for algorithm in registry.schedules().values())
-ANY_STAGES = [name for name in NAMES if registry.lookup(name).any_stages_per_rank]
+ANY_STAGES = [name for name in NAMES if registry.resolve(name).any_stages_per_rank]
 # The searched schedules take a while to draw; a busy machine is no failure.
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -47,7 +47,7 @@ def build(name: str, num_ranks: int, rank: int) -> tuple[Any, dict[int, torch.nn
         )
     table = getattr(schedule, "schedule", schedule)
     indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
-    num_stages = registry.lookup(table).place(num_ranks).num_stages
+    num_stages = registry.resolve(table).place(num_ranks).num_stages
     modules = {index: build_stage(index, num_stages) for index in indices}
     stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
     runtime: Any = zbpipe.build_pipeline_schedule(schedule, stages, USUAL, loss_fn)
@@ -164,7 +164,7 @@ def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> Non
         assert found["different"].startswith(
             "RefusedStepError: the ranks were given different microbatches=: 2 on rank 0, 3 on rank 1. Give the same"
         )
-        assert "is a table for 6 microbatches, but a step has 3: let the schedule adopt one" in found["table"]
+        assert "is a table for 6 microbatches, but the job has 3: name a schedule" in found["table"]
     assert first["uneven"].startswith("ValueError: microbatch 1 has inputs of the shapes (2, 6), but microbatch 0")
     assert second["uneven"] == f"RefusedStepError: rank 0 refuses this step: {first['uneven']}"
     assert "the microbatches have inputs of the shapes (2, 6), but those of the first step" in first["without"]

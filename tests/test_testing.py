@@ -53,7 +53,7 @@ def test_placements_of_all_shapes_come_up(wanted: Placement) -> None:
 def test_schedules_stay_within_the_bounds(schedule: Schedule) -> None:
     assert schedule.num_ranks <= 5
     assert schedule.num_microbatches <= 9
-    algorithm = registry.lookup(schedule.name)
+    algorithm = registry.resolve(schedule.name)
     assert schedule.placement == algorithm.place(schedule.num_ranks, len(schedule.placement.stages_on(0)))
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from forks import on_forks
 
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.runtime.options import Options
 from zbpipe.titan import check
 
@@ -106,7 +106,7 @@ def parameters_by_rank(file: Path) -> tuple[list[int], list[int]]:
     args = spec.model_args[config.model.flavor]
     with torch.device("meta"):
         model = spec.model_cls(args)
-    placement = lookup(config.parallelism.pipeline_parallel_schedule).place(told.pp)
+    placement = resolve(config.parallelism.pipeline_parallel_schedule).place(told.pp)
     cut = generate_llm_fqn_per_model_part(placement.num_stages, args.n_layers)
     stages = [sum(each.numel() for name in names for each in model.get_submodule(name).parameters()) for names in cut]
     return (

@@ -20,7 +20,7 @@ from dataclasses import replace
 from click.testing import CliRunner
 from zbpipe import OpKind, estimate
 from zbpipe.cli import main
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.titan import cpu, memory, workload
 from zbpipe.estimation.workload import Degrees
 
@@ -49,8 +49,8 @@ workload._is_llama = lambda config: False
 counted = workload.read(module, "llama3_70b", 64, alone)
 weighted = "--parallelism.pipeline_parallel_first_stage_less_layers 3".split()
 ends = [workload.read(module, "llama3_70b", 64, more) for more in ([], weighted)]
-placement = lookup("ZBV").place(4)
-found["ends"] = [list(map(len, each.split(placement, lookup("ZBV")))) for each in ends]
+placement = resolve("ZBV").place(4)
+found["ends"] = [list(map(len, each.split(placement, resolve("ZBV")))) for each in ends]
 workload._on_meta = lambda block, x: None
 guessed = workload.read(module, "llama3_70b", 64, alone)
 found["bytes"] = [bytes_of(each.layers[1]) for each in (told, counted, guessed)]

@@ -32,7 +32,7 @@ from titan_jobs import require_titan
 
 from zbpipe.actions import parse, validate_lowered
 from zbpipe.ir import OpKind
-from zbpipe.registry import generate, lookup
+from zbpipe.registry import generate, resolve
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.validation import validate
@@ -221,7 +221,7 @@ JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFI
 )
 def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str, at: Sequence[int] | None) -> None:
     job: Job = with_titan(build_job, name, at)
-    placement = lookup(job.schedule).place(job.pp)
+    placement = resolve(job.schedule).place(job.pp)
     assert {place: built.stages for place, built in job.ranks.items()} == {
         place: placement.stages_on(place) for place in at or range(job.pp)
     }

@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        return registry.lookup(self.schedule).place(RANKS // self.shards).num_stages
+        return registry.resolve(self.schedule).place(RANKS // self.shards).num_stages
 
 
 CELLS = [

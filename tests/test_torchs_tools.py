@@ -19,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
 from zbpipe import registry
-from zbpipe.runtime.build import schedule_class
+from zbpipe.runtime.classes import class_of
 
-CLASSES = [each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "schedule_name")]
+CLASSES = [each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "algorithm")]
 MICROBATCHES = 4
 
 
@@ -33,7 +33,7 @@ def listed(ops: list[list[Any]]) -> list[str]:
 def test_the_visualizer_lists_every_class(given: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Without a process group, as for torch's own classes."""
     assert not dist.is_initialized()
-    schedule = zbpipe.generate(given.schedule_name, 4, 8)
+    schedule = zbpipe.generate(given.algorithm.name, 4, 8)
     with caplog.at_level(logging.WARNING):
         found = get_schedule_ops(given, 4, 8)
     assert listed(found) == [" ".join(map(str, row)) for row in schedule]
@@ -67,8 +67,8 @@ def test_the_visualizer_lists_installed_names(name: str, tmp_path: Path) -> None
 
 def test_the_visualizer_of_a_schedule_with_any_number_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
-    zbpipe.register("Any", stages_per_rank=2)(registry.lookup("Interleaved1F1B").generate)
-    found = get_schedule_ops(schedule_class("Any"), 2, 4, 3)
+    zbpipe.register("Any", stages_per_rank=2)(registry.resolve("Interleaved1F1B").generate)
+    found = get_schedule_ops(class_of("Any"), 2, 4, 3)
     expected = zbpipe.generate("Interleaved1F1B", 2, 4, stages_per_rank=3)
     assert listed(found) == [" ".join(map(str, row)) for row in expected]
 
@@ -86,7 +86,7 @@ def fake_group() -> Iterator[None]:
 
 
 def fake_stages(name: str) -> list[PipelineStage]:
-    placement = registry.lookup(name).place(2)
+    placement = registry.resolve(name).place(2)
     cpu = torch.device("cpu")
     return [PipelineStage(torch.nn.Linear(2, 2), index, placement.num_stages, cpu) for index in placement.stages_on(0)]
 
@@ -117,7 +117,7 @@ def test_a_kind_that_torch_does_not_know_is_in_no_dump() -> None:
 
 def after_a_step(make: Any) -> dict[str, torch.Tensor]:
     """This rank's gradients after two steps of what `make` makes of stages, each from zero."""
-    rank, placement = dist.get_rank(), registry.lookup("ZBV").place(2)
+    rank, placement = dist.get_rank(), registry.resolve("ZBV").place(2)
     modules = {index: build_stage(index, placement.num_stages) for index in placement.stages_on(rank)}
     cpu = torch.device("cpu")
     built = make([PipelineStage(module, index, placement.num_stages, cpu) for index, module in modules.items()])

@@ -34,19 +34,22 @@ if TYPE_CHECKING:
     from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.gradient_check import GradientCheck
     from zbpipe.runtime.gradient_report import GradientReport
-    from zbpipe.runtime.lean import ScheduleVHalfLean, ScheduleVMinLean, ScheduleZBH1Lean, ScheduleZBVLean
+
+    # `zbpipe.runtime.classes` makes these classes by calls, so type checkers get their bases.
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleVHalfLean
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleVMinLean
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBH1Lean
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBVLean
     from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
-    from zbpipe.runtime.schedules import (
-        ScheduleVHalf,
-        ScheduleVMin,
-        ScheduleZB1P,
-        ScheduleZB2P,
-        ScheduleZBH1,
-        ScheduleZBH2,
-        ScheduleZBV,
-    )
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVHalf
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVMin
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZB1P
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZB2P
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBH1
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBH2
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBV
     from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
 
 _pictures.drawn_by(lambda: import_module("zbpipe.views.pictures"))
@@ -126,7 +129,6 @@ _LATER = {
     "runtime.failures": ("PipelineError",),
     "runtime.gradient_check": ("GradientCheck",),
     "runtime.gradient_report": ("GradientReport",),
-    "runtime.lean": ("ScheduleVHalfLean", "ScheduleVMinLean", "ScheduleZBH1Lean", "ScheduleZBVLean"),
     "runtime.lone_check": ("check_gradients",),
     "runtime.optimizer.step": ("OptimizerStep",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
@@ -137,7 +139,7 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = next((module for module, names in _LATER.items() if name in names), "runtime.schedules")
+        module = next((module for module, names in _LATER.items() if name in names), "runtime.classes")
         return getattr(import_module(f"zbpipe.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

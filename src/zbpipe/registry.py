@@ -15,9 +15,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
@@ -38,28 +38,32 @@ class _Planned(Protocol):
     def schedule(self) -> Schedule: ...
 
 
+_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead")
+"""The keywords that the function of a schedule may take."""
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """What a name stands for: a function that makes schedules, and what is known of them before one is made.
 
-    >>> zbv = lookup("ZBV")
+    >>> zbv = resolve("ZBV")
     >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
     ('ZBV', 'v', 2, 'zbpipe')
     """
 
     name: str
     placement: Literal["loop", "v", "table"]
-    """How stages lie on ranks; "table" for a CSV file, which says it itself."""
+    """How stages lie on ranks; "table" for a schedule that exists already, such as a CSV file, which says it itself."""
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`; it may take keywords: see `keywords`."""
+    """`(ranks, microbatches) -> Schedule`; it may take keywords: see `keywords`. Call `make`, which checks both."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
     table: Schedule | None = None
-    """What a CSV file holds."""
-    keywords: frozenset[str] = field(default_factory=frozenset)
+    """The schedule that exists already."""
+    keywords: frozenset[str] = frozenset()
     """Which of `stages_per_rank`, `costs`, `memory_limit` and `runs_ahead` the function takes."""
     listed: bool = True
     """Whether it is a schedule of its own, to be listed and compared with others."""
@@ -67,14 +71,16 @@ class Algorithm:
     """Whether a job without measured costs gives it those that are usual for its activation checkpointing."""
 
     @property
-    def handle(self) -> str | Schedule:
-        """What `lookup` takes for it later: its name, or its table, because a file may have changed by then."""
-        return self.name if self.table is None else self.table
-
-    @property
     def any_stages_per_rank(self) -> bool:
         """Whether the caller may choose another number of stages per rank."""
         return "stages_per_rank" in self.keywords
+
+    @property
+    def class_name(self) -> str:
+        """What torch and frameworks read in their logs."""
+        if self.table is None:
+            return f"Schedule{self.name}"
+        return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
 
     def require_limits(self, option: str) -> None:
         """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none.
@@ -104,13 +110,54 @@ class Algorithm:
             its = "any number of stages per rank from 1 on"
             its = its if self.any_stages_per_rank else f"{self.stages_per_rank} stage(s) per rank"
             raise ValueError(f"{self.name} runs {its}, got stages_per_rank={stages}")
-        if self.table is not None:
-            if num_ranks != self.table.placement.num_ranks:
-                raise ValueError(
-                    f"{self.name} is a table for {self.table.placement.num_ranks} ranks, but the job has {num_ranks}"
-                )
-            return self.table.placement
-        return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
+        if self.table is None:
+            return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
+        placement = self.table.placement
+        if num_ranks != placement.num_ranks:
+            raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
+        return placement
+
+    def make(
+        self,
+        ranks: int,
+        microbatches: int,
+        *,
+        stages_per_rank: int | None = None,
+        costs: CostModel | Sequence[float] | None = None,
+        memory_limit: float | Sequence[float] | None = None,
+        runs_ahead: bool = False,
+    ) -> Schedule:
+        """The schedule of this size: see `zbpipe.generate`, which takes a name."""
+        ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
+        if microbatches < 1:
+            raise ValueError(f"{self.name} needs at least 1 microbatch, got {microbatches}")
+        placement = self.place(ranks, stages_per_rank)
+        if self.table is None:
+            require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
+        if costs is not None and ("costs" in self.keywords or not isinstance(costs, CostModel)):
+            costs = as_cost_model(costs, placement)
+        if memory_limit is not None:
+            self.require_limits("memory_limit")
+        given = dict(zip(_KEYWORDS, (len(placement.stages_on(0)), costs, memory_limit, runs_ahead), strict=True))
+        made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
+        _require_as_asked(made, self.name, placement, microbatches)
+        return made
+
+
+def _require_as_asked(made: object, name: str, placement: Placement, microbatches: int) -> None:
+    """Refuse what a registered function returns if it is something else than it was asked for."""
+    if not isinstance(made, Schedule):
+        raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(made)}")
+    if made.placement != placement:
+        raise ValueError(
+            f"{name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but its"
+            f" function puts them on {made.placement.rank_of}"
+        )
+    if made.num_microbatches != microbatches:
+        raise ValueError(
+            f"the function registered as {name!r} has to return a schedule for {microbatches} microbatches, got one for"
+            f" {made.num_microbatches}"
+        )
 
 
 _registered: dict[str, Algorithm] = {}
@@ -169,14 +216,13 @@ def register(
         if known is not None and known.generate is not generate:
             raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
         signature = inspect.signature(generate)
-        known_keywords = {"stages_per_rank", "costs", "memory_limit", "runs_ahead"}
-        keywords = frozenset(known_keywords & signature.parameters.keys())
+        keywords = frozenset(signature.parameters.keys() & set(_KEYWORDS))
         try:
             signature.bind(4, 8, **dict.fromkeys(keywords))
         except TypeError as error:
             raise TypeError(
                 f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
-                " (ranks, microbatches), and may take the keywords stages_per_rank, costs, memory_limit and runs_ahead"
+                f" (ranks, microbatches), and may take the keywords {', '.join(_KEYWORDS)}"
             ) from None
         _registered[name.lower()] = Algorithm(
             name,
@@ -214,36 +260,43 @@ def schedules() -> Mapping[str, Algorithm]:
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
 
-def lookup(name: str | Schedule | _Planned) -> Algorithm:
-    """The schedule called `name`, in any case, the one in the CSV file of that name, `file.py:function`, or one itself.
+def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
+    """What `schedule` stands for: a name, in any case, the path of a CSV file, or `file.py:function`.
 
-    Of a `Plan` it is the plan's schedule.
+    Resolve a name once, and pass on what it stands for: a file may change. A Schedule, or a Plan, stands for itself.
 
-        >>> lookup("zbv").place(num_ranks=2).rank_of
+        >>> resolve("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
-        >>> lookup(zbpipe.generate("ZBV", 2, 4)).placement
+        >>> resolve(zbpipe.generate("ZBV", 2, 4)).placement
         'table'
 
     Raises:
         ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
-    if isinstance(name, _Planned):
-        name = name.schedule
-    if isinstance(name, Schedule):
-        return _as_it_is(name)
-    if not isinstance(name, str):
-        raise ValueError(
-            f"a schedule is named by a string, for example 'ZBV', or is a zbpipe.Schedule or zbpipe.Plan, got {name!r}"
-        )
-    if name.lower().endswith(".csv"):
-        return _read_table(name)
-    if SEPARATOR in name:
-        return _of_function(name)
-    _load_installed()
+    match schedule:
+        case Algorithm():
+            return schedule
+        case Schedule():
+            return _stand_for(schedule)
+        case _Planned():
+            return _stand_for(schedule.schedule)
+        case str() if schedule.lower().endswith(".csv"):
+            return _read_table(schedule)
+        case str() if SEPARATOR in schedule:
+            return _find_function(schedule)
+        case str():
+            return _find_name(schedule)
+    raise ValueError(
+        f"a schedule is named by a string, for example 'ZBV', or is a zbpipe.Schedule or zbpipe.Plan, got {schedule!r}"
+    )
+
+
+def _find_name(name: str) -> Algorithm:
     known = _registered
-    algorithm = known.get(name.lower())
-    if algorithm is not None:
-        return algorithm
+    if name.lower() not in known:
+        _load_installed()
+    if found := known.get(name.lower()):
+        return found
     near = get_close_matches(name.lower(), known, n=1, cutoff=0)
     names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
     raise ValueError(
@@ -253,8 +306,8 @@ def lookup(name: str | Schedule | _Planned) -> Algorithm:
     )
 
 
-def _of_function(source: str) -> Algorithm:
-    """The one that `file.py:function` makes."""
+def _find_function(source: str) -> Algorithm:
+    """What `file.py:function` has registered."""
     function = function_of(source)
     for algorithm in _registered.values():
         if algorithm.generate is function:
@@ -264,6 +317,29 @@ def _of_function(source: str) -> Algorithm:
         f"{source} is not registered: write @zbpipe.register({name!r}, placement=..., stages_per_rank=...) above it,"
         " which says how its stages lie on the ranks"
     )
+
+
+def _read_table(path: str) -> Algorithm:
+    try:
+        return _stand_for(Schedule.from_csv(read_text(path), name=path))
+    except OSError as error:
+        raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
+
+
+def _stand_for(schedule: Schedule) -> Algorithm:
+    stages_per_rank = len(schedule.placement.stages_on(0))
+    return Algorithm(schedule.name, "table", stages_per_rank, partial(_give_back, schedule), table=schedule)
+
+
+def _give_back(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
+    if microbatches != schedule.num_microbatches:
+        raise ValueError(
+            f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}:"
+            f" name a schedule that is made for any number, or let the job's schedule adopt one for {microbatches}"
+        )
+    return schedule
 
 
 def stage_indices(
@@ -285,7 +361,7 @@ def stage_indices(
             than 1024 stages.
     """
     rank, num_ranks = require_whole(rank=rank, num_ranks=num_ranks)
-    placement = lookup(schedule).place(num_ranks, stages_per_rank)
+    placement = resolve(schedule).place(num_ranks, stages_per_rank)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} is outside a pipeline of {num_ranks} ranks: use 0 to {num_ranks - 1}")
     return placement.stages_on(rank)
@@ -326,73 +402,19 @@ def generate(
             times stages; a limit that is too small for one microbatch, or for a schedule that takes none; or a
             registered function that returns something else than it is asked for.
     """
-    algorithm = lookup(schedule)
-    ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
-    if microbatches < 1:
-        raise ValueError(f"{algorithm.name} needs at least 1 microbatch, got {microbatches}")
-    placement = algorithm.place(ranks, stages_per_rank)
-    if algorithm.table is None:
-        require_size(f"{algorithm.name} on {ranks} ranks", placement.num_stages, microbatches)
-    if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
-        costs = as_cost_model(costs, placement)
-    if memory_limit is not None:
-        algorithm.require_limits("memory_limit")
-    keywords: dict[str, object] = {
-        "stages_per_rank": len(placement.stages_on(0)),
-        "costs": costs,
-        "memory_limit": memory_limit,
-        "runs_ahead": runs_ahead,
-    }
-    made = algorithm.generate(ranks, microbatches, **{name: keywords[name] for name in algorithm.keywords})
-    _require_as_asked(made, algorithm, placement, microbatches)
-    return made
-
-
-def _require_as_asked(made: object, algorithm: Algorithm, placement: Placement, microbatches: int) -> None:
-    """Refuse what a registered function returns if it is something else than it was asked for."""
-    if not isinstance(made, Schedule):
-        raise ValueError(
-            f"the function registered as {algorithm.name!r} has to return a zbpipe.Schedule, got {type(made)}"
-        )
-    if made.placement != placement:
-        raise ValueError(
-            f"{algorithm.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of},"
-            f" but its function puts them on {made.placement.rank_of}"
-        )
-    if made.num_microbatches != microbatches:
-        raise ValueError(
-            f"the function registered as {algorithm.name!r} has to return a schedule for {microbatches} microbatches,"
-            f" got one for {made.num_microbatches}"
-        )
-
-
-def _read_table(path: str) -> Algorithm:
-    try:
-        return _as_it_is(Schedule.from_csv(read_text(path), name=path))
-    except OSError as error:
-        raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
-
-
-def _as_it_is(schedule: Schedule) -> Algorithm:
-    """One that has its number of ranks and microbatches already."""
-
-    def unchanged(ranks: int, microbatches: int) -> Schedule:
-        if microbatches != schedule.num_microbatches:
-            raise ValueError(
-                f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has"
-                f" {microbatches}"
-            )
-        return schedule
-
-    stages_per_rank = len(schedule.placement.stages_on(0))
-    return Algorithm(schedule.name, "table", stages_per_rank, unchanged, table=schedule)
+    return resolve(schedule).make(
+        ranks,
+        microbatches,
+        stages_per_rank=stages_per_rank,
+        costs=costs,
+        memory_limit=memory_limit,
+        runs_ahead=runs_ahead,
+    )
 
 
 @cache
 def _load_installed() -> None:
-    """Once, and not before a name is asked for: the modules of other packages may be slow to import."""
+    """Once, and not before it is needed: the modules of other packages may be slow to import."""
     for entry_point in entry_points(group="zbpipe.algorithms"):
         try:
             entry_point.load()

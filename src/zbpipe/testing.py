@@ -127,21 +127,18 @@ def schedules(
     Raises:
         ValueError: unknown name, or numbers that the schedule cannot have.
     """
-    algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.lookup(name)
+    algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.resolve(name)
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
     num_microbatches = draw(st.integers(1, max_microbatches)) if microbatches is None else microbatches
     if stages_per_rank is None and algorithm.any_stages_per_rank:
         stages_per_rank = draw(st.integers(1, _MOST_STAGES_PER_RANK))
-    if name is None:
-        return _generated(algorithm, num_ranks, num_microbatches, stages_per_rank)
-    # `name` may be the path of a table.
-    return registry.generate(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+    return _generated(algorithm, num_ranks, num_microbatches, stages_per_rank)
 
 
 @lru_cache(maxsize=4096)
 def _generated(algorithm: registry.Algorithm, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
     """Kept, because hypothesis asks for the small ones again and again, and some schedules are searched for."""
-    return registry.generate(algorithm.name, ranks, microbatches, stages_per_rank=stages_per_rank)
+    return algorithm.make(ranks, microbatches, stages_per_rank=stages_per_rank)
 
 
 def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:

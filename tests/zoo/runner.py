@@ -203,7 +203,7 @@ def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
 def compare(case: Case, setting: Setting) -> str | None:
     """How the losses, gradients and buffers on this rank differ from those without a pipeline; None if they do not."""
     num_ranks = dist.get_world_size()
-    num_stages = registry.lookup(setting.schedule).place(num_ranks).num_stages
+    num_stages = registry.resolve(setting.schedule).place(num_ranks).num_stages
     expected = reference(case, num_stages)
     found = train(case, setting, num_stages, expected.examples)
     for step, (mine, theirs) in enumerate(zip(found, expected.outcomes, strict=True)):

@@ -27,9 +27,9 @@ def made(
     memory_limit: Limit | None = None,
 ) -> tuple[Schedule, CostModel]:
     """The schedule of that name or file, which may be unable to run, and its costs."""
-    from zbpipe.registry import generate, lookup
+    from zbpipe.registry import resolve
 
-    algorithm = lookup(name)
+    algorithm = resolve(name)
     if algorithm.table is not None:
         ranks = algorithm.table.placement.num_ranks if ranks is None else ranks
         microbatches = algorithm.table.num_microbatches if microbatches is None else microbatches
@@ -41,7 +41,7 @@ def made(
     if memory_limit is not None:
         algorithm.require_limits("--memory-limit")
     room = costs.limit(memory_limit, ranks, microbatches)
-    schedule = generate(name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=of_stages, memory_limit=room)
+    schedule = algorithm.make(ranks, microbatches, stages_per_rank=stages_per_rank, costs=of_stages, memory_limit=room)
     # A registered function may give its schedule any name; people look for the one that they typed.
     return replace(schedule, name=algorithm.name), of_stages
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from zbpipe.demo.emulated import DemoError, Emulated
 from zbpipe.demo.launch import JobOutcome, train_on_cpu
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.titan.versions import installed
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
@@ -116,7 +116,7 @@ def _summary(schedule: str, rounds: Sequence[JobOutcome]) -> Run:
     error = next((outcome.error for outcome in rounds if outcome.error is not None), None)
     return Run(
         schedule,
-        lookup(schedule).source,
+        resolve(schedule).source,
         ACTIVATION_CHECKPOINT,
         rounds[0].losses,
         median(rates) if rates else None,

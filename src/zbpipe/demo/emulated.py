@@ -22,7 +22,7 @@ from typing import Any
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op
-from zbpipe.registry import generate, lookup
+from zbpipe.registry import generate, resolve
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Span, Timeline
 
@@ -92,7 +92,7 @@ def emulate(
 
 def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
     """What the stages sleep, and nothing for messages."""
-    return CostModel.uniform(lookup(name).place(ranks), seconds, seconds, seconds)
+    return CostModel.uniform(resolve(name).place(ranks), seconds, seconds, seconds)
 
 
 def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Sequence[Any]) -> Emulated:
@@ -101,7 +101,7 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
     took = median([step["seconds"] for step in steps])
     nearest = min(steps, key=lambda step: abs(step["seconds"] - took))
     spans = tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in rank) for rank in nearest["spans"])
-    return Emulated(name, lookup(name).source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
+    return Emulated(name, resolve(name).source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
 
 
 def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind
-from zbpipe.registry import generate, lookup, stage_indices
+from zbpipe.registry import generate, resolve, stage_indices
 from zbpipe.runtime.build import build_pipeline_schedule
 
 _METHODS = {
@@ -147,7 +147,7 @@ class Runner:
         indices = stage_indices(source, rank=rank, num_ranks=ranks)
         layers = {index: SleepingLayer() for index in indices}
         stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
-        self.torchs = lookup(source).source == "torch"
+        self.torchs = resolve(source).source == "torch"
         options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
         self.schedule = build_pipeline_schedule(source, stages, microbatches, _loss, **options)
         self.costs = costs

@@ -16,7 +16,7 @@ from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Split
 from zbpipe.memory import Held, peak_parts
 from zbpipe.planner.plan import plan
-from zbpipe.registry import Algorithm, generate, lookup, schedules
+from zbpipe.registry import Algorithm, resolve, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transformer import usual_costs
@@ -67,11 +67,11 @@ def estimate(
     if found is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
     job = _Job(workload, None if found is None else rates(found, tflops, link), costs)
-    names = None if only is None else {lookup(name).name for name in only}
+    names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
     left_out: list[tuple[str, str]] = []
     if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
-        own = lookup(workload.schedule).name
+        own = resolve(workload.schedule).name
         slow = [each for each in wanted if "memory_limit" in each.keywords and each.name != own]
         left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
         wanted = [each for each in wanted if each not in slow]
@@ -103,7 +103,7 @@ def _variants(wanted: Sequence[Algorithm], workload: Workload) -> Iterator[tuple
         for stages in _STAGES_PER_RANK if algorithm.any_stages_per_rank else (own,):
             if stages >= own or own > max(_STAGES_PER_RANK):
                 yield algorithm, stages
-    own_algorithm = lookup(workload.schedule)
+    own_algorithm = resolve(workload.schedule)
     if own_algorithm.table is not None:
         yield own_algorithm, own_algorithm.stages_per_rank
 
@@ -122,10 +122,7 @@ class _Job:
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
         made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
-        if algorithm.table is None:
-            schedule = generate(algorithm.name, degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
-        else:
-            schedule = algorithm.table
+        schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
 
     def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:

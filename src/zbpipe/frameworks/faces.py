@@ -40,7 +40,7 @@ class Face(ABCMeta):
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
         if _torch.are_mocks(given.get(names[0])):
-            return list_for_visualizer(cls.algorithm.handle, given[names[0]], given["n_microbatches"])
+            return list_for_visualizer(cls.algorithm, given[names[0]], given["n_microbatches"])
         stages = checks.in_order(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
         job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
@@ -62,8 +62,8 @@ def face_of(algorithm: Algorithm, options: Options) -> type[_torch.PipelineSched
         algorithm: of the schedule.
         options: for the schedule, besides what the framework gives.
     """
-    name = "ScheduleFromFile" if algorithm.table else f"Schedule{algorithm.name}"
-    face = Face(name, (_nearest(algorithm),), {"algorithm": algorithm, "options": options, "__module__": __name__})
+    content = {"algorithm": algorithm, "options": options, "__module__": __name__}
+    face = Face(algorithm.class_name, (_nearest(algorithm),), content)
     return cast(type[_torch.PipelineSchedule], face)
 
 

@@ -47,7 +47,7 @@ class _Installation:
             ValueError: there is no such schedule, or the options do not fit it.
         """
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
-        algorithm = None if str(name).lower() in _ABSTRACT else self._tables.get(name) or registry.lookup(name)
+        algorithm = None if str(name).lower() in _ABSTRACT else self._tables.get(name) or registry.resolve(name)
         if algorithm is not None and algorithm.table is not None:
             self._tables[name] = algorithm
         self._log(schedule_name, name, algorithm)
@@ -120,7 +120,7 @@ def install_with(options: Options, schedule: str | None = None, *, everywhere: b
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule to give everywhere: install('ZBV', everywhere=True)")
     if schedule is not None:
-        job.require_sense(registry.lookup(schedule), options, str)
+        job.require_sense(registry.resolve(schedule), options, str)
     uninstall()
     _installed = _Installation(schedule, everywhere, options)
     found = _replace(_installed.torchs, _installed.replacement)

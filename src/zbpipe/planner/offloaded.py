@@ -85,9 +85,7 @@ def _generated(
     try:
         if algorithm.place(placement.num_ranks, stages) != placement:
             return None
-        return registry.generate(
-            algorithm.name, placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs_of(placement)
-        )
+        return algorithm.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs_of(placement))
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None
 

@@ -122,9 +122,7 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], 
     try:
         if algorithm.place(placement.num_ranks, stages) != placement:
             return None
-        schedule = registry.generate(
-            algorithm.name, placement.num_ranks, problem.num_microbatches, stages_per_rank=stages
-        )
+        schedule = algorithm.make(placement.num_ranks, problem.num_microbatches, stages_per_rank=stages)
         if problem.fits(schedule):
             return problem.order(schedule), algorithm.name
         lean = within(schedule, problem.costs, problem.limits)

@@ -10,7 +10,7 @@ from typing import Any
 from zbpipe.costs import MOST, CostModel, is_amount
 from zbpipe.ir import Placement
 from zbpipe.planner.plan import plan
-from zbpipe.registry import generate, schedules
+from zbpipe.registry import schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transformer import Block, Checkpointing, typical_costs, typical_times
@@ -138,11 +138,11 @@ def simulated(setting: Setting, name: str) -> dict[str, Any]:
     """
     algorithm = schedules().get(name.lower())
     if algorithm is None:
-        # `lookup` would take the path of a file, and a page on the network must not read files.
+        # `resolve` would take the path of a file, and a page on the network must not read files.
         raise ValueError(f"{name!r} is no schedule; there are {', '.join(each.name for each in schedules().values())}")
     stages = setting.stages if algorithm.any_stages_per_rank else None
     costs = setting.costs(algorithm.place(setting.ranks, stages))
-    schedule = generate(algorithm.name, setting.ranks, setting.microbatches, stages_per_rank=stages, costs=costs)
+    schedule = algorithm.make(setting.ranks, setting.microbatches, stages_per_rank=stages, costs=costs)
     chosen = f" --stages-per-rank {stages}" if stages else ""
     command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}"
     return _answer(simulate(schedule, costs), setting, algorithm.name, command)

@@ -24,6 +24,7 @@ from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
+from zbpipe.registry import resolve
 from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
@@ -109,7 +110,7 @@ class AutoSchedule(RegisteredSchedule):
         ValueError: as for every schedule, and for a limit below what one microbatch holds.
     """
 
-    schedule_name = "Auto"
+    algorithm = resolve("Auto")
     changes_by_itself = True
 
     # More than seven parameters: these are keywords that users write.

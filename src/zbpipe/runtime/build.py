@@ -1,9 +1,10 @@
-"""Schedules by name: the class that runs one, and the schedule on given stages, ready for `step`."""
+"""Schedules by name on given stages, ready for `step`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,46 +13,19 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zbpipe import registry
 from zbpipe.ir import Schedule
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
+from zbpipe.registry import Algorithm, resolve
 from zbpipe.runtime import _torch, checks
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.lean import LeanSchedule
-from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.split import stage as split
 
 Made = TypeVar("Made", bound=Schedule | Plan)
 
 
-def schedule_class(name: str | Schedule) -> type[_torch.PipelineSchedule]:
-    """The class that runs the schedule called `name`: torch's own under torch's names, else one of zbpipe's.
-
-    A file is read once, now: its class has the table.
-
-    Raises:
-        ValueError: there is no such schedule. The message lists the names and the nearest one.
-    """
-    algorithm = registry.lookup(name)
-    if algorithm.source == "torch":
-        return _torch.torch_class(algorithm.name)
-    if algorithm.table is not None:
-        return _class_of(algorithm.table)
-    return _registered_class(algorithm.name)
-
-
-@cache
-def _registered_class(name: str) -> type[RegisteredSchedule]:
-    classes: list[type[RegisteredSchedule]] = [AutoSchedule, *LeanSchedule.__subclasses__()]
-    for known in [*classes, *RegisteredSchedule.__subclasses__()]:
-        if known.given is None and getattr(known, "schedule_name", None) == name:
-            return known
-    return type(f"Schedule{name}", (RegisteredSchedule,), {"schedule_name": name, "__module__": __name__})
-
-
 def build_pipeline_schedule(
-    schedule: str | Schedule | Plan,
+    schedule: str | Schedule | Plan | Algorithm,
     stages: PipelineStage | Sequence[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -88,15 +62,13 @@ def build_pipeline_schedule(
     Raises:
         ValueError: an unknown name, an option that the schedule does not take, or stages that do not fit it.
     """
+    algorithm = resolve(schedule)
     if isinstance(schedule, Plan):
+        algorithm = replace(algorithm, generate=partial(_plan_again, schedule))
         options = {"costs": schedule.timeline.costs, **options}
-        return _class_of_plan(schedule)(stages, n_microbatches, loss_fn, **options)
-    if isinstance(schedule, Schedule):
-        return _class_of(schedule)(stages, n_microbatches, loss_fn, **options)
-    algorithm = registry.lookup(schedule)
-    runtime = schedule_class(algorithm.handle)
-    if issubclass(runtime, RegisteredSchedule):
-        return runtime(stages, n_microbatches, loss_fn, **options)
+    if algorithm.source == "zbpipe":
+        return class_of(algorithm)(stages, n_microbatches, loss_fn, **options)
+    runtime = _torch.torch_class(algorithm.name)
     checks.require_options(algorithm.name, options, runtime.__init__)
     n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
     ordered, _ = checks.placed(stages, algorithm)
@@ -109,29 +81,21 @@ def build_pipeline_schedule(
     return built
 
 
-def _class_of(schedule: Schedule) -> type[RegisteredSchedule]:
-    names = {"schedule_name": schedule.name, "given": schedule, "__module__": __name__}
-    class_name = "ScheduleFromFile" if schedule.name.lower().endswith(".csv") else "ScheduleAsGiven"
-    return type(class_name, (RegisteredSchedule,), names)
-
-
-def _class_of_plan(plan: Plan) -> type[RegisteredSchedule]:
-    return type(
-        "ScheduleAsPlanned", (_class_of(plan.schedule),), {"plan": plan, "make_for_microbatches": _planned_again}
-    )
-
-
-def _planned_again(schedule: Any, number: int) -> Schedule:
-    """The plan for another number of microbatches. All ranks search alike, so they find the same."""
-    plan: Plan = schedule.plan
-    if plan.schedule.has_copies:
+def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
+    """The plan for this number of microbatches. All ranks search alike, so they find the same."""
+    planned = plan.schedule
+    if microbatches == planned.num_microbatches:
+        return planned
+    if planned.has_copies:
         raise ValueError(
-            f"{plan.schedule.name} is for {plan.schedule.num_microbatches} microbatches and copies to the host, and a"
-            f" step has {number}: let the schedule adopt a plan for this number before"
+            f"{planned.name} is for {planned.num_microbatches} microbatches and copies to the host, and a step has"
+            f" {microbatches}: let the schedule adopt a plan for this number before"
         )
-    placements = [plan.schedule.placement]
-    size = plan.schedule.num_ranks, number, plan.timeline.costs
-    return search(*size, memory_limit=plan.limits, placements=placements, objective=plan.objective).schedule
+    costs, placements = plan.timeline.costs, [planned.placement]
+    found = search(
+        ranks, microbatches, costs, memory_limit=plan.limits, placements=placements, objective=plan.objective
+    )
+    return found.schedule
 
 
 def from_first_rank(
@@ -176,15 +140,16 @@ def _made_or_error(make: Callable[[], Made]) -> Made | str:
     )
 
 
-def require_options(algorithm: registry.Algorithm, options: Iterable[str]) -> None:
+def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
     """Refuse options that the schedule does not have with the installed torch.
 
     Raises:
         ValueError: the message lists the options that it has.
     """
-    runtime = schedule_class(algorithm.handle)
-    more = _torch.SCHEDULE_OPTIONS if issubclass(runtime, RegisteredSchedule) else ()
-    checks.require_options(algorithm.name, options, runtime.__init__, more)
+    if algorithm.source == "torch":
+        checks.require_options(algorithm.name, options, _torch.torch_class(algorithm.name).__init__)
+    else:
+        checks.require_options(algorithm.name, options, class_of(algorithm).__init__, _torch.SCHEDULE_OPTIONS)
 
 
 def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:

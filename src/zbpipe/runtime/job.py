@@ -46,7 +46,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
     Raises:
         ValueError: for the first of them.
     """
-    name, is_auto = algorithm.name, algorithm.name == AutoSchedule.schedule_name
+    name, is_auto = algorithm.name, algorithm is AutoSchedule.algorithm
     require_options(algorithm, options.for_torch.given())
     if options.memory_limit is not None:
         algorithm.require_limits(spell("memory_limit"))
@@ -126,7 +126,7 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
             " ahead of an optimizer step; leave one of them out"
         )
     checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
-    if options.costs_file is None and algorithm.name != AutoSchedule.schedule_name:
+    if options.costs_file is None and algorithm is not AutoSchedule.algorithm:
         raise ValueError(
             f"{asked} needs the times of the stages and of the way to the host: give {spell('costs_file')} a file that"
             f" {spell('costs_out')} has written, or use the schedule Auto, which measures them itself"
@@ -166,7 +166,7 @@ def measured_costs(options: Options, placement: Placement, spell: checks.Spell =
 
 
 def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
-    measures = algorithm.name == AutoSchedule.schedule_name and options.costs_out
+    measures = algorithm is AutoSchedule.algorithm and options.costs_out
     timed = options.profile_steps or (USUAL_STEPS if measures else 0)
     return {
         "profile_steps": timed + WARM_UP + 1 if timed else 0,
@@ -216,12 +216,10 @@ def build(
         assert known is not None
         own["costs"] = known.costs
         own["transport"] = own["transport"] or known.transport
-    if algorithm.name == AutoSchedule.schedule_name:
+    if algorithm is AutoSchedule.algorithm:
         own |= options.for_auto()
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)
-    return build_pipeline_schedule(
-        algorithm.handle, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more
-    )
+    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more)
 
 
 def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:

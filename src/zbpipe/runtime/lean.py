@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import registry
 from zbpipe.costs import CostModel
 from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.attributes import plain_attribute
@@ -50,7 +49,7 @@ class LeanSchedule(RegisteredSchedule):
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
-            ordered, placement = checks.placed(stages, registry.lookup(self.schedule_name))
+            ordered, placement = checks.placed(stages, self.algorithm)
             found = found or checkpointing_of(ordered)
             costs = usual_costs(placement, found)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, **options)
@@ -66,11 +65,11 @@ class LeanSchedule(RegisteredSchedule):
             return
         stage = _torch.stages_of(self)[0]
         words = agreement.answers(
-            self, self.schedule_name, "checkpointing", self.checkpointing, stage.group, stage.device
+            self, self.algorithm.name, "checkpointing", self.checkpointing, stage.group, stage.device
         )
         self._unsure = None  # not before: a rank that refuses this step asks again in the next one
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
-        logger.info("%s is made for %s activation checkpointing, as the modules show", self.schedule_name, agreed)
+        logger.info("%s is made for %s activation checkpointing, as the modules show", self.algorithm.name, agreed)
         if agreed is not self.checkpointing:
             self.checkpointing = agreed
             self.remake(usual_costs(self.placement, agreed))
@@ -93,47 +92,3 @@ def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
     some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
     keeps_some = any(keeps for _, keeps in parts)
     return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
-
-
-class ScheduleZBVLean(LeanSchedule):
-    """The shortest step in 1F1B's memory, two stages a rank in a V: the one to try first.
-
-        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbv_lean` for its definition.
-    """
-
-    schedule_name = "ZBVLean"
-
-
-class ScheduleZBH1Lean(LeanSchedule):
-    """The shortest step in 1F1B's memory with one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH1Lean(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh1_lean` for its definition.
-    """
-
-    schedule_name = "ZBH1Lean"
-
-
-class ScheduleVHalfLean(LeanSchedule):
-    """The shortest step in half of 1F1B's activations, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVHalfLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_half_lean` for its definition.
-    """
-
-    schedule_name = "VHalfLean"
-
-
-class ScheduleVMinLean(LeanSchedule):
-    """The shortest step in a third of 1F1B's activations, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVMinLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_min_lean` for its definition.
-    """
-
-    schedule_name = "VMinLean"

@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ign
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.registry import resolve
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.gradient_report import GradientReport
@@ -112,7 +113,7 @@ def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineSta
 class _WLast(RegisteredSchedule):
     """All F, then all I, then all W, with any number of stages on a single rank."""
 
-    schedule_name = "InterleavedZeroBubble"
+    algorithm = resolve("InterleavedZeroBubble")
 
     def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
         super().__init__(stages, n_microbatches, loss_fn)

@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import passes, registry
+from zbpipe import passes
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
+from zbpipe.registry import Algorithm
 from zbpipe.running_ahead import RunAhead, ahead_of, gain
 from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
@@ -126,9 +127,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
             backward cannot be split.
     """
 
-    schedule_name: ClassVar[str]
-    given: ClassVar[Schedule | None] = None
-    """What runs, where that is not made from the name."""
+    algorithm: ClassVar[Algorithm]
+    """What makes its schedules."""
     changes_by_itself: ClassVar[bool] = False
     """Whether it may run other lists later than the first ones."""
     receives: Receives
@@ -137,7 +137,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
         """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
         if _torch.are_mocks(stages):
-            return list_for_visualizer(cls.given or cls.schedule_name, stages, n_microbatches)
+            return list_for_visualizer(cls.algorithm, stages, n_microbatches)
         return super().__new__(cls)
 
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
@@ -158,7 +158,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         **options: Any,
     ) -> None:
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
-        self._algorithm = algorithm = registry.lookup(self.given or self.schedule_name)
+        algorithm = self.algorithm
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
@@ -171,13 +171,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
         def make(costs: CostModel | None, runs_ahead: bool = False, microbatches: int = n_microbatches) -> Schedule:
             size = placement.num_ranks, microbatches
             room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
-            made = registry.generate(
-                algorithm.handle,
-                *size,
-                stages_per_rank=per_rank,
-                costs=costs,
-                memory_limit=room,
-                runs_ahead=runs_ahead,
+            made = algorithm.make(
+                *size, stages_per_rank=per_rank, costs=costs, memory_limit=room, runs_ahead=runs_ahead
             )
             if wanted is None:
                 return made
@@ -299,12 +294,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        algorithm = self._algorithm
-        if algorithm.table is not None and number != algorithm.table.num_microbatches:
-            raise ValueError(
-                f"{algorithm.name} is a table for {algorithm.table.num_microbatches} microbatches, but a step has"
-                f" {number}: let the schedule adopt one for this number before, or build it by a name"
-            )
         return self.made_for(self._costs, runs_ahead=self._validation is not None, microbatches=number)
 
     @_without_collections()
@@ -531,7 +520,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _made_to_run_ahead(self) -> Schedule:
         """The one that runs, unless it can be made for this and is still the one that was made."""
-        can_be_made = "runs_ahead" in self._algorithm.keywords
+        can_be_made = "runs_ahead" in self.algorithm.keywords
         number = _torch.num_microbatches(self)
         if can_be_made and self.schedule == self.made_for(self._costs, microbatches=number):
             return self.made_for(self._costs, runs_ahead=True, microbatches=number)
@@ -576,18 +565,17 @@ class RegisteredSchedule(_torch.OwnRuntime):
         return self._costs or passes.unknown_costs(self.placement)
 
 
-def list_for_visualizer(source: str | Schedule, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
+def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
     """What torch's schedule visualizer shows of a schedule. It cannot run.
 
     Args:
-        source: the schedule's name, or itself.
+        algorithm: what makes the schedule.
         mocks: of its stages, at least two a rank whatever the schedule has, unless the class is for one.
         n_microbatches: of a step.
     """
     stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
-    is_asked = registry.lookup(source).any_stages_per_rank or len(stages) > 2
-    per_rank = len(stages) if is_asked else None
-    made = registry.generate(source, stages[0].group_size, n_microbatches, stages_per_rank=per_rank)
+    is_asked = algorithm.any_stages_per_rank or len(stages) > 2
+    made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)
     return _torch.list_only(stages, made)
 
 
@@ -603,80 +591,3 @@ def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: 
     if asked is None and isinstance(split, list) and split and schedule.sizes.are_unusual(split):
         return len(split)
     return asked
-
-
-class ScheduleZBH1(RegisteredSchedule):
-    """ZB-H1, one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH1(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh1` for its definition.
-    """
-
-    schedule_name = "ZBH1"
-
-
-class ScheduleZBH2(RegisteredSchedule):
-    """ZB-H2, one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH2(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh2` for its definition.
-    """
-
-    schedule_name = "ZBH2"
-
-
-class ScheduleZB1P(RegisteredSchedule):
-    """ZB-1p, one stage a rank.
-
-        schedule = zbpipe.ScheduleZB1P(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zb1p` for its definition.
-    """
-
-    schedule_name = "ZB1P"
-
-
-class ScheduleZB2P(RegisteredSchedule):
-    """ZB-2p, one stage a rank.
-
-        schedule = zbpipe.ScheduleZB2P(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zb2p` for its definition.
-    """
-
-    schedule_name = "ZB2P"
-
-
-class ScheduleZBV(RegisteredSchedule):
-    """ZB-V, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbv` for its definition.
-    """
-
-    schedule_name = "ZBV"
-
-
-class ScheduleVHalf(RegisteredSchedule):
-    """V-Half, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVHalf(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_half` for its definition.
-    """
-
-    schedule_name = "VHalf"
-
-
-class ScheduleVMin(RegisteredSchedule):
-    """V-Min, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVMin(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_min` for its definition.
-    """
-
-    schedule_name = "VMin"

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.estimation.workload import Degrees
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Split
-from zbpipe.registry import lookup
+from zbpipe.registry import resolve
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, combined, seconds_by_kind
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
@@ -56,7 +56,7 @@ def measure(module: str, config: str, arguments: Sequence[str] = (), steps: int 
     from zbpipe.titan import _titan03  # not before: TorchTitan chooses its device when it is imported
 
     ranks = found.parallelism.pipeline_parallel_degree
-    algorithm = lookup(found.parallelism.pipeline_parallel_schedule)
+    algorithm = resolve(found.parallelism.pipeline_parallel_schedule)
     placement = algorithm.place(ranks)
     if cpu.is_needed():
         _titan03.adapt_to_cpu(found)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from zbpipe.passes import unknown_costs
-from zbpipe.registry import Algorithm, generate, lookup
+from zbpipe.registry import Algorithm, resolve
 from zbpipe.running_ahead import LEAST_GAIN, gain
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
@@ -34,7 +34,7 @@ def look_up(name: str) -> Algorithm:
     >>> look_up("zbv").name
     'ZBV'
     """
-    algorithm = _tables.get(name) or lookup(name)
+    algorithm = _tables.get(name) or resolve(name)
     if algorithm.table is not None:
         _tables[name] = algorithm
     return algorithm
@@ -85,7 +85,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.name == "Auto":
         return
-    schedule = generate(algorithm.handle, ranks, _microbatches(config), runs_ahead=True)
+    schedule = algorithm.make(ranks, _microbatches(config), runs_ahead=True)
     saved = gain(schedule, unknown_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(

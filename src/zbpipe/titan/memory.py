@@ -30,7 +30,7 @@ from zbpipe.estimation.workload import Degrees, ParameterBytes
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, joined, split_of
 from zbpipe.memory import peak_bytes
-from zbpipe.registry import generate, lookup
+from zbpipe.registry import resolve
 from zbpipe.runtime import arguments
 from zbpipe.runtime.auto import AutoSchedule, memory_limits
 from zbpipe.simulation import simulate
@@ -74,14 +74,14 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
     """
     parallelism, degrees = config.parallelism, degrees_of(config, num_gpus)
     ranks, tp = degrees.pipeline, degrees.tensor
-    algorithm = lookup(parallelism.pipeline_parallel_schedule)
+    algorithm = resolve(parallelism.pipeline_parallel_schedule)
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
     model, placement, limit = Model.of(config), algorithm.place(ranks), arguments.limit(memory_limit)
-    is_auto = algorithm.name == AutoSchedule.schedule_name
+    is_auto = algorithm is AutoSchedule.algorithm
     made_for = usual_costs(placement, model.checkpointing) if algorithm.by_checkpointing else None
     unit = made_for or CostModel.uniform(placement)
     room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
-    schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=room)
+    schedule = algorithm.make(ranks, microbatches, costs=made_for, memory_limit=room)
     each = replace(model.parameter_bytes(degrees.fsdp), accumulates=accumulates(config, degrees))
     bytes_each = each.total(degrees.fsdp)
     split = _split(model, config, placement)
@@ -119,7 +119,7 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
 def unit_of_memory_limit(config: Any) -> float:
     """Bytes on each GPU that F keeps of one microbatch in an average rank's layers."""
     parallelism = config.parallelism
-    placement = lookup(parallelism.pipeline_parallel_schedule).place(parallelism.pipeline_parallel_degree)
+    placement = resolve(parallelism.pipeline_parallel_schedule).place(parallelism.pipeline_parallel_degree)
     model = Model.of(config)
     return _unit(placement, _costs(model, config, _split(model, config, placement)))
 
@@ -131,7 +131,7 @@ def _unit(placement: Placement, costs: CostModel) -> float:
 def _split(model: Model, config: Any, placement: Placement) -> Split:
     """By stage the layers: the embedding is number 0, then come the blocks; norm and head together are the last."""
     ends = cut.ends_of_user(config.parallelism)
-    if ends is not None or lookup(config.parallelism.pipeline_parallel_schedule).source == "torch":
+    if ends is not None or resolve(config.parallelism.pipeline_parallel_schedule).source == "torch":
         return split_of(even_sizes(model.num_layers + 2, placement.num_stages, ends or (1, 1)))
     block = model.block
     # The weights of the norms multiply nothing.

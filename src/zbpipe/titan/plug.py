@@ -17,8 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, agreement, checks, job
-from zbpipe.runtime.build import require_splittable, schedule_class
-from zbpipe.runtime.lean import LeanSchedule
+from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.titan import monitor
@@ -77,7 +76,7 @@ def build(
     TorchTitan compares the ranks' schedules before a first step could: so the config says the checkpointing, not what
     each rank sees in its own modules.
     """
-    if issubclass(schedule_class(algorithm.handle), LeanSchedule):
+    if algorithm.by_checkpointing:
         more["checkpointing"] = checkpointing
     logger.info(
         "Using %s's pipeline schedule %s with %d microbatches", algorithm.source, algorithm.name, n_microbatches
@@ -90,7 +89,7 @@ def build(
             stages[0].num_stages,
         )
     built = job.build(algorithm, stages, n_microbatches, loss_fn, options, scale_grads=False, **more)
-    if isinstance(built, LeanSchedule):
+    if algorithm.by_checkpointing:
         logger.info("%s is made for %s activation checkpointing", algorithm.name, checkpointing)
     if isinstance(built, RegisteredSchedule):
         built.sizes.keywords_are_alike = True  # TorchTitan gives the positions of all tokens to all ranks

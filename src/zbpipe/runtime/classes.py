@@ -1,0 +1,44 @@
+"""zbpipe's schedules as classes on torch's executor: use them where you use torch's own.
+
+    schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
+
+Each is a `RegisteredSchedule` and takes its arguments; the lean ones adapt to the activation checkpointing (see
+`LeanSchedule`). `zbpipe.algorithms` has their definitions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from zbpipe.registry import Algorithm, resolve
+from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.lean import LeanSchedule
+from zbpipe.runtime.schedules import RegisteredSchedule
+
+
+def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
+    """The class that runs one of zbpipe's schedules; one for a name, also for those of other packages."""
+    algorithm = resolve(schedule)
+    if algorithm is AutoSchedule.algorithm:
+        return AutoSchedule
+    return _make_class(algorithm) if algorithm.table is None else _make_class.__wrapped__(algorithm)
+
+
+@cache
+def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
+    base = LeanSchedule if algorithm.by_checkpointing else RegisteredSchedule
+    content = {"algorithm": algorithm, "__module__": __name__, "__doc__": algorithm.summary}
+    return type(algorithm.class_name, (base,), content)
+
+
+ScheduleZBH1 = class_of("ZBH1")
+ScheduleZBH2 = class_of("ZBH2")
+ScheduleZB1P = class_of("ZB1P")
+ScheduleZB2P = class_of("ZB2P")
+ScheduleZBV = class_of("ZBV")
+ScheduleVHalf = class_of("VHalf")
+ScheduleVMin = class_of("VMin")
+ScheduleZBH1Lean = class_of("ZBH1Lean")
+ScheduleZBVLean = class_of("ZBVLean")
+ScheduleVHalfLean = class_of("VHalfLean")
+ScheduleVMinLean = class_of("VMinLean")
