@@ -208,7 +208,7 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"layers": [LAYER, LAYER | {"f": -1}]}, "the layer layers.0 cannot have f = -1: give a number from 0"),
         ({"layers": [LAYER | {"modules": "norm"}]}, "modules = 'norm': give a list of names"),
         ({"layers": [LAYER | {"modules": []}]}, "modules = (): give at least one name"),
-        ({"layers": [LAYER | {"count": 0}]}, "count = 0: expected a whole number from 1 on"),
+        ({"layers": [LAYER | {"count": 0}]}, "count has to be a whole number from 1 on, got 0"),
         (
             {"layers": [LAYER | {"count": 2, "modules": ["norm"]}]},
             "modules = ['norm']: expected one name that ends in a number, for example ['layers.0']",

@@ -122,7 +122,7 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
             lambda: replace(ZBV, num_microbatches=ANYTHING[3]),
             "^schedule ZBV: num_microbatches has to be a whole number, got 2.0",
         ),
-        (lambda: Placement.v(0), "^a placement needs at least 1 rank and 1 stage a rank, got num_ranks=0 and"),
+        (lambda: Placement.v(0), "^num_ranks has to be a whole number from 1 on, got 0"),
         (lambda: simulate(replace(ZBV, ops=(*ZBV.ops[:1], (*ZBV.ops[1], Op(4, OpKind.F, 0)))), (1, 1, 1)), "foreign"),
     ],
 )

@@ -278,7 +278,7 @@ def test_a_file_of_layers(file: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("tokens", "0", "tokens = 0: expected a whole number from 1 on"),
+        ("tokens", "0", "tokens has to be a whole number from 1 on, got 0"),
         ("microbatch", "8", "microbatch = 8: unknown key; did you mean microbatches?"),
         ("message_bytes", "-1", "cannot have message_bytes = -1"),
     ],

@@ -168,7 +168,7 @@ def another_schedule() -> None:
 
 
 def other_receives() -> None:
-    Job(defer_pp_recv=dist.get_rank() == 1).step()
+    Job(receives="late" if dist.get_rank() == 1 else "early").step()
 
 
 def all_swap() -> None:

@@ -278,7 +278,7 @@ def with_options(folder: str) -> str:
     """What the options given at the installation did to the schedule that the framework built."""
     import toy_framework
 
-    zbpipe.install("ZBV", defer_pp_recv=True, trace=f"{folder}/trace.json", trace_step=1, check_gradients=1)
+    zbpipe.install("ZBV", receives="late", trace=f"{folder}/trace.json", trace_step=1, check_gradients=1)
     schedule, stages = toy_framework.build("ZBV", scale_grads=True)
     tokens, targets = toy_framework.batch()
     is_end = stages[0].is_first
@@ -406,5 +406,5 @@ def test_without_stages_or_microbatches_it_says_so(one_rank: None) -> None:
     shown = schedules.get_schedule_class("ZBV")
     with pytest.raises(ValueError, match="ZBV got no stages"):
         shown()
-    with pytest.raises(ValueError, match="needs a whole number of microbatches from 1 on, got n_microbatches=None"):
+    with pytest.raises(ValueError, match="n_microbatches has to be a whole number from 1 on, got None"):
         shown(stages)

@@ -85,7 +85,7 @@ def test_zbv(num_ranks: int, checkpointing: Checkpointing) -> None:
 
 
 def train_with_late_receives() -> dict[str, list[Result]]:
-    return {name: train(name, MICROBATCHES, "none", defer_pp_recv=True) for name in ("ZBV", "VHalf", "ZBH1")}
+    return {name: train(name, MICROBATCHES, "none", receives="late") for name in ("ZBV", "VHalf", "ZBH1")}
 
 
 def test_late_receives() -> None:

@@ -617,7 +617,7 @@ def in_two(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: plan(0, 4, (1, 1, 1)), "at least 1 rank and 1 microbatch, got 0 and 4"),
+        (lambda: plan(0, 4, (1, 1, 1)), "ranks has to be a whole number from 1 on, got 0"),
         (lambda: plan(2, 4, (1, 1, 1), 0.5), "memory_limit = 0.5 is too small: one microbatch peaks at 1 on rank 0; "),
         (
             lambda: plan(2, 4, lambda placed: CostModel.uniform(placed, freed_by_i=-0.5), 0.75, placements=["v"]),
@@ -629,8 +629,8 @@ def in_two(schedule: Schedule) -> Schedule:
         (lambda: plan(2, 4, (1, 1, 1), float("nan")), "memory_limit = nan is no amount"),
         (lambda: plan(2, 4, (1, 1, -1)), "cannot have w = -1: give a number from 0 to 1e"),
         (lambda: plan(2, 4, (1, 1, 1), transport="wire"), "transport='wire' is unknown: use one of 'ideal'"),
-        (lambda: plan("2", 4, (1, 1, 1)), "ranks has to be a whole number, got '2'"),  # type: ignore[arg-type]
-        (lambda: plan(2, True, (1, 1, 1)), "microbatches has to be a whole number, got True"),
+        (lambda: plan("2", 4, (1, 1, 1)), "ranks has to be a whole number from 1 on, got '2'"),  # type: ignore[arg-type]
+        (lambda: plan(2, True, (1, 1, 1)), "microbatches has to be a whole number from 1 on, got True"),
         (lambda: plan(2, 4, (1, 1, 1), seed=0.5), "seed has to be a whole number, got 0.5"),  # type: ignore[arg-type]
         (lambda: plan(2, 4, (1, 1, 1), placements=["spiral"]), "unknown placement 'spiral'.*single, loop, v, wave"),
         (lambda: plan(2, 4, (1, 1, 1), placements=[Placement.v(3)]), "for 3 ranks, but the job has 2"),

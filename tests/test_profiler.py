@@ -309,7 +309,7 @@ def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
 
 def refused() -> str:
     job = sleepy_job("ZBV")
-    with pytest.raises(ValueError, match="from 1 on, got steps=0"):
+    with pytest.raises(ValueError, match="steps has to be a whole number from 1 on, got 0"):
         zbpipe.Profiler(job.schedule, 0)
     with pytest.raises(ValueError, match="runs whole backwards") as error:
         zbpipe.Profiler(sleepy_job("Interleaved1F1B").schedule)

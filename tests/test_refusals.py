@@ -69,10 +69,8 @@ def test_torchs_constructor_arguments(one_rank: None) -> None:
         None,
         scale_grads=False,
         backward_requires_autograd=True,
-        defer_pp_recv=True,
     )
     assert schedule.scale_grads is False
-    assert schedule.receives == "late"
 
 
 def test_stages_may_come_in_any_order(one_rank: None) -> None:
@@ -97,7 +95,7 @@ def test_wrong_stages(one_rank: None, name: str, indices: tuple[int, ...], num_s
 
 @pytest.mark.parametrize("microbatches", [0, -1, 2.0, None])
 def test_wrong_number_of_microbatches(one_rank: None, microbatches: Any) -> None:
-    with pytest.raises(ValueError, match=f"from 1 on, got n_microbatches={microbatches!r}"):
+    with pytest.raises(ValueError, match=f"from 1 on, got {microbatches!r}"):
         build(m=microbatches)
 
 
@@ -214,7 +212,7 @@ def ways_to_receive() -> list[str]:
         assert as_said == rows
         return f"{schedule.receives}"
 
-    usual = [built(), built(defer_pp_recv=True), built(defer_pp_recv=False), built(receives="nearest")]
+    usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
     modelled = [built(transport=transport) for transport in Transport]
     messages.ON_ROCM = True
     return [*usual, *modelled, built()]
@@ -237,8 +235,8 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
         build(receives="soon")
     with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
         build(transport="wire")
-    with pytest.raises(ValueError, match="receives='late' and defer_pp_recv=False say the same thing"):
-        build(receives="late", defer_pp_recv=False)
+    with pytest.raises(ValueError, match=r"ZBV .* has no option 'defer_pp_recv'; .* receives"):
+        build(defer_pp_recv=True)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +319,7 @@ def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
         build(on=[nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="needs a loss_fn that can be called"):
         zbpipe.build_pipeline_schedule("ZBV", stages(0, 1), 2, loss_fn=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got n_microbatches=True"):
+    with pytest.raises(ValueError, match="n_microbatches has .* got True"):
         build(m=True)
     with pytest.raises(ValueError, match="ZBV got no stages"):
         zbpipe.ScheduleZBV(None, 2, loss_fn)  # type: ignore[arg-type]
@@ -349,22 +347,22 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
             r"stages on the ranks \(0,\), but they are on \(0, 0\)",
         ),
         (lambda: api.Profiler(None), "takes a schedule on its stages, .* got None"),
-        (lambda: api.Profiler(schedule, "3"), "whole number from 1 on, got steps='3'"),
+        (lambda: api.Profiler(schedule, "3"), "whole number from 1 on, got '3'"),
         (lambda: api.Profiler(schedule, group=2), "group has to be a process group .* got 2"),
         (lambda: api.Profiler(schedule, done="x"), "done has to be a function, got 'x'"),
         (lambda: api.GradientCheck("ZBV"), "takes a schedule on its stages, .* got 'ZBV'"),
-        (lambda: api.GradientCheck(schedule, 1.5), "from 1 on, got steps=1.5"),
+        (lambda: api.GradientCheck(schedule, 1.5), "from 1 on, got 1.5"),
         (lambda: api.GradientCheck(schedule, tolerance="x"), "above 0, .* got tolerance='x'"),
         (lambda: api.check_gradients(None, torch.ones(2)), r"takes a model or the parts of one, .* got None"),
         (lambda: api.check_gradients([], torch.ones(2)), r"takes a model or the parts of one, .* got \[\]"),
         (lambda: api.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
-        (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "got microbatches=0"),
+        (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "microbatches has .* got 0"),
         (lambda: api.WeightProduct(3, lambda dy, x: x), "input_gradient has to be a function, got 3"),
         (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, memory_limit="1y"), "above 0, .* got memory_limit='1y'"),
-        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "got profile_steps=0"),
+        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "profile_steps has .* got 0"),
         (lambda: api.install(3), "named by a string, .* got 3"),
         (lambda: api.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
-        (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got check_gradients=0"),
+        (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),
         (lambda: api.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
         (lambda: api.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
         (lambda: api.titan.plug_in("ZBV"), "plug_in takes options as .* got 'ZBV'"),

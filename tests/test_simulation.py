@@ -370,7 +370,7 @@ def test_wrong_arguments_are_refused() -> None:
     schedule = generate("ZBV", 2, 2)
     with pytest.raises(ValueError, match="the costs are for 2 stages, but the placement has 4"):
         simulate(schedule, CostModel.uniform(Placement.loop(2)))
-    with pytest.raises(ValueError, match="num_steps=0 makes no timeline"):
+    with pytest.raises(ValueError, match="num_steps has to be a whole number from 1 on, got 0"):
         simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
 
 

@@ -159,7 +159,7 @@ def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> Non
     first, second = run_ranks(2, refusals, tmp_path)
     for found in (first, second):
         for wrong in ("0", "True", "'3'", "2.0"):
-            words = f"ValueError: a step has a whole number of microbatches from 1 on, got microbatches={wrong}"
+            words = f"ValueError: microbatches has to be a whole number from 1 on, got {wrong}"
             assert found[wrong.strip("'")] == words
         assert found["different"].startswith(
             "RefusedStepError: the ranks were given different microbatches=: 2 on rank 0, 3 on rank 1. Give the same"

@@ -77,10 +77,6 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
             "torch's 1F1B takes only those options that torch has, too: leave out the others",
         ),
-        (
-            [*pipeline("Interleaved1F1B"), "--zbpipe.defer-pp-recv", "on"],
-            "makes torch receive the messages of Interleaved1F1B so late that ranks would wait for each other",
-        ),
     ],
 )
 def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
@@ -245,20 +241,18 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--training.steps", "3"]) == (Options(), ["--training.steps", "3"])
     found, rest = parse(["--a", "--zbpipe.split-backward", "strict", "b", "--zbpipe.defer-loss"])
     assert (found, rest) == (Options("strict", defer_loss=True), ["--a", "b"])
-    given = ["defer-pp-recv on", "max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
+    given = ["max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
     words = [word for each in given for word in f"--zbpipe.{each}".split()]
     found, _ = parse([*words, "--zbpipe.defer-reduce-grad-wait"])
-    assert found.for_torch == ForTorch(True, 2, (1, 2), True, 3)
+    assert found.for_torch == ForTorch(2, (1, 2), True, 3)
     assert not found.need_zbpipes_schedule()
     assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
-    assert parse(["--zbpipe.defer-pp-recv", "auto"])[0].for_torch.given() == {}
     assert parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
     for wrong in (
         ["--zbpipe.defer"],
         ["--zbpipe.split-backward", "half"],
         ["--zbpipe.max-active-stages", "-1"],
         ["--zbpipe.unshard-lookahead", "1,x"],
-        ["--zbpipe.defer-pp-recv", "maybe"],
         ["--zbpipe.check-gradients", "0"],
     ):
         with pytest.raises(SystemExit):
@@ -302,17 +296,17 @@ def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, che
 
 
 TORCHS_OPTIONS = inspect.signature(ScheduleInterleaved1F1B.__init__).parameters
-RUNTIME = ("defer-pp-recv on", "max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
+RUNTIME = ("max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
 
 
 @pytest.mark.parametrize("schedule", ["VHalf", "Interleaved1F1B"])
 def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
     """Those of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them."""
     options = [each for each in RUNTIME if each.split()[0].replace("-", "_") in TORCHS_OPTIONS]
-    if schedule != "VHalf":
-        options.remove(RUNTIME[0])
     if not options:
         pytest.skip(f"torch {torch.__version__} has no such option")
+    if schedule == "VHalf":
+        options.append("receives late")
     given = [word for each in options for word in f"--zbpipe.{each}".split()]
     job = titan.train(*pipeline(schedule), *given, num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import ROUNDING, CostModel
 from zbpipe.ir import OpKind, Placement
 
 
@@ -201,7 +201,7 @@ def _rank_bound(
     if window.has_all:
         tail, long_tail = max(0.0, tail), max(0.0, long_tail)
     work = num_microbatches * sum(f + backward)
-    room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + 1e-9)
+    room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + ROUNDING)
     idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
     if not (room.limited and window.has_all):
         return work + idle
@@ -260,7 +260,7 @@ def _life(costs: CostModel, path: _Path, stage: int) -> float:
 def _whole(sizes: Sequence[float], limit: float) -> float:
     """The most that things of these sizes can fill of the limit, where that is easy to tell."""
     if min(sizes) == max(sizes) > 0 and limit < inf:
-        return floor(limit / sizes[0] + 1e-9) * sizes[0]
+        return floor(limit / sizes[0] + ROUNDING) * sizes[0]
     return limit
 
 

@@ -17,8 +17,8 @@ from zbpipe.ir import OpKind, Placement
 
 MOST = 1e100
 """The largest cost: no sum or product of such numbers is infinite."""
-_NEAR = 1 - 1e-9
-"""What rounding may take from a limit that is just enough."""
+ROUNDING = 1e-9
+"""The share by which rounding may change a sum of times, or of memory."""
 
 
 def is_amount(number: float) -> bool:
@@ -368,7 +368,7 @@ def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
 
 def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
     """The ranks that cannot hold one microbatch, which needs `least` there."""
-    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * _NEAR]
+    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zbpipe.costs import COLUMNS, CostModel, Link
 from zbpipe.files import read_text
-from zbpipe.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.ir import COMPUTATIONS, OpKind, Placement, require_whole
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import MOST_LAYERS, Layer, LayerCosts
 
@@ -237,8 +237,7 @@ def counted(row: _Table, name: str) -> Iterator[_Table]:
     modules, count = row["modules"], row.pop("count", None)
     if count is None:
         return iter((row,))
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{name} count = {count!r}: expected a whole number from 1 on")
+    require_whole(1, **{f"{name} count": count})
     only = modules[0] if isinstance(modules, list) and len(modules) == 1 else None
     match = _NUMBERED.fullmatch(only) if isinstance(only, str) else None
     if match is None:

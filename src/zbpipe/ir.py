@@ -54,32 +54,25 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
         )
 
 
-def whole(number: object) -> int | None:
-    """`number` as Python's own, such as that of numpy.int64(4); None for what is no whole number.
+def require_whole(least: int | None = None, /, **numbers: object) -> tuple[int, ...]:
+    """The numbers as Python's own, such as 4 for numpy.int64(4).
 
-    >>> whole(4), whole(4.0), whole(True)
-    (4, None, None)
-    """
-    try:
-        return None if isinstance(number, bool) else index(number)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def require_whole(**numbers: object) -> tuple[int, ...]:
-    """The numbers as Python's own.
-
-        >>> require_whole(ranks=2.5)
+        >>> require_whole(1, ranks=2.5)
         Traceback (most recent call last):
-        ValueError: ranks has to be a whole number, got 2.5
+        ValueError: ranks has to be a whole number from 1 on, got 2.5
 
     Raises:
-        ValueError: the first of them that is no whole number, by its name.
+        ValueError: the first of them that is no whole number, or is below `least`, by its name.
     """
     found = []
     for name, number in numbers.items():
-        if (value := whole(number)) is None:
-            raise ValueError(f"{name} has to be a whole number, got {number!r}")
+        try:
+            value = None if isinstance(number, bool) else index(number)  # type: ignore[arg-type]
+        except TypeError:
+            value = None
+        if value is None or (least is not None and value < least):
+            lower = "" if least is None else f" from {least} on"
+            raise ValueError(f"{name} has to be a whole number{lower}, got {number!r}")
         found.append(value)
     return tuple(found)
 
@@ -300,12 +293,7 @@ class Placement:
 
 
 def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
-    require_whole(num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    if min(num_ranks, stages_per_rank) < 1:
-        raise ValueError(
-            f"a placement needs at least 1 rank and 1 stage a rank, got num_ranks={num_ranks} and"
-            f" stages_per_rank={stages_per_rank}"
-        )
+    require_whole(1, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     require_size(f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank)
 
 

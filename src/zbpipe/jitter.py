@@ -234,11 +234,10 @@ def step_times(
     require_schedule(schedule)
     if not isinstance(jitter, Jitter):
         raise TypeError(f"jitter = {jitter!r} is no zbpipe.jitter.Jitter")
-    require_whole(draws=draws, seed=seed)
-    if not 1 <= draws <= _MOST_DRAWS:
+    require_whole(1, draws=draws)
+    require_whole(0, seed=seed)
+    if draws > _MOST_DRAWS:
         raise ValueError(f"draws = {draws} has to be from 1 to {_MOST_DRAWS}")
-    if seed < 0:
-        raise ValueError(f"seed = {seed} has to be 0 or more")
     if schedule.has_copies:
         raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
     _require_ranks(schedule.num_ranks, jitter)

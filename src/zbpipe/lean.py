@@ -11,11 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zbpipe.costs import CostModel, highest
+from zbpipe.costs import ROUNDING, CostModel, highest
 from zbpipe.ir import Op, OpKind, Schedule
-
-ROUNDING = 1e-9
-"""The share of a limit by which sums of activations may exceed it."""
 
 
 def leanest(schedule: Schedule, costs: CostModel) -> Schedule:

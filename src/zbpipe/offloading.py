@@ -14,15 +14,12 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple, Self
 
-from zbpipe.costs import CostModel, Placeable, amount, as_cost_model, limits_by_rank
+from zbpipe.costs import ROUNDING, CostModel, Placeable, amount, as_cost_model, limits_by_rank
 from zbpipe.ir import Op, OpKind, Schedule
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Transport
 from zbpipe.validation import require_schedule, require_valid
-
-_ROUNDING = 1e-9
-"""The share of a time or of a limit that sums may be wrong by."""
 
 
 class Offload(StrEnum):
@@ -118,7 +115,7 @@ def offload(
     timeline = simulate(schedule, costs, transport=transport)
     ranks = [_Rank(timeline, rank, wanted, margin) for rank in range(schedule.num_ranks)]
     least = [rank.offload(limit) for rank, limit in zip(ranks, limits, strict=True)]
-    over = [rank for rank, limit in enumerate(limits) if least[rank] > limit * (1 + _ROUNDING)]
+    over = [rank for rank, limit in enumerate(limits) if least[rank] > limit * (1 + ROUNDING)]
     if memory_limit is not None and over:
         worst = max(over, key=lambda rank: least[rank] / limits[rank] if limits[rank] else inf)
         raise LimitTooSmallError(
@@ -192,12 +189,12 @@ class _Rank:
             time, held = self._peak(self.chosen)
             trials = ([*self.chosen, thing] for thing in self._held_at(time))
             more = next((trial for trial in trials if self._back(trial) is not None), None)
-            if held <= limit * (1 + _ROUNDING) or more is None:
+            if held <= limit * (1 + ROUNDING) or more is None:
                 break
             self.chosen = more
         for thing in self.chosen[::-1]:
             fewer = [each for each in self.chosen if each is not thing]
-            if self._peak(fewer)[1] <= max(held, limit) * (1 + _ROUNDING):
+            if self._peak(fewer)[1] <= max(held, limit) * (1 + ROUNDING):
                 self.chosen = fewer
         return held
 
@@ -236,9 +233,9 @@ class _Rank:
         latest, found = inf, []
         for thing in sorted(chosen, key=lambda thing: -thing.taken):
             latest = min(latest, thing.until) - thing.most
-            if latest < there[thing.op(thing.there)] * (1 - _ROUNDING):
+            if latest < there[thing.op(thing.there)] * (1 - ROUNDING):
                 return None
-            after = bisect_right(self.ends, latest * (1 + _ROUNDING), hi=thing.taken) - 1
+            after = bisect_right(self.ends, latest * (1 + ROUNDING), hi=thing.taken) - 1
             found.append(_Back(thing, max(after, thing.made)))
         return found[::-1]
 

@@ -103,13 +103,9 @@ class Algorithm:
                 than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
-        num_ranks, stages = require_whole(num_ranks=num_ranks, stages_per_rank=stages)
-        if num_ranks < 1:
-            raise ValueError(f"{self.name} needs at least 1 pipeline rank, got {num_ranks}")
-        if stages < 1 or (stages != self.stages_per_rank and not self.any_stages_per_rank):
-            its = "any number of stages per rank from 1 on"
-            its = its if self.any_stages_per_rank else f"{self.stages_per_rank} stage(s) per rank"
-            raise ValueError(f"{self.name} runs {its}, got stages_per_rank={stages}")
+        num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
+        if stages != self.stages_per_rank and not self.any_stages_per_rank:
+            raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
         if self.table is None:
             return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
         placement = self.table.placement
@@ -128,9 +124,7 @@ class Algorithm:
         runs_ahead: bool = False,
     ) -> Schedule:
         """The schedule of this size: see `zbpipe.generate`, which takes a name."""
-        ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
-        if microbatches < 1:
-            raise ValueError(f"{self.name} needs at least 1 microbatch, got {microbatches}")
+        ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
             require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
@@ -142,6 +136,13 @@ class Algorithm:
         made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(made, self.name, placement, microbatches)
         return made
+
+    def make_on(self, placement: Placement, microbatches: int, costs: CostModel | None = None) -> Schedule | None:
+        """The schedule on this placement; None if it has another one."""
+        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
+        if self.place(placement.num_ranks, stages) != placement:
+            return None
+        return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs)
 
 
 def _require_as_asked(made: object, name: str, placement: Placement, microbatches: int) -> None:
@@ -197,12 +198,9 @@ def register(
         TypeError: what is decorated is no function (ranks, microbatches).
     """
     _require_name(name)
-    require_whole(stages_per_rank=stages_per_rank)
-    if placement not in ("loop", "v") or stages_per_rank < 1:
-        raise ValueError(
-            f"{name!r} with placement={placement!r} and stages_per_rank={stages_per_rank} cannot be registered: a"
-            " placement is 'loop' or 'v', and a rank holds at least 1 stage"
-        )
+    require_whole(1, stages_per_rank=stages_per_rank)
+    if placement not in ("loop", "v"):
+        raise ValueError(f"{name!r} with placement={placement!r} cannot be registered: a placement is 'loop' or 'v'")
     if source not in ("torch", "zbpipe") or not isinstance(summary, str):
         raise ValueError(
             f"{name!r} with source={source!r} and summary={summary!r} cannot be registered: a source is 'torch' or"
@@ -360,11 +358,7 @@ def stage_indices(
         ValueError: unknown name, a rank outside the group, a number of stages that the schedule does not run, or more
             than 1024 stages.
     """
-    rank, num_ranks = require_whole(rank=rank, num_ranks=num_ranks)
-    placement = resolve(schedule).place(num_ranks, stages_per_rank)
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank {rank} is outside a pipeline of {num_ranks} ranks: use 0 to {num_ranks - 1}")
-    return placement.stages_on(rank)
+    return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
 
 
 def generate(

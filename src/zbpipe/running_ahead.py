@@ -19,7 +19,7 @@ from math import inf
 from operator import add
 
 from zbpipe.actions import COMPUTE, Action, Rows, other_end
-from zbpipe.costs import CostModel
+from zbpipe.costs import ROUNDING, CostModel
 from zbpipe.ir import Op, Schedule, inputs
 from zbpipe.passes import wait_of
 from zbpipe.simulation import simulate
@@ -29,8 +29,6 @@ from zbpipe.turns import Turns
 
 LEAST_GAIN = 1e-3
 """The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
-_NEAR = 1e-9
-"""The share of a step that rounding may make."""
 _NEVER = -inf
 
 
@@ -52,7 +50,7 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
     # feeds one of them starts before it.
     path = _Paths.through(schedule, costs)
     begin = path.rhythm()
-    over = max(begin) - _NEAR * path.period
+    over = max(begin) - ROUNDING * path.period
     return tuple(sum(max(map(add, start, begin)) < over for start in row) for row in path.starts)
 
 
@@ -160,7 +158,7 @@ class _Paths:
         for via in ranks:
             for row in longest:
                 row[:] = [max(each, row[via] + more) for each, more in zip(row, longest[via], strict=True)]
-        critical = [rank for rank in ranks if longest[rank][rank] >= -_NEAR * self.period]
+        critical = [rank for rank in ranks if longest[rank][rank] >= -ROUNDING * self.period]
         return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
 
     def _next(self, done: Sequence[float]) -> list[float]:

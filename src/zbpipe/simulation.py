@@ -225,9 +225,7 @@ def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timelin
 
 
 def _require_sense(schedule: Schedule, num_steps: int) -> None:
-    require_whole(num_steps=num_steps)
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} makes no timeline: simulate at least one step")
+    require_whole(1, num_steps=num_steps)
     num_ops = sum(map(len, schedule))
     if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
         most = max(_MOST_SPANS // num_ops, 1)

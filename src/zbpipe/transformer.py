@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from zbpipe.costs import CostModel, Link
-from zbpipe.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.ir import COMPUTATIONS, OpKind, Placement, require_whole
 
 PAPERS_TIMES = (1.0, 0.99, 0.67)
 """F, I and W of a model of 6.2 billion parameters on A100, by F: 29.718, 29.444 and 19.927 ms without checkpointing.
@@ -207,8 +207,7 @@ def typical_costs(
         ValueError: unknown checkpointing, fewer than one block, or times that cannot be costs.
     """
     checkpointing = Checkpointing.parse(checkpointing)
-    if type(blocks_per_rank) is not int or blocks_per_rank < 1:
-        raise ValueError(f"blocks_per_rank = {blocks_per_rank!r} has to be a whole number from 1 on")
+    require_whole(1, blocks_per_rank=blocks_per_rank)
     kept = block.kept_by_f(checkpointing)
     times = typical_times(checkpointing, block) if times is None else tuple(times)
     if len(times) != 3:

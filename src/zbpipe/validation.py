@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
-from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
+from zbpipe.costs import ROUNDING, CostModel, as_cost_model, limits_by_rank
 from zbpipe.dry_run import DryRun
 from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
 from zbpipe.turns import Turns
@@ -20,8 +20,6 @@ _Places = dict[Op, list[tuple[int, int]]]
 """Where each op stands: rank and position, more than once if it is doubled."""
 _MOST_MISSING = 1000
 """Of the missing ops this many more than there are ops are listed."""
-_ROUNDING = 1e-9
-"""The share of a limit by which a sum may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel
             live.pop((op.stage, op.microbatch), None)
             if op.kind in (OpKind.F, OpKind.I, *RELOADS):
                 live[op.stage, op.microbatch] = op
-            if most > limit * (1 + _ROUNDING):
+            if most > limit * (1 + ROUNDING):
                 ops_held = " ".join(map(str, live.values()))
                 message = f"its activations take {most:g}, the limit is {limit:g}; live are {ops_held}"
                 yield Finding("memory", rank, position, op, message)

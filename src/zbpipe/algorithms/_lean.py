@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.costs import CostModel, least_room, limits_by_rank, require_room
+from zbpipe.costs import ROUNDING, CostModel, least_room, limits_by_rank, require_room
 from zbpipe.ir import Placement, Schedule
-from zbpipe.lean import ROUNDING, leanest, within
+from zbpipe.lean import leanest, within
 from zbpipe.planner.lean_search import found
 from zbpipe.simulation import simulate
 from zbpipe.transformer import typical_costs

@@ -9,7 +9,7 @@ from typing import Any
 from zbpipe.costs import amount
 from zbpipe.costs_file import counted, read_data, row_table, rows_of, table_of
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
-from zbpipe.ir import OpKind
+from zbpipe.ir import OpKind, require_whole
 
 _DEGREES = ("pipeline", "tensor", "fsdp", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")
@@ -43,8 +43,7 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
         required=("tokens", "microbatches", "message_bytes", "layers"),
         optional=("schedule", "degrees", "parameter_bytes"),
     )
-    for key in ("tokens", "microbatches"):
-        _require_count(key, job[key])
+    require_whole(1, tokens=job["tokens"], microbatches=job["microbatches"])
     layers = tuple(chain.from_iterable(_layers(row, name) for name, row in rows_of(job["layers"], "layers")))
     if not layers:
         raise ValueError("a model needs at least one layer: give [[layers]]")
@@ -67,8 +66,7 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
 
 def _degrees(given: Any, gpus: int) -> Degrees:
     found = table_of(given, "[degrees]", optional=_DEGREES)
-    for key, value in found.items():
-        _require_count(f"[degrees] {key}", value)
+    require_whole(1, **{f"[degrees] {key}": value for key, value in found.items()})
     fsdp = found.pop("fsdp", None)
     each = Degrees(**found).gpus
     if gpus % (each * (fsdp or 1)) or not gpus:
@@ -97,8 +95,3 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
     )
-
-
-def _require_count(key: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} = {value!r}: expected a whole number from 1 on")

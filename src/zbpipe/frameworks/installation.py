@@ -95,10 +95,9 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
-        options: what the framework does not pass on: `split_backward`, `defer_loss`, `defer_pp_recv`,
-            `max_active_stages`, `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit`
-            (ZBVLean, ZBH1Lean, Auto), `profile_steps`, `costs_out`, `costs_file`, `offload`, `trace`, `trace_step`,
-            `check_gradients`.
+        options: what the framework does not pass on: `split_backward`, `defer_loss`, `receives`, `max_active_stages`,
+            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit` (ZBVLean, ZBH1Lean,
+            Auto), `profile_steps`, `costs_out`, `costs_file`, `offload`, `trace`, `trace_step`, `check_gradients`.
             "Options of a job", docs/options.md, explains them. What the framework gives wins over them.
 
     Raises:

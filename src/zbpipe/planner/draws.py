@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zbpipe.costs import ROUNDING
 from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, fold, link, some_move, undo
 
 Rows = Sequence[Floats]
@@ -81,7 +82,7 @@ def anneal_in_draws(
             continue
         length, tries = found, 0
         copy_from(lists, move.left, trial, end)
-        if length < best * (1 - 1e-9):
+        if length < best * (1 - ROUNDING):
             best = length
             for position in range(total):
                 best_order[position] = lists.order[position]

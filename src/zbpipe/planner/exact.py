@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any, NamedTuple
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import ROUNDING, CostModel
 from zbpipe.ir import OpKind
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
@@ -48,13 +48,13 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
     for name, each in sorted(found.items(), key=lambda pair: pair[1].length):
         problem = each.problem
-        if bounds[name] >= best.length * (1 - 1e-9):
+        if bounds[name] >= best.length * (1 - ROUNDING):
             continue
         proof = solve(problem, each.order, effort)
         bounds[name] = max(bounds[name], proof.lower_bound)
         if proof.order is not None and problem.fits(problem.schedule("", proof.order)):
             length = problem.length(proof.order)
-            if length < best.length * (1 - 1e-9):
+            if length < best.length * (1 - ROUNDING):
                 best = Found(problem, proof.order, length, "CP-SAT")
     return best, bounds
 

@@ -17,9 +17,8 @@ from random import Random
 from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
-from zbpipe.costs import CostModel, highest
+from zbpipe.costs import ROUNDING, CostModel, highest
 from zbpipe.ir import COMPUTATIONS, Op, OpKind, Placement, Schedule
-from zbpipe.lean import ROUNDING
 from zbpipe.simulation import simulate
 
 F, I, W, B = COMPUTATIONS  # noqa: E741

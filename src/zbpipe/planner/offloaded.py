@@ -81,11 +81,8 @@ def _generated(
     algorithm: registry.Algorithm, placement: Placement, microbatches: int, costs_of: CostsOf
 ) -> Schedule | None:
     """The named schedule on this placement, None if there is none."""
-    stages = len(placement.stages_on(0)) if algorithm.any_stages_per_rank else None
     try:
-        if algorithm.place(placement.num_ranks, stages) != placement:
-            return None
-        return algorithm.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs_of(placement))
+        return algorithm.make_on(placement, microbatches, costs_of(placement))
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None
 

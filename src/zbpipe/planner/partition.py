@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from zbpipe.balance import Sizes, balanced, moved
+from zbpipe.costs import ROUNDING
 from zbpipe.ir import Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.planner.request import Request
@@ -24,7 +25,6 @@ _FINALISTS, _SECOND_EFFORT = 6, 4000
 """The best splits get a second search, which may time each op so often."""
 _RANKS = 8
 """So many ranks with the most work give layers, and so many with the least take some."""
-_NEAR = 1 - 1e-9
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
@@ -125,10 +125,10 @@ class _Trials:
         length = self.length(sizes)
         neighbours = moved(sizes, *self._heavy_and_light(sizes))
         for bound, each in sorted((self.bound(each), each) for each in neighbours):
-            if bound >= length * _NEAR or len(self.known) >= self.tries:
+            if bound >= length * (1 - ROUNDING) or len(self.known) >= self.tries:
                 return None
             progress(len(self.known) / self.tries, length)
-            if self.length(each) < length * _NEAR:
+            if self.length(each) < length * (1 - ROUNDING):
                 return each
         return None
 

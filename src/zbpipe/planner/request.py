@@ -77,9 +77,7 @@ def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
     Raises:
         ValueError: less than one of them, or too many.
     """
-    ranks, microbatches = require_whole(ranks=ranks, microbatches=microbatches)
-    if min(ranks, microbatches) < 1:
-        raise ValueError(f"a plan needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}")
+    ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     return ranks, microbatches
 

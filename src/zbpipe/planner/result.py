@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zbpipe.costs import ROUNDING
 from zbpipe.ir import Schedule
 from zbpipe.layer_costs import LayerCosts, Split
 from zbpipe.planner.request import Objective
@@ -97,4 +98,4 @@ class Plan:
     @property
     def optimal(self) -> bool:
         """Whether the bound proves that there is nothing better."""
-        return self.gap <= 1e-9
+        return self.gap <= ROUNDING

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zbpipe.costs import CostModel, Link
+from zbpipe.costs import ROUNDING, CostModel, Link
 from zbpipe.ir import Op, Placement, Schedule
 from zbpipe.jitter import Jitter, Luck, Seconds, StepTimes, step_times
 from zbpipe.planner.draws import Draws
@@ -81,7 +81,7 @@ def plan_robust(
         problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
     found = list(_candidates(request, jitter, problems, progress))
-    longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + 1e-9)
+    longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + ROUNDING)
     search = Annealing(request, jitter, quantile, longest, progress)
     best, times = search.run([each for each in found if each.makespan <= longest])
     timeline = simulate(best.schedule, best.problem.costs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from random import Random
 
-from zbpipe.costs import CostModel, least_room, rank_shares
+from zbpipe.costs import ROUNDING, CostModel, least_room, rank_shares
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, Shape
@@ -41,7 +41,6 @@ _HEAT = 0.08
 with the root of that number, because more time to cool down allows a hotter start."""
 _MOST_HEAT = 0.4
 """The most that it may lose in one move, in the same unit."""
-_NEAR = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Search:
         for climbs in reversed(range(1, _CLIMBS + 1)):
             budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
             for problem in waiting:
-                if problem.lower_bound * _NEAR >= self.shortest:
+                if problem.lower_bound * (1 + ROUNDING) >= self.shortest:
                     break
                 order = self.shapes(problem, schedulers[problem.name], budget / len(waiting))
                 found.append(self.keep(problem, order, "list scheduling"))
@@ -100,7 +99,7 @@ class Search:
             order = problem.one_by_one()
             shortest = problem.length(order)
         length = shortest
-        while (spent := begin - self.left) < budget and length > problem.lower_bound * _NEAR:
+        while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
             fresh = spent < budget / 4 or self.random.random() < 0.1
             shape = (
                 Shape.random(scheduler.legs, self.random, merges=scheduler.merges)
@@ -125,7 +124,7 @@ class Search:
             worth = [
                 each
                 for each in found
-                if each.problem.lower_bound * _NEAR < self.shortest and each.length < _WORTH * self.shortest
+                if each.problem.lower_bound * (1 + ROUNDING) < self.shortest and each.length < _WORTH * self.shortest
             ]
             found = sorted({each.order: each for each in worth}.values(), key=lambda each: each.length)
             found = found[: 2**rest]
@@ -145,7 +144,7 @@ class Search:
         _, order, done = self.engine.anneal(
             job,
             self.engine.integers(start.order),
-            problem.lower_bound * _NEAR,
+            problem.lower_bound * (1 + ROUNDING),
             heat,
             max(int(work), 1),
             self.random.randrange(1, 2**31 - 1),

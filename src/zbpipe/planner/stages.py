@@ -117,12 +117,10 @@ def named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
     """The named schedule for this problem, and what it is; None if there is none."""
-    placement = problem.placement
-    stages = len(placement.stages_on(0)) if algorithm.any_stages_per_rank else None
     try:
-        if algorithm.place(placement.num_ranks, stages) != placement:
+        schedule = algorithm.make_on(problem.placement, problem.num_microbatches)
+        if schedule is None:
             return None
-        schedule = algorithm.make(placement.num_ranks, problem.num_microbatches, stages_per_rank=stages)
         if problem.fits(schedule):
             return problem.order(schedule), algorithm.name
         lean = within(schedule, problem.costs, problem.limits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zbpipe.costs import MOST, CostModel, is_amount
+from zbpipe.costs import MOST, ROUNDING, CostModel, is_amount
 from zbpipe.ir import Placement
 from zbpipe.planner.plan import plan
 from zbpipe.registry import schedules
@@ -173,7 +173,7 @@ def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> d
         "makespan": figures["makespan"],
         "bubble": figures["bubble"],
         "memory_to_1f1b": memory,
-        "fits": setting.limit is None or memory is None or memory <= setting.limit * (1 + 1e-9),
+        "fits": setting.limit is None or memory is None or memory <= setting.limit * (1 + ROUNDING),
         "lower_bound": figures["lower_bound"],
         "gap": max(figures["makespan"] / figures["lower_bound"] - 1, 0.0),
         "command": command,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpipe.ir import whole
 from zbpipe.limits import Limit
 from zbpipe.runtime import _torch
 
@@ -34,16 +33,6 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
             near = get_close_matches(option, known, n=1)
             hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
-
-
-def require_counts(**numbers: object) -> tuple[int, ...]:
-    """The numbers as Python's own; the first that is no whole number from 1 on is refused."""
-    found = []
-    for name, number in numbers.items():
-        if (value := whole(number) or 0) < 1:
-            raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
-        found.append(value)
-    return tuple(found)
 
 
 def limit(memory_limit: object) -> Limit | None:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.algorithms.zbv_lean import shortest
 from zbpipe.costs import CostModel, least_room
 from zbpipe.drift import Drift, causes
-from zbpipe.ir import Placement, Schedule
+from zbpipe.ir import Placement, Schedule, require_whole
 from zbpipe.job_costs import JobCosts
 from zbpipe.limits import Limit
 from zbpipe.offloading import Offload
@@ -131,7 +131,7 @@ class AutoSchedule(RegisteredSchedule):
         **options: Any,
     ) -> None:
         arguments.require_above_0("budget", budget)
-        (profile_steps,) = arguments.require_counts(profile_steps=profile_steps)
+        (profile_steps,) = require_whole(1, profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
         arguments.require_path("plan_out", plan_out)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbpipe.ir import require_whole
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.failures import shared_with_other_ranks
 from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
@@ -100,7 +101,7 @@ class GradientCheck:
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
-        (steps,) = arguments.require_counts(steps=steps)
+        (steps,) = require_whole(1, steps=steps)
         arguments.require_above_0("tolerance", tolerance)
         arguments.require_callable(done=done)
         self.report: GradientReport | None = None

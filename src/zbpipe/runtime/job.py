@@ -56,7 +56,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    checks.asked_receives(options.receives, options.for_torch.defer_pp_recv, options.for_torch.given())
+    checks.asked_receives(options.receives, options.for_torch.given())
     if options.transport is not None:
         Transport.parse(options.transport)
     if not will_run:

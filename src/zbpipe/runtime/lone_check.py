@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.ir import Op, OpKind, Schedule, require_whole
 from zbpipe.registry import resolve
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.gradient_check import GradientCheck
@@ -67,7 +67,7 @@ def check_gradients(
             no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
     modules = _modules(parts)
-    (microbatches,) = arguments.require_counts(microbatches=microbatches)
+    (microbatches,) = require_whole(1, microbatches=microbatches)
     arguments.require_above_0("tolerance", tolerance)
     args = batch if isinstance(batch, tuple) else (batch,)
     size = _samples(args)

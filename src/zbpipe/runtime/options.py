@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
+from zbpipe.ir import require_whole
 from zbpipe.offloading import Offload
 from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
@@ -21,7 +22,6 @@ OptimizerSteps = Literal["synchronous", "validated"]
 class ForTorch:
     """Options that both torch's schedules and zbpipe's have; None leaves the schedule's default."""
 
-    defer_pp_recv: bool | None = None
     max_active_stages: int | None = None
     unshard_lookahead: str | tuple[int, ...] | None = None
     defer_reduce_grad_wait: bool | None = None
@@ -87,7 +87,7 @@ class Options:
         arguments.require_path("trace", self.trace)
         steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
         given = {name: number for name, number in steps.items() if number is not None}
-        arguments.require_counts(trace_step=self.trace_step, **given)
+        require_whole(1, trace_step=self.trace_step, **given)
         arguments.limit(self.memory_limit)
 
     def for_zbpipe(self) -> dict[str, Any]:
@@ -202,12 +202,6 @@ def _add_measurements(add: Callable[..., None], prefix: str) -> None:
 
 def _add_torchs(add: Callable[..., None]) -> None:
     add(
-        "defer_pp_recv",
-        type=_on_or_off,
-        metavar="auto|on|off",
-        help="torch's option: post receives late (on) or early (off). Default: auto, as the schedule does by itself.",
-    )
-    add(
         "max_active_stages",
         type=_count,
         metavar="N",
@@ -235,13 +229,6 @@ def _add_torchs(add: Callable[..., None]) -> None:
 
 def _words(kind: type[StrEnum]) -> list[str]:
     return [each.replace(" ", "-") for each in kind]
-
-
-def _on_or_off(text: str) -> bool | None:
-    try:
-        return {"auto": None, "on": True, "off": False}[text]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off") from None
 
 
 def _count(text: str) -> int:

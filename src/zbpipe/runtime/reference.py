@@ -249,7 +249,7 @@ def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
-            plain.enter_context(replaced(deferral, linear=F.linear, products={}, slots=None))
+            plain.enter_context(replaced(deferral, linear=F.linear, products={}))
         for part, (compiled, eager) in _regions(module):
             plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
         yield

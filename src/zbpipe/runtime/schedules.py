@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe import passes
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
-from zbpipe.ir import OpKind, Schedule
+from zbpipe.ir import OpKind, Schedule, require_whole
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
@@ -116,7 +116,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
             `zbpipe.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared with
             compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
-        defer_pp_recv: torch's name for late receives (True) or early ones (False), instead of `receives`.
         options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
             `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
             `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one, zbpipe frees sent tensors
@@ -154,7 +153,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
-        defer_pp_recv: bool | None = None,
         **options: Any,
     ) -> None:
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
@@ -162,7 +160,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
-        asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
+        asked_receives = checks.asked_receives(receives, options)
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, placement = checks.placed(stages, algorithm)
@@ -299,7 +297,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     @_without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
-        number = checks.require_count("microbatches", number)
+        (number,) = require_whole(1, microbatches=number)
         before = _torch.num_microbatches(self)
         if number == before:
             return

@@ -57,8 +57,9 @@ SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).p
     "self",
     "stages",
     "n_microbatches",
+    "defer_pp_recv",
 }
-"""The keyword arguments that the installed torch's multi-stage schedules take."""
+"""The keyword arguments of the installed torch's multi-stage schedules; zbpipe places the receives itself."""
 
 
 _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.costs import CostModel, Link
-from zbpipe.ir import COMPUTATIONS, Placement
+from zbpipe.ir import COMPUTATIONS, Placement, require_whole
 from zbpipe.job_costs import JobCosts
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.measure.host import finish, measure_host
@@ -85,7 +85,7 @@ class Profiler:
     ) -> None:
         done = self._tell if done is None else done
         arguments.require_schedule("zbpipe.Profiler", schedule)
-        (steps,) = arguments.require_counts(steps=steps)
+        (steps,) = require_whole(1, steps=steps)
         arguments.require_group(group)
         arguments.require_callable(done=done)
         if not isinstance(schedule, _torch.ScheduleRuntime) or not _torch.has_split_backward(schedule):
