@@ -381,7 +381,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("this came too late")
 
-    monkeypatch.setattr("zbpipe.registry.generate", worked)
+    monkeypatch.setattr("zbpipe.registry.Algorithm.make", worked)
     monkeypatch.setattr("zbpipe.demo.comparison.run_demo", worked)
     monkeypatch.setattr(os, "access", lambda file, mode: False)
     for line in (

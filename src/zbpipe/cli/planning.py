@@ -15,7 +15,7 @@ import click
 from zbpipe.cli.base import Command, OutputFile, compared_size, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.jitter import jitter_option, vary
-from zbpipe.cli.named import all_simulated
+from zbpipe.cli.named import simulate_all
 
 if TYPE_CHECKING:
     from zbpipe.ir import Placement
@@ -178,7 +178,7 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
         found = plan(costs=job or costs.of, **asked, robust=jitter, progress=progress)
     yardstick = costs.peak_of_1f1b(ranks, microbatches)
     varied = vary(jitter, _DRAWS) if jitter else None
-    named = all_simulated(ranks, microbatches, costs, limit, transport=found.timeline.transport)
+    named = simulate_all(ranks, microbatches, costs, limit, transport=found.timeline.transport)
     return found, _Named(
         ComparedSchedule.of(found.timeline, found.limits, yardstick, varied),
         [ComparedSchedule.of(timeline, found.limits, yardstick, varied) for timeline in named],
@@ -239,7 +239,7 @@ def _record(found: Plan, named: _Named) -> dict[str, Any]:
 
 def _text(found: Plan, named: _Named) -> Iterator[str]:
     """What the search found, and the table."""
-    from zbpipe.views.report import beside
+    from zbpipe.views.report import comparison
     from zbpipe.views.style import number, percent, summary
 
     yield summary(found.timeline)
@@ -254,7 +254,7 @@ def _text(found: Plan, named: _Named) -> Iterator[str]:
             f" ({named.wave.reached / found.reached - 1:+.1%}): --placement wave, if the model has layers enough"
         )
     yield ""
-    yield from beside(named.plan, named.others)
+    yield from comparison([named.plan, *named.others], named.plan)
     yield named.words
     if found.layers is not None:
         yield "named schedules: with TorchTitan's even split of the layers"

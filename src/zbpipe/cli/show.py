@@ -13,15 +13,12 @@ from zbpipe.cli.base import (
     OutputFile,
     compared_size,
     json_option,
-    name_argument,
     print_json,
-    size_options,
-    stages_option,
     transport_option,
 )
-from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option, memory_limit_option
+from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jitter import jitter_options, vary
-from zbpipe.cli.named import all_simulated, simulated
+from zbpipe.cli.named import Request, request_options, simulate_all
 
 if TYPE_CHECKING:
     from zbpipe.jitter import Jitter
@@ -50,7 +47,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     ranks = costs.required_ranks(ranks or (None if costs.ranks(None) else 4))
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     yardstick = costs.peak_of_1f1b(ranks, microbatches)
-    compared = report.compare(all_simulated(ranks, microbatches, costs), None, yardstick)
+    compared = report.compare(simulate_all(ranks, microbatches, costs), None, yardstick)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
     listed = report.listed(known, compared)
     if as_json:
@@ -62,12 +59,8 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
 
 
 @click.command(cls=Command)
-@name_argument
-@size_options
-@stages_option
-@cost_options(times="1,1,1")
+@request_options(times="1,1,1")
 @transport_option
-@fitted_limit_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
@@ -77,13 +70,8 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    costs: Costs,
+    request: Request,
     transport: Transport,
-    memory_limit: Limit | None,
     svg_file: Path | None,
     html_file: Path | None,
     perfetto_file: Path | None,
@@ -102,8 +90,8 @@ def show(
     """
     from zbpipe.views.style import summary
 
-    transport = costs.transport(transport, click.get_current_context())
-    timeline = simulated(name, ranks, microbatches, costs, stages_per_rank, memory_limit, transport=transport)
+    costs = request.costs
+    timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
     written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
     if not written:
         from rich.console import Console
@@ -138,12 +126,8 @@ def _write_pictures(
 
 
 @click.command(cls=Command)
-@name_argument
-@size_options
-@stages_option
-@cost_options()
+@request_options()
 @transport_option
-@fitted_limit_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
@@ -151,13 +135,8 @@ def _write_pictures(
 @jitter_options
 @json_option
 def simulate(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    costs: Costs,
+    request: Request,
     transport: Transport,
-    memory_limit: Limit | None,
     steps: int,
     no_sync: bool,
     jitter: Jitter | None,
@@ -179,13 +158,8 @@ def simulate(
 
     if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: leave the others out")
-    timeline = simulated(
-        name,
-        ranks,
-        microbatches,
-        costs,
-        stages_per_rank,
-        memory_limit,
+    costs = request.costs
+    timeline = request.simulate(
         num_steps=steps,
         synchronous=not no_sync,
         transport=costs.transport(transport, click.get_current_context()),
@@ -246,7 +220,7 @@ def compare(
     yardstick = costs.peak_of_1f1b(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
-    timelines = all_simulated(ranks, microbatches, costs, memory_limit, transport=transport)
+    timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
     standings = report.compare(timelines, limits, yardstick, vary(jitter, draws) if jitter else None)
     if as_json:
         print_json([standing.record() for standing in standings])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import ROUNDING, CostModel
 from zbpipe.ir import OpKind
 from zbpipe.job_costs import JobCosts
 from zbpipe.registry import Algorithm, schedules
@@ -16,9 +16,6 @@ from zbpipe.views.style import memory, most_stages, number, percent, summary
 
 Vary = Callable[[Timeline], Mapping[str, float]]
 """Mean and quantiles of a schedule's step times, where times vary (`zbpipe.jitter.StepTimes.record`)."""
-
-_ROUNDING = 1e-9
-"""What floating point may add to a sum of times or activations, as a share of it."""
 
 
 def record(timeline: Timeline, yardstick: float | None = None) -> dict[str, Any]:
@@ -163,7 +160,7 @@ class ComparedSchedule:
         excess = [
             (peak - limit, limit)
             for peak, limit in zip(self.figures["peak_memory"], self.limits or (), strict=bool(self.limits))
-            if peak > limit * (1 + _ROUNDING)
+            if peak > limit * (1 + ROUNDING)
         ]
         return max(excess)[1] if excess else None
 
@@ -223,29 +220,43 @@ def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> 
     return table(("schedule", "from", "stages per rank", "placement", "step", "memory", "summary"), rows, left=7)
 
 
-def comparison(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
-    """The lines of the table, with a mark at what does not fit."""
-    rows = [
-        (
-            each.figures["schedule"],
-            _from(each),
-            str(each.figures["stages_per_rank"]),
-            number(each.figures["makespan"]),
-            percent(each.figures["bubble"]),
-            each.memory,
-            memory(each.peak),
-            percent(each.gap),
-            *_quantiles(each),
-            *_mark(each),
-        )
-        for each in compared
-    ]
-    heads = ("schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap")
-    vary = any(each.jitter for each in compared)
-    yield from table((*heads, *_QUANTILES) if vary else heads, rows, left=2)
+def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
+    """The lines of the table, the best first; beside a plan, which is one of them, with how much longer others take."""
+
+    def cells(each: ComparedSchedule) -> Iterator[str]:
+        yield each.figures["schedule"]
+        yield each.source + "*" * each.has_torchs_split
+        yield str(each.figures["stages_per_rank"])
+        yield number(each.figures["makespan"])
+        if plan is not None:
+            yield "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"])
+            yield number(each.figures["period"])
+        yield percent(each.figures["bubble"])
+        yield each.memory
+        yield memory(each.peak)
+        if plan is None:
+            yield percent(each.gap)
+        yield from (number(each.jitter[quantile]) for quantile in _QUANTILES if each.jitter)
+        if each.broken is not None:
+            yield f"  over the limit of {memory(each.broken)}"
+
+    best_first = sorted(compared, key=lambda each: each.sort_key)
+    quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
+    heads, more = (
+        ["schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap"],
+        "gap: to the lower bound",
+    )
+    if plan is not None:
+        heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
+        more = "period: from step to step with zbpipe.OptimizerStep"
+    yield from table((*heads, *quantiles), [tuple(cells(each)) for each in best_first], left=2)
     yield ""
-    yield f"{_LEGEND}; gap: to the lower bound{_OF_QUANTILES if vary else ''}"
-    yield from _of_torchs_split(compared)
+    yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
+    if any(each.has_torchs_split for each in best_first):
+        yield (
+            "* torch's own split: it fails under selective checkpointing, recomputes for each W under full, and takes"
+            " more memory than is shown"
+        )
 
 
 _QUANTILES = ("p50", "p95")
@@ -254,53 +265,6 @@ _LEGEND = (
     "from: whose class runs it; stages: per rank; memory: of the worst rank, to 1F1B's; peak: the same in the unit of"
     " --memory-limit"
 )
-
-
-def _from(each: ComparedSchedule) -> str:
-    return each.source + "*" * each.has_torchs_split
-
-
-def _of_torchs_split(compared: Sequence[ComparedSchedule]) -> Iterator[str]:
-    if any(each.has_torchs_split for each in compared):
-        yield (
-            "* torch's own split: it fails under selective checkpointing, recomputes for each W under full, and takes"
-            " more memory than is shown"
-        )
-
-
-def _quantiles(each: ComparedSchedule) -> list[str]:
-    return [number(each.jitter[quantile]) for quantile in _QUANTILES] if each.jitter else []
-
-
-def _mark(each: ComparedSchedule) -> Iterator[str]:
-    if each.broken is not None:
-        yield f"  over the limit of {memory(each.broken)}"
-
-
-def beside(plan: ComparedSchedule, others: Sequence[ComparedSchedule]) -> Iterator[str]:
-    """The lines of a table of a plan among other schedules, with a mark at what does not fit."""
-    rows = [
-        (
-            each.figures["schedule"],
-            _from(each),
-            str(each.figures["stages_per_rank"]),
-            number(each.figures["makespan"]),
-            "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"]),
-            number(each.figures["period"]),
-            percent(each.figures["bubble"]),
-            each.memory,
-            memory(each.peak),
-            *_quantiles(each),
-            *_mark(each),
-        )
-        for each in sorted((plan, *others), key=lambda each: each.sort_key)
-    ]
-    heads = ("schedule", "from", "stages", "makespan", "to the plan", "period", "bubble", "memory", "peak")
-    yield from table((*heads, *_QUANTILES) if plan.jitter else heads, rows, left=2)
-    yield ""
-    quantiles = _OF_QUANTILES if plan.jitter else ""
-    yield f"{_LEGEND}; period: from step to step with zbpipe.OptimizerStep{quantiles}"
-    yield from _of_torchs_split(others)
 
 
 def longer(time: float, than: float) -> str:

@@ -219,7 +219,7 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     for lane, (name, copies) in enumerate(lanes(timeline, rank)):
         yield f'<g class="copies {name}">'
         for span in copies:
-            yield _strip(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP)
+            yield _box(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP, _STRIP)
         yield "</g>"
 
 
@@ -240,18 +240,10 @@ def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: floa
         yield f'<path class="{style}" transform="{place}" d="M0 0{"".join(strokes)}"/>'
 
 
-def _strip(span: Span, nth: int, scale: _Scale, y: float) -> str:
+def _box(span: Span, nth: int, scale: _Scale, y: float, height: int = _BOX) -> str:
     return (
         f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
-        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{_STRIP}">'
-        f"<title>{span.op}: {number(span.start)} to {number(span.end)}</title></rect>"
-    )
-
-
-def _box(span: Span, nth: int, scale: _Scale, y: float) -> str:
-    return (
-        f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{y}"'
-        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{_BOX}">'
+        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{height}">'
         f"<title>{span.op}: {number(span.start)} to {number(span.end)}</title></rect>"
     )
 
