@@ -33,7 +33,7 @@ import zbpipe
 from zbpipe import CostModel, OpKind, Placement, Schedule
 from zbpipe.actions import Action
 from zbpipe.memory import rows_of
-from zbpipe.passes import unknown_costs, wait_of
+from zbpipe.passes import default_costs, wait_of
 from zbpipe.transformer import typical_times
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV", "ZBH1", "VHalf", "VMin", "plan")
@@ -287,7 +287,7 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
 def predicted(schedule: Schedule, costs: CostModel) -> list[float]:
     """Bytes by rank."""
     # The runtime knows no costs when it places the receives.
-    rows = rows_of(zbpipe.simulate(schedule, unknown_costs(schedule.placement)))
+    rows = rows_of(zbpipe.simulate(schedule, default_costs(schedule.placement)))
     if KEEPS_OUTPUTS:  # so what is under way counts already
         rows = tuple(tuple(_without_forward_sends(row)) for row in rows)
     return list(zbpipe.peak_bytes(zbpipe.simulate(schedule, costs), rows))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from zbpipe import CostModel, Schedule, generate, simulate
 from zbpipe.actions import Rows
-from zbpipe.passes import place_receives, unknown_costs, with_messages
+from zbpipe.passes import default_costs, place_receives, with_messages
 from zbpipe.transport import Receives, Transport, run
 from zbpipe.views.report import table
 
@@ -48,7 +48,7 @@ def unknown(ranks: int, microbatches: int) -> Iterator[tuple[str, ...]]:
     for name in SCHEDULES:
         schedule = generate(name, ranks, microbatches)
         placed = place_receives(
-            with_messages(schedule), Receives.TIMED, simulate(schedule, unknown_costs(schedule.placement))
+            with_messages(schedule), Receives.TIMED, simulate(schedule, default_costs(schedule.placement))
         )
         early = with_messages(schedule)
         yield name, *(worst(schedule, rows, comm) for comm in TRUE_COMM for rows in (early, placed))

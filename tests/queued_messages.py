@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from zbpipe import simulate, testing
 from zbpipe.actions import COMPUTE, Action, Rows
-from zbpipe.passes import free_sends_early, place_receives, unknown_costs, with_messages
+from zbpipe.passes import default_costs, free_sends_early, place_receives, with_messages
 from zbpipe.transport import Receives
 
 
@@ -137,7 +137,7 @@ def tables(draw: st.DrawFn, ranks: int | None = None, max_microbatches: int = 4)
     """Sound tables with communication: as zbpipe makes them, or with the messages in any order."""
     placement = draw(testing.placements(ranks=ranks or draw(st.integers(2, 4))))
     schedule = draw(testing.runnable_schedules(placement, max_microbatches=max_microbatches))
-    timeline = simulate(schedule, unknown_costs(placement))
+    timeline = simulate(schedule, default_costs(placement))
     rows = place_receives(with_messages(schedule), draw(st.sampled_from(Receives)), timeline)
     if draw(st.booleans()):
         rows = free_sends_early(rows, placement)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zbpipe import Schedule, generate, simulate, testing
 from zbpipe.actions import Action, Rows, other_end, validate_lowered
-from zbpipe.passes import free_sends_early, messages_held, place_receives, unknown_costs, with_messages, with_waits
+from zbpipe.passes import default_costs, free_sends_early, messages_held, place_receives, with_messages, with_waits
 from zbpipe.transport import Receives
 
 
@@ -26,7 +26,7 @@ def lists(draw: st.DrawFn) -> tuple[Schedule, Rows]:
 
 def lists_of(name: str, ranks: int, microbatches: int, receives: Receives = Receives.EARLY) -> Rows:
     schedule = generate(name, ranks, microbatches)
-    timeline = simulate(schedule, unknown_costs(schedule.placement))
+    timeline = simulate(schedule, default_costs(schedule.placement))
     return free_sends_early(with_waits(place_receives(with_messages(schedule), receives, timeline)), schedule.placement)
 
 

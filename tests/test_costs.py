@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from zbpipe import CostModel, Link, OpKind, Placement
 from zbpipe.costs import as_cost_model, limits_by_rank, rank_shares
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))
 

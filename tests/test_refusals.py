@@ -319,7 +319,7 @@ def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
         build(on=[nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="needs a loss_fn that can be called"):
         zbpipe.build_pipeline_schedule("ZBV", stages(0, 1), 2, loss_fn=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="n_microbatches has .* got True"):
+    with pytest.raises(ValueError, match=r"n_microbatches has .* got True"):
         build(m=True)
     with pytest.raises(ValueError, match="ZBV got no stages"):
         zbpipe.ScheduleZBV(None, 2, loss_fn)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import zbpipe
 from zbpipe import CostModel, Link, OpKind, Schedule, simulate
 from zbpipe.actions import Rows, parse, validate_lowered
-from zbpipe.passes import free_sends_early, place_receives, unknown_costs, with_messages, with_waits
+from zbpipe.passes import default_costs, free_sends_early, place_receives, with_messages, with_waits
 from zbpipe.running_ahead import RunAhead, ahead_of, gain, period, period_of
 from zbpipe.testing import cost_models
 from zbpipe.transport import Receives
@@ -21,7 +21,7 @@ NAMES = ("ZBV", "ZBH2", "ZB2P", "ZBH1", "VHalf", "DualPipeV", "1F1B", "Interleav
 
 def lists_of(schedule: Schedule, receives: Receives) -> Rows:
     """As the runtime makes them."""
-    timeline = simulate(schedule, unknown_costs(schedule.placement))
+    timeline = simulate(schedule, default_costs(schedule.placement))
     rows = place_receives(with_messages(schedule), receives, timeline)
     return free_sends_early(with_waits(rows), schedule.placement)
 

@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from zbpipe import algorithms  # noqa: F401 -- registers them
-from zbpipe import pictures as _pictures
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.offloading import offload
+from zbpipe.painter import set_painter as _set_painter
 from zbpipe.registry import generate, register, stage_indices
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBV
     from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
 
-_pictures.drawn_by(lambda: import_module("zbpipe.views.pictures"))
+_set_painter(lambda: import_module("zbpipe.views.pictures"))
 
 try:
     __version__ = version("zbpipe")

@@ -12,7 +12,7 @@ from math import inf
 from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import OpKind, Placement
 
 MOST = 1e100

@@ -19,7 +19,7 @@ from operator import index
 from typing import NamedTuple
 
 from zbpipe import tables
-from zbpipe.pictures import painter
+from zbpipe.painter import painter
 
 _MOST_SHOWN = 64
 """Ops in the `repr` of a schedule."""
@@ -368,7 +368,8 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture with a second for each of F, I and W, in notebooks."""
-        return painter().in_a_notebook(self)
+        page: str = painter().in_a_notebook(self)
+        return page
 
     def to_csv(self) -> str:
         """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs import CostModel, Placeable, as_cost_model, set_fields
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import COMPUTATIONS, Op, Schedule, inputs, require_whole
 from zbpipe.turns import Turns
 from zbpipe.validation import require_schedule, require_valid

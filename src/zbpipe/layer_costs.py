@@ -18,7 +18,7 @@ from zbpipe.costs import (
     set_fields,
     share,
 )
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000

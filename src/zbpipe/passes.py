@@ -91,13 +91,13 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
             return _received_on_time(rows, timeline, share=0.5)
 
 
-def unknown_costs(placement: Placement) -> CostModel:
+def default_costs(placement: Placement) -> CostModel:
     """The costs by which to place receives before anything was measured: equal times, messages take a hundredth.
 
     This little time puts messages that would start at the same time into the order in which they are needed. Without
     it V-Half loses 13 % in one queue where messages do take time.
 
-        >>> unknown_costs(Placement.loop(2)).transfer(0, 1)
+        >>> default_costs(Placement.loop(2)).transfer(0, 1)
         0.01
     """
     return CostModel.uniform(placement, comm=0.01)

@@ -25,7 +25,7 @@ from typing import Literal, Protocol, runtime_checkable
 from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import Placement, Schedule, require_size, require_whole
-from zbpipe.users import SEPARATOR, function_of
+from zbpipe.user_code import SEPARATOR, function_of
 
 Generate = Callable[..., Schedule]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from zbpipe.frameworks.installation import asked_for, install_with
 from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
 from zbpipe.runtime.options import IMPORTED, add_arguments, from_arguments
-from zbpipe.users import import_modules
+from zbpipe.user_code import import_modules
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import Op, OpKind, Schedule, inputs
-from zbpipe.pictures import painter
+from zbpipe.painter import painter
 from zbpipe.transport import Receives, Transport
 
 
@@ -85,7 +85,8 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        return painter().in_a_notebook(self)
+        page: str = painter().in_a_notebook(self)
+        return page
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""

@@ -23,7 +23,7 @@ From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled 
 
 
 _COMM = 0.01
-"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.unknown_costs`."""
+"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.default_costs`."""
 
 
 class Checkpointing(StrEnum):

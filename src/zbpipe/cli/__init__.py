@@ -14,7 +14,7 @@ from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
 from zbpipe.cli.show import compare, list_, show, simulate
 from zbpipe.cli.tables import export, validate
-from zbpipe.users import import_modules
+from zbpipe.user_code import import_modules
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,7 +7,7 @@ from math import inf
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, least_room, most_room, require_room, too_small
-from zbpipe.frozen import FrozenDict
+from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import Placement, require_size
 from zbpipe.lean import within
 from zbpipe.planner.engine import PLAIN, Engine, fastest

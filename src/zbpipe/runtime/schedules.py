@@ -174,7 +174,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             )
             if wanted is None:
                 return made
-            return offloaded(made, costs or passes.unknown_costs(placement), what=wanted)
+            return offloaded(made, costs or passes.default_costs(placement), what=wanted)
 
         schedule = make(costs)
         gradients = WeightGradients()
@@ -333,7 +333,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             # What would undo it has to live as long as it lasts.
             self._unwrap = _torch.wrap_compute(self, self._copies.around)
         if self._copies is not None:
-            self._copies.follow(simulate(schedule, self._costs or passes.unknown_costs(self.placement)))
+            self._copies.follow(simulate(schedule, self._costs or passes.default_costs(self.placement)))
 
     def _lower(self, schedule: Schedule) -> Receives:
         """Have torch lower it, and place its receives; returns when they are posted."""
@@ -560,7 +560,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         return self._running.ahead
 
     def _simulated_costs(self) -> CostModel:
-        return self._costs or passes.unknown_costs(self.placement)
+        return self._costs or passes.default_costs(self.placement)
 
 
 def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:

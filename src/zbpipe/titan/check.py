@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from zbpipe.passes import unknown_costs
+from zbpipe.passes import default_costs
 from zbpipe.registry import Algorithm, resolve
 from zbpipe.running_ahead import LEAST_GAIN, gain
 from zbpipe.runtime.job import require_sense, require_size
@@ -86,7 +86,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
     if algorithm.name == "Auto":
         return
     schedule = algorithm.make(ranks, _microbatches(config), runs_ahead=True)
-    saved = gain(schedule, unknown_costs(schedule.placement))
+    saved = gain(schedule, default_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(
             f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P, or"

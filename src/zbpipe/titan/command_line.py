@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from zbpipe.runtime.options import IMPORTED, OptimizerSteps, Options, add_arguments, from_arguments
-from zbpipe.users import import_modules
+from zbpipe.user_code import import_modules
 
 _PREFIX = "--zbpipe."
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from zbpipe import cli, generate, registry, stage_indices
-from zbpipe.users import function_of, import_modules
+from zbpipe.user_code import function_of, import_modules
 
 OWN = """
 import zbpipe
