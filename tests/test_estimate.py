@@ -125,7 +125,7 @@ def test_plans_leave_room_for_the_weights() -> None:
     work = workload(layers=8, degrees=Degrees(pipeline=2))
     heavy = replace(work, layers=tuple(replace(each, parameters=GIB / 4) for each in work.layers))
     limited = estimate(heavy, replace(ONE_A_SECOND, gib=40), only=("1F1B",), budget=1e5)
-    plans = [step for step in limited.steps if step.is_plan]
+    plans = [step for step in limited.steps if step.schedule == "plan"]
     assert {step.stages_per_rank for step in plans} == {1, 2, 4}
     assert all(step.fits and step.memory.total <= 0.85 * 40 * GIB for step in plans)
     free = estimate(heavy, replace(ONE_A_SECOND, gib=1000), only=("1F1B",), budget=1e5)
@@ -165,7 +165,7 @@ def test_the_search_keeps_the_tokens_of_a_step() -> None:
         assert step is None or (step.schedule == NO_PIPELINE) == (each.workload.degrees.pipeline == 1)
     # The costs are those of TP 1 alone.
     assert {each.workload.degrees.pipeline for each in found} == {1, 2, 4}
-    assert any(step.is_plan for step in found[0].steps) or found[0].workload.degrees.pipeline == 1
+    assert any(step.schedule == "plan" for step in found[0].steps) or found[0].workload.degrees.pipeline == 1
     assert all(each.tensor <= 2 for each in degrees_to_try(workload(degrees=Degrees(2, 1, 2)), gpus_per_node=2))
 
 

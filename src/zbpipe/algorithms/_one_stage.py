@@ -1,12 +1,20 @@
-"""What the handcrafted zero-bubble schedules with one stage a rank share."""
+"""What handcrafted schedules with a split backward share."""
+
+from collections.abc import Sequence
 
 from zbpipe.ir import Op, OpKind
 
 
 def f_i_w(stage: int, microbatches: int, warmup: int, lag: int) -> tuple[Op, ...]:
-    """`warmup` forwards, then I, W, F in turn, in which W is `lag` microbatches behind I; the late W come last."""
-    f, i, w = ([Op(stage, kind, m) for m in range(microbatches)] for kind in (OpKind.F, OpKind.I, OpKind.W))
-    ops = f[:warmup]
-    for n in range(microbatches):
-        ops += [i[n], *w[max(n - lag, 0) : max(n - lag + 1, 0)], *f[n + warmup : n + warmup + 1]]
-    return (*ops, *w[max(microbatches - lag, 0) :])
+    """One stage: `warmup` forwards, then I, W and F in turn, W being `lag` microbatches behind I."""
+    forwards, inputs = ([Op(stage, kind, m) for m in range(microbatches)] for kind in (OpKind.F, OpKind.I))
+    return (*forwards[:warmup], *i_w_f(inputs, forwards[warmup:], lag))
+
+
+def i_w_f(inputs: Sequence[Op], forwards: Sequence[Op], lag: int) -> list[Op]:
+    """I, W and F in turn. W is `lag` ops behind I; the late ones come last."""
+    weights = [op._replace(kind=OpKind.W) for op in inputs]
+    ops: list[Op] = []
+    for n, op in enumerate(inputs):
+        ops += [op, *weights[max(n - lag, 0) : max(n - lag + 1, 0)], *forwards[n : n + 1]]
+    return ops + weights[max(len(weights) - lag, 0) :]

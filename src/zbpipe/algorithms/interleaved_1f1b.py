@@ -5,8 +5,9 @@ split.
 """
 
 from collections.abc import Iterator
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise
 
+from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register
 
@@ -33,8 +34,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
         forwards = list(in_groups(placement.stages_on(rank), OpKind.F, groups))
         backwards = in_groups(placement.stages_on(rank)[::-1], OpKind.B, groups)
         warmup = (stages_per_rank - 1) * len(groups[0]) + 2 * (ranks - rank - 1) + 1
-        steady = chain.from_iterable(zip_longest(backwards, forwards[warmup:]))
-        rows.append(tuple(op for op in chain(forwards[:warmup], steady) if op is not None))
+        rows.append(b_f(forwards, backwards, warmup))
     return Schedule("Interleaved1F1B", placement, microbatches, tuple(rows))
 
 

@@ -4,8 +4,9 @@ The idea is that of ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, s
 stages per rank. torch's own class runs it, with torch's own split of the backward.
 """
 
+from zbpipe.algorithms._one_stage import i_w_f
 from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
-from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.registry import register
 
 
@@ -27,13 +28,5 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
         forwards = list(in_groups(stages, OpKind.F, groups))
         inputs = list(in_groups(stages[::-1], OpKind.I, groups))
         warmup = (stages_per_rank - 1) * len(groups[0]) + ranks - rank
-        rows.append((*forwards[:warmup], *_steady(forwards[warmup:], inputs, rank)))
+        rows.append((*forwards[:warmup], *i_w_f(inputs, forwards[warmup:], rank)))
     return Schedule("InterleavedZeroBubble", placement, microbatches, tuple(rows))
-
-
-def _steady(forwards: list[Op], inputs: list[Op], lag: int) -> list[Op]:
-    weights = [op._replace(kind=OpKind.W) for op in inputs]
-    ops: list[Op] = []
-    for n, op in enumerate(inputs):
-        ops += [op, *weights[max(n - lag, 0) : max(n - lag + 1, 0)], *forwards[n : n + 1]]
-    return ops + weights[max(len(weights) - lag, 0) :]

@@ -4,6 +4,9 @@ The default in most trainers, and the baseline for all others: memory bounded by
 share of the step only more microbatches make smaller.
 """
 
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.registry import register
 
@@ -16,19 +19,14 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    return Schedule(
-        "1F1B",
-        Placement.loop(ranks),
-        microbatches,
-        tuple(_rank(rank, ranks, microbatches) for rank in range(ranks)),
-    )
+    rows = []
+    for rank in range(ranks):
+        forwards, backwards = ([Op(rank, kind, n) for n in range(microbatches)] for kind in (OpKind.F, OpKind.B))
+        rows.append(b_f(forwards, backwards, warmup=ranks - rank))
+    return Schedule("1F1B", Placement.loop(ranks), microbatches, tuple(rows))
 
 
-def _rank(rank: int, ranks: int, microbatches: int) -> tuple[Op, ...]:
-    warmup = min(ranks - rank, microbatches)
-    ops = [Op(rank, OpKind.F, microbatch) for microbatch in range(warmup)]
-    for microbatch in range(microbatches):
-        ops.append(Op(rank, OpKind.B, microbatch))
-        if microbatch + warmup < microbatches:
-            ops.append(Op(rank, OpKind.F, microbatch + warmup))
-    return tuple(ops)
+def b_f(forwards: Sequence[Op], backwards: Iterable[Op], warmup: int) -> tuple[Op, ...]:
+    """`warmup` forwards, then one backward and one forward in turn, then the rest."""
+    in_turn = chain.from_iterable(zip_longest(backwards, forwards[warmup:]))
+    return (*forwards[:warmup], *filter(None, in_turn))

@@ -22,7 +22,7 @@ from typing import Any
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op
-from zbpipe.registry import generate, resolve
+from zbpipe.registry import resolve
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Span, Timeline
 
@@ -96,12 +96,12 @@ def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
 
 
 def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Sequence[Any]) -> Emulated:
-    costs = costs_of(name, ranks, seconds)
-    schedule = generate(name, ranks, microbatches, costs=costs)
+    algorithm, costs = resolve(name), costs_of(name, ranks, seconds)
+    schedule = algorithm.make(ranks, microbatches, costs=costs)
     took = median([step["seconds"] for step in steps])
     nearest = min(steps, key=lambda step: abs(step["seconds"] - took))
     spans = tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in rank) for rank in nearest["spans"])
-    return Emulated(name, resolve(name).source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
+    return Emulated(name, algorithm.source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
 
 
 def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:

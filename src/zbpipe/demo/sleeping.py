@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind
-from zbpipe.registry import generate, resolve, stage_indices
+from zbpipe.registry import resolve
 from zbpipe.runtime.build import build_pipeline_schedule
 
 _METHODS = {
@@ -144,14 +144,15 @@ class Runner:
 
     def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
-        indices = stage_indices(source, rank=rank, num_ranks=ranks)
+        algorithm = resolve(source)
+        indices = algorithm.place(ranks).stages_on(rank)
         layers = {index: SleepingLayer() for index in indices}
         stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
-        self.torchs = resolve(source).source == "torch"
+        self.torchs = algorithm.source == "torch"
         options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
-        self.schedule = build_pipeline_schedule(source, stages, microbatches, _loss, **options)
+        self.schedule = build_pipeline_schedule(algorithm, stages, microbatches, _loss, **options)
         self.costs = costs
-        self.ops = generate(source, ranks, microbatches, costs=costs).ops[rank]
+        self.ops = algorithm.make(ranks, microbatches, costs=costs).ops[rank]
         self.ran: list[Ran] = []
         """Of the last step."""
         self.start = 0.0

@@ -58,10 +58,6 @@ class Step:
     """Whose class runs it: "torch" or "zbpipe"."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def is_plan(self) -> bool:
-        return self.schedule == PLAN
-
 
 @dataclass(frozen=True)
 class Estimate:
