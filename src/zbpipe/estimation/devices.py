@@ -14,8 +14,6 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 GIB = 2**30
-AS_OF = "2026-11"
-"""When the table was last compared with its sources."""
 USABLE = 0.85
 """The share of a GPU's memory that can be used: the communication library and fragmentation need the rest."""
 

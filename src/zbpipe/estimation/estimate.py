@@ -67,12 +67,12 @@ def estimate(
     if found is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
     job = _Job(workload, None if found is None else rates(found, tflops, link), costs)
+    own = resolve(workload.schedule)
     names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
     left_out: list[tuple[str, str]] = []
     if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
-        own = resolve(workload.schedule).name
-        slow = [each for each in wanted if "memory_limit" in each.keywords and each.name != own]
+        slow = [each for each in wanted if "memory_limit" in each.keywords and each is not own]
         left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
         wanted = [each for each in wanted if each not in slow]
 
@@ -83,7 +83,7 @@ def estimate(
             left_out.append((name, str(error)))
 
     steps: list[Step] = []
-    for algorithm, stages in _variants(wanted, workload):
+    for algorithm, stages in _variants(wanted, own, workload):
         steps += kept(f"{algorithm.name}, {stages} stages a rank", job.named, algorithm, stages)
     if plans and workload.degrees.pipeline > 1:
         for name, place in _PLANNED:
@@ -94,18 +94,17 @@ def estimate(
     return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
 
 
-def _variants(wanted: Sequence[Algorithm], workload: Workload) -> Iterator[tuple[Algorithm, int]]:
+def _variants(wanted: Sequence[Algorithm], own: Algorithm, workload: Workload) -> Iterator[tuple[Algorithm, int]]:
     """Each schedule with its numbers of stages a rank; the job's own, too, if it is a file."""
     if workload.degrees.pipeline < 2:
         return
     for algorithm in wanted:
-        own = algorithm.stages_per_rank
-        for stages in _STAGES_PER_RANK if algorithm.any_stages_per_rank else (own,):
-            if stages >= own or own > max(_STAGES_PER_RANK):
+        usual = algorithm.stages_per_rank
+        for stages in _STAGES_PER_RANK if algorithm.any_stages_per_rank else (usual,):
+            if stages >= usual or usual > max(_STAGES_PER_RANK):
                 yield algorithm, stages
-    own_algorithm = resolve(workload.schedule)
-    if own_algorithm.table is not None:
-        yield own_algorithm, own_algorithm.stages_per_rank
+    if own.table is not None:
+        yield own, own.stages_per_rank
 
 
 @dataclass(frozen=True)

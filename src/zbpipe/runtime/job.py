@@ -176,7 +176,7 @@ def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
 
 
 def _runs_i_and_w(algorithm: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
-    return any(op.kind is OpKind.I for ops in algorithm.generate(num_ranks, n_microbatches) for op in ops)
+    return any(op.kind is OpKind.I for ops in algorithm.make(num_ranks, n_microbatches) for op in ops)
 
 
 def _require_files(options: Options, spell: checks.Spell) -> None:

@@ -109,7 +109,7 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
             " of them out"
         )
     if algorithm.placement == "table":
-        require_valid(algorithm.generate(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
