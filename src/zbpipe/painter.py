@@ -1,6 +1,6 @@
-"""What draws schedules and timelines for their own methods: they know no views, which are made of them.
+"""Draws schedules and timelines for their own methods, which cannot import the views: views import them.
 
-The package sets it when it is imported; the views are imported with the first picture.
+Importing the package sets the painter; the first picture imports the views.
 """
 
 from __future__ import annotations

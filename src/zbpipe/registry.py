@@ -57,7 +57,7 @@ class Algorithm:
     stages_per_rank: int
     """How many stages a rank holds when the caller does not choose."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`; it may take keywords: see `keywords`. Call `make`, which checks both."""
+    """`(ranks, microbatches) -> Schedule`, with `keywords`. Call `make`, which checks sizes and result."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Whose class runs it."""
     summary: str = ""
@@ -77,7 +77,7 @@ class Algorithm:
 
     @property
     def class_name(self) -> str:
-        """What torch and frameworks read in their logs."""
+        """Name of its class on torch's executor, as logs show it."""
         if self.table is None:
             return f"Schedule{self.name}"
         return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
@@ -259,9 +259,9 @@ def schedules() -> Mapping[str, Algorithm]:
 
 
 def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
-    """What `schedule` stands for: a name, in any case, the path of a CSV file, or `file.py:function`.
+    """The algorithm behind a name (in any case), the path of a CSV file, or `file.py:function`.
 
-    Resolve a name once, and pass on what it stands for: a file may change. A Schedule, or a Plan, stands for itself.
+    Resolve a name once, and pass on the algorithm: a file may change. A Schedule or Plan becomes one that returns it.
 
         >>> resolve("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A schedule as a command asks for it."""
+    """One schedule, as the options of a command ask for it."""
 
     name: str
-    """Or a file."""
+    """Of a schedule, or the path of a file."""
     ranks: int | None
     microbatches: int | None
     costs: Costs
@@ -55,7 +55,7 @@ class Request:
         return replace(schedule, name=algorithm.name), costs
 
     def make_valid(self) -> tuple[Schedule, CostModel]:
-        """The same, of a schedule that can run."""
+        """The schedule, which can run, and the costs of its stages."""
         from zbpipe.validation import validate
 
         schedule, costs = self.make()

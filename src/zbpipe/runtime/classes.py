@@ -17,14 +17,16 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 
 
 def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
-    """The class that runs one of zbpipe's schedules; one for a name, also for those of other packages."""
+    """The class that runs one of zbpipe's schedules, or another package's; always the same class for a name."""
     algorithm = resolve(schedule)
-    if algorithm is AutoSchedule.algorithm:
-        return AutoSchedule
-    return _make_class(algorithm) if algorithm.table is None else _make_class.__wrapped__(algorithm)
+    return _named_class(algorithm) if algorithm.table is None else _make_class(algorithm)
 
 
 @cache
+def _named_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
+    return AutoSchedule if algorithm is AutoSchedule.algorithm else _make_class(algorithm)
+
+
 def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
     base = LeanSchedule if algorithm.by_checkpointing else RegisteredSchedule
     content = {"algorithm": algorithm, "__module__": __name__, "__doc__": algorithm.summary}

@@ -221,7 +221,7 @@ def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> 
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
-    """The lines of the table, the best first; beside a plan, which is one of them, with how much longer others take."""
+    """Table lines, the best first. With a `plan` among the schedules, also how much longer the others take."""
 
     def cells(each: ComparedSchedule) -> Iterator[str]:
         yield each.figures["schedule"]
