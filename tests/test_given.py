@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 from zbpipe.runtime import _torch
+from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule, ScheduleZBV
-from zbpipe.runtime.words import tell
 from zbpipe.titan import plug
 
 CPU = torch.device("cpu")
@@ -118,8 +118,8 @@ def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pyt
     quiet, usual = logging.getLogger("quiet.job"), logging.getLogger("usual.job")
     quiet.setLevel(logging.WARNING)
     usual.setLevel(logging.INFO)
-    tell(quiet, "found %d", 1)
-    tell(usual, "found %d", 2)
+    log_visibly(quiet, "found %d", 1)
+    log_visibly(usual, "found %d", 2)
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "found 1"),
         ("INFO", "found 2"),

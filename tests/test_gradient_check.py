@@ -37,8 +37,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
+from zbpipe.runtime.check_gradients import _WLast
 from zbpipe.runtime.gradient_report import GradientMismatchError
-from zbpipe.runtime.lone_check import _WLast
 from zbpipe.runtime.split import layers, products, slots
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 

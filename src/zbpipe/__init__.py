@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
+    from zbpipe.runtime.check_gradients import check_gradients
     from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.gradient_check import GradientCheck
     from zbpipe.runtime.gradient_report import GradientReport
     from zbpipe.runtime.lean import ScheduleVHalfLean, ScheduleVMinLean, ScheduleZBH1Lean, ScheduleZBVLean
-    from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
     from zbpipe.runtime.schedules import (
@@ -127,7 +127,7 @@ _LATER = {
     "runtime.gradient_check": ("GradientCheck",),
     "runtime.gradient_report": ("GradientReport",),
     "runtime.lean": ("ScheduleVHalfLean", "ScheduleVMinLean", "ScheduleZBH1Lean", "ScheduleZBVLean"),
-    "runtime.lone_check": ("check_gradients",),
+    "runtime.check_gradients": ("check_gradients",),
     "runtime.optimizer.step": ("OptimizerStep",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),

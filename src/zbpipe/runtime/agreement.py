@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
-from zbpipe.runtime.words import spans
+from zbpipe.runtime.logs import name_ranks
 
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
@@ -113,4 +113,4 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
 
 def _by_text(texts: list[str], ranks: list[int]) -> str:
     holders = {text: [rank for rank, each in zip(ranks, texts, strict=True) if each == text] for text in texts}
-    return "; ".join(f"{spans(of)}: {text}" for text, of in holders.items())
+    return "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())

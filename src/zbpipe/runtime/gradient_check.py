@@ -153,15 +153,11 @@ class _Checked:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        undo = (
-            _torch.wrap_compute(self._schedule, self._around),
-            _torch.wrap_calls(self._schedule, self._forward, self._loss, self._backward),
-        )
-        try:
+        with (
+            _torch.hooked(self._schedule, _torch.HookOrder.CHECK, self._around),
+            _torch.calls_through(self._schedule, self._forward, self._loss, self._backward),
+        ):
             yield
-        finally:
-            for each in reversed(undo):
-                each()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         key = stage, microbatch

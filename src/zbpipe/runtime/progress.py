@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Thread
 from typing import Any, Protocol
 from weakref import ref
@@ -58,7 +58,7 @@ class Launched:
         self.count = 0
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Launch one computation (see `_torch.wrap_compute`)."""
+        """Launch one computation (see `_torch.hooked`)."""
         result = compute()
         place = self.count % MOST
         if place == len(self._events):
@@ -126,14 +126,13 @@ class Progress:
         if self._steps == 1:
             self._launched = _launched_on(device)
             Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
-        undo = _torch.wrap_compute(schedule, self._launched.around) if self._launched else None
+        launched = self._launched
         self._runs = True
         try:
-            yield
+            with _torch.hooked(schedule, _torch.HookOrder.FOLLOW, launched.around) if launched else nullcontext():
+                yield
         finally:
             self._runs = False
-            if undo:
-                undo()
 
     def on_device(self) -> str:
         """What the device has run, in words; empty on the CPU, and for a device that no longer answers."""

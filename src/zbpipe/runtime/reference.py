@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.contents import Contents, shared_generators
+from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
-from zbpipe.runtime.substitution import replaced
 
 
 class State:
@@ -159,7 +159,7 @@ class Microbatch:
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """Remember what the stage's backward starts from (see `_torch.wrap_calls`)."""
+        """Remember what the stage's backward starts from (see `_torch.calls_through`)."""
         self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
@@ -249,7 +249,7 @@ def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
-            plain.enter_context(replaced(deferral, linear=F.linear, products={}, slots=None))
+            plain.enter_context(replaced(deferral, linear=F.linear, products={}))
         for part, (compiled, eager) in _regions(module):
             plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -19,7 +19,7 @@ from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
 from zbpipe.running_ahead import RunAhead, ahead_of, gain
-from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
+from zbpipe.runtime import _torch, agreement, arguments, checks, failures, tied_weights
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.offload.beside import Copies
@@ -342,9 +342,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """Run the schedule's copies beside its computations."""
         stages = _torch.stages_of(self)
         if schedule.has_copies and self._copies is None:
-            self._copies = Copies(self, copier_for(_torch.device_of(stages[0])))
-            # What would undo it has to live as long as it lasts.
-            self._unwrap = _torch.wrap_compute(self, self._copies.around)
+            self._copies = Copies(stages, copier_for(_torch.device_of(stages[0])))
         if self._copies is not None:
             self._copies.follow(simulate(schedule, self._costs or passes.unknown_costs(self.placement)))
 
@@ -427,14 +425,15 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 if _torch.has_split_backward(self):
                     split.require_no_early_reduction(stages)
                     split.require_memory_that_lasts(stages)
-                ties.warn_if_parted(stages, self.placement)
+                tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
             self._pass_on_unfreezing()
-            if self._copies is not None:
-                self._copies.begin_step()
-            self._validated(
-                lambda: super(RegisteredSchedule, self).run_microbatches(args, kwargs, targets, *more, **more_by_name)
-            )
+            with nullcontext() if self._copies is None else self._copies.running(self):
+                self._validated(
+                    lambda: super(RegisteredSchedule, self).run_microbatches(
+                        args, kwargs, targets, *more, **more_by_name
+                    )
+                )
 
     @contextmanager
     def _refused_by_all(self) -> Iterator[None]:

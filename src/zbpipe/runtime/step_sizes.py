@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.agreement import new_key
 from zbpipe.runtime.failures import Failure, PipelineError, RefusedStepError, wait_for_readers
-from zbpipe.runtime.words import spans
+from zbpipe.runtime.logs import name_ranks
 
 _LOOK = timedelta(seconds=1)
 """How long a rank waits before it looks whether the time is up."""
@@ -169,7 +169,7 @@ class Comparison:
             if time.monotonic() > deadline:
                 missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
                 raise PipelineError(
-                    f"{spans(missing)} did not come to this step, whose microbatches= all ranks have to give, in"
+                    f"{name_ranks(missing)} did not come to this step, whose microbatches= all ranks have to give, in"
                     f" {timeout:.0f} seconds"
                 )
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
@@ -303,4 +303,4 @@ def _are_there(store: Any, keys: list[str]) -> bool:
 def _by_number(answers: dict[int, _Answer]) -> str:
     numbers = dict.fromkeys(each.microbatches for each in answers.values())
     ranks = {number: [rank for rank, each in answers.items() if each.microbatches == number] for number in numbers}
-    return ", ".join(f"{'none' if number is None else number} on {spans(of)}" for number, of in ranks.items())
+    return ", ".join(f"{'none' if number is None else number} on {name_ranks(of)}" for number, of in ranks.items())

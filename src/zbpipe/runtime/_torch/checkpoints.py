@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.fsdp import without_gradients
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime.patching import replaced
 
 __all__ = ["checkpointed_parts", "inferring_through_checkpoints"]
 

@@ -98,7 +98,7 @@ Surround = Callable[[Any], AbstractContextManager[None]]
 def surround(schedule: _torch.PipelineSchedule, around: Surround, steps: int) -> None:
     """Run the next `steps` training steps of `schedule` (any of zbpipe's or torch's) in the contexts of `around`.
 
-    `around` may wrap computations itself. Its contexts are inside of the watchers', whose times leave out what it adds.
+    `around` may hook into computations (`_torch.HookOrder.CHECK`); recorded times leave out what it adds there.
     """
     _attached(schedule).surrounding.extend([around] * steps)
 
@@ -205,12 +205,11 @@ class _Recorder:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
         self._origin = self._clock.mark()
-        undo = _torch.wrap_compute(self._schedule, self._around)
-        try:
-            with self._allocated.step() if self._allocated else nullcontext():
-                yield
-        finally:
-            undo()
+        with (
+            _torch.hooked(self._schedule, _torch.HookOrder.RECORD, self._around),
+            self._allocated.step() if self._allocated else nullcontext(),
+        ):
+            yield
         self._end = self._clock.mark()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
