@@ -38,12 +38,14 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
 
 def require_counts(**numbers: object) -> tuple[int, ...]:
     """The numbers as Python's own; the first that is no whole number from 1 on is refused."""
-    found = []
-    for name, number in numbers.items():
-        if (value := whole(number) or 0) < 1:
-            raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
-        found.append(value)
-    return tuple(found)
+    return tuple(require_count(f"{name} has to be a whole number", name, each) for name, each in numbers.items())
+
+
+def require_count(need: str, name: str, number: object) -> int:
+    """The number as Python's own; the refusal of one that is no whole number from 1 on begins with `need`."""
+    if (found := whole(number) or 0) < 1:
+        raise ValueError(f"{need} from 1 on, got {name}={number!r}")
+    return found
 
 
 def limit(memory_limit: object) -> Limit | None:

@@ -27,7 +27,7 @@ from zbpipe.planner.request import Objective
 from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -287,7 +287,7 @@ class AutoSchedule(RegisteredSchedule):
             log_visibly(logger, "Auto: %s", words)
 
 
-class _InTurn:
+class _InTurn(Watcher):
     """Runs two schedules in turn, step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zbpipe import registry
 from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
 from zbpipe.dry_run_with_messages import DryRunWithMessages
-from zbpipe.ir import OpKind, Placement, Schedule, whole
+from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.offloading import Offload
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.split.stage import SplitBackward, is_split
@@ -106,11 +106,7 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
     """The number of microbatches as Python's own. One that is none is refused, and so is a loss_fn."""
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
-    if (number := whole(n_microbatches) or 0) < 1:
-        raise ValueError(
-            f"{name} needs a whole number of microbatches from 1 on, got n_microbatches={n_microbatches!r}"
-        )
-    return number
+    return arguments.require_count(f"{name} needs a whole number of microbatches", "n_microbatches", n_microbatches)
 
 
 def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
@@ -343,13 +339,6 @@ def require_same_placement(schedule: Schedule, placement: Placement) -> None:
             f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
             f" {placement.rank_of}: adopt one with this placement, or build a new schedule on new stages"
         )
-
-
-def require_count(name: str, number: object) -> int:
-    """A number of microbatches as Python's own; what is none is refused."""
-    if (found := whole(number) or 0) < 1:
-        raise ValueError(f"a step has a whole number of microbatches from 1 on, got {name}={number!r}")
-    return found
 
 
 def require_inferred_shapes(runtime: _torch.ScheduleRuntime) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.failures import shared_with_other_ranks
 from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
-from zbpipe.runtime.measure.recording import surround
+from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
@@ -57,7 +57,7 @@ _DOES_NOT_REPEAT = (
 logger = logging.getLogger(__name__)
 
 
-class GradientCheck:
+class GradientCheck(Watcher):
     """Checks the gradients of a schedule in the next steps of a running job.
 
         check = zbpipe.GradientCheck(schedule, steps=2)
@@ -109,10 +109,15 @@ class GradientCheck:
         self._done = done
         self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
         """What this rank has found so far."""
-        surround(schedule, self._step, steps)
+        watch(schedule, self)
+
+    def before(self) -> Wanted | None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        return Wanted.STEP if self._left else None
 
     @contextmanager
-    def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:
+    def around(self, schedule: RegisteredSchedule) -> Iterator[None]:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
         with _Checked(schedule, self._tolerance, self._add).attached():
             yield
         self._left -= 1
