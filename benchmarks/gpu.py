@@ -409,7 +409,7 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
     schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
     torch.manual_seed(1)
     x, target = torch.randn(2, microbatches, tokens, dim).to(device)
-    with _torch.hooked(schedule, _torch.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
+    with _torch.hook(schedule, _torch.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
         for _ in range(2):
             for part in parts.values():
                 part.zero_grad()

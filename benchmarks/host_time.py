@@ -62,7 +62,7 @@ class Pipeline:
 
     def timed_step(self) -> None:
         """The same, looked at."""
-        with _torch.hooked(self.schedule, _torch.HookOrder.RECORD, self._around):
+        with _torch.hook(self.schedule, _torch.HookOrder.RECORD, self._around):
             self.step()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:

@@ -40,7 +40,7 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
     before = [dict(vars(owner)).keys() for owner in (schedule, *_torch.stages_of(schedule))]
     for come, go in zip(permutations(ORDERS), reversed(list(permutations(ORDERS))), strict=True):
         seen: list[str] = []
-        hooks = {order: _torch.hooked(schedule, order, partial(note, seen, order)) for order in ORDERS}
+        hooks = {order: _torch.hook(schedule, order, partial(note, seen, order)) for order in ORDERS}
         for order in come:
             hooks[order].__enter__()
         left = list(ORDERS)
@@ -61,14 +61,14 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
 def test_a_hook_that_ends_in_a_computation_ends_alone(one_rank: None) -> None:
     schedule = pipeline("ZBV")
     seen: list[str] = []
-    last = _torch.hooked(schedule, HookOrder.RECORD, partial(note, seen, HookOrder.RECORD))
+    last = _torch.hook(schedule, HookOrder.RECORD, partial(note, seen, HookOrder.RECORD))
 
     def end_other(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         last.__exit__(None, None, None)
         first.__exit__(None, None, None)
         return compute()
 
-    first = _torch.hooked(schedule, HookOrder.CHECK, end_other)
+    first = _torch.hook(schedule, HookOrder.CHECK, end_other)
     last.__enter__()
     first.__enter__()
     schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
@@ -80,3 +80,20 @@ def test_what_is_not_there_cannot_be_replaced() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'slots' to replace"), replaced(layer, slots=None):
         pass
     assert "slots" not in vars(layer)
+
+
+def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
+    """Such a backward reduces gradients itself, so stages that torch's own would reduce too early are not refused."""
+    schedule = pipeline("ZBV")
+    first, second = _torch.stages_of(schedule)
+
+    def frameworks(*args: Any, **kwargs: Any) -> Any:
+        return type(second).backward_maybe_with_nosync(second, *args, **kwargs)
+
+    def route(call: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    vars(second)["backward_maybe_with_nosync"] = frameworks
+    with _torch.route_calls(schedule, route, route, route):
+        assert _torch.has_own_backward(first) == ""
+        assert _torch.has_own_backward(second).endswith("frameworks")

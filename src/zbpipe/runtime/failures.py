@@ -126,7 +126,7 @@ class Notice:
             _torch.default_store().add(self._readers, 1)
 
 
-def first_of_job() -> Notice:
+def first_failure() -> Notice:
     """The job's first failure."""
     return Notice(_FIRST, dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
@@ -146,14 +146,14 @@ def shared_with_other_ranks() -> Iterator[None]:
     except SHARED as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        failure, notice = failure_of(error, ""), first_of_job()
+        failure, notice = make_failure(error, ""), first_failure()
         first = notice.exchange(failure)
         if first == failure:
             notice.wait_for_readers()
         # What is refused by a ValueError has nothing to do with the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
-        raise PipelineError(in_words(failure, first)) from error
+        raise PipelineError(describe(failure, first)) from error
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def ended_at_once() -> Iterator[None]:
         os._exit(1)
 
 
-def failure_of(error: BaseException, where: str, explained: str | None = None) -> Failure:
+def make_failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
     """By the cause at the root: torch's stages wrap what a module raises in a long list of its arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -192,7 +192,7 @@ def _has_communicators() -> bool:
     return dist.is_initialized() and "ccl" in dist.get_backend_config()
 
 
-def in_words(failure: Failure, first: Failure) -> str:
+def describe(failure: Failure, first: Failure) -> str:
     if first.rank == failure.rank:
         return str(failure)
     return f"another rank failed first: {first}. Then this one: {failure}"

@@ -118,7 +118,7 @@ class GradientCheck(Watcher):
     @contextmanager
     def around(self, schedule: RegisteredSchedule) -> Iterator[None]:
         """See `zbpipe.runtime.measure.recording.Watcher`."""
-        with _Checked(schedule, self._tolerance, self._add).attached():
+        with _Checked(schedule, self._tolerance, self._add).attach():
             yield
         self._left -= 1
         if not self._left:
@@ -157,10 +157,10 @@ class _Checked:
         self._current: _Comparison | None = None
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self) -> Iterator[None]:
         with (
-            _torch.hooked(self._schedule, _torch.HookOrder.CHECK, self._around),
-            _torch.calls_through(self._schedule, self._forward, self._loss, self._backward),
+            _torch.hook(self._schedule, _torch.HookOrder.CHECK, self._around),
+            _torch.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):
             yield
 

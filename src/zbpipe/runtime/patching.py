@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zbpipe.runtime.attributes import declares
-
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
@@ -17,7 +15,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         AttributeError: it has none of that name, so nobody would read the new one.
     """
     for name in attributes:
-        if not declares(owner, name):
+        if name not in vars(owner) and not hasattr(type(owner), name):
             raise AttributeError(f"{owner!r} has no attribute {name!r} to replace")
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)

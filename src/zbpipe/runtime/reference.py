@@ -159,7 +159,7 @@ class Microbatch:
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """Remember what the stage's backward starts from (see `_torch.calls_through`)."""
+        """Remember what the stage's backward starts from (see `_torch.route_calls`)."""
         self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 

@@ -303,10 +303,10 @@ class RegisteredSchedule(_torch.OwnRuntime):
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
         microbatches = microbatches_of(self, microbatches, kwargs)
-        with self._failures.begun(), self._board.begun(is_compared=microbatches is not None):
+        with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                with self._refused_by_all():
+                with self._refuse_with_all():
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
                     if _torch.trains(self) and not self._models_are_checked:
                         checks.require_trainable(_torch.stages_of(self))
@@ -322,7 +322,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if self.sizes.agree(self, args):
             self._is_warm = False
         checks.require_known_shapes(self, args)
-        with self._failures.named(self, self.schedule.name):
+        with self._failures.explain_failures(self, self.schedule.name):
             if self._begins_with_agreement:
                 if not self._running.is_agreed:
                     self.settle()
@@ -340,11 +340,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """Run what all ranks have agreed on."""
         pass_on_unfreezing(self, self._board)
         run = partial(super().run_microbatches, *args, **kwargs)
-        with self._copies.running(self) if self._copies and self.schedule.has_copies else nullcontext():
+        with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
             run_validated(self, self._validation, self._cut, run)
 
     @contextmanager
-    def _refused_by_all(self) -> Iterator[None]:
+    def _refuse_with_all(self) -> Iterator[None]:
         """If this rank refuses the step within, before its messages begin, the others refuse it, too."""
         try:
             yield
@@ -369,7 +369,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
             self.abandoned_by = error
             del error  # it comes back with a traceback that holds this frame
             self.leave_out_all()
-            with suppress(Exception), self._failures.named(self, name):
+            with suppress(Exception), self._failures.explain_failures(self, name):
                 self._run_lists(None, None, None)
         else:
             self._failures.end_by_refusal()

@@ -72,7 +72,7 @@ class StepBoard:
         """The key of its last answer, until all have read that."""
 
     @contextmanager
-    def begun(self, is_compared: bool) -> Iterator[None]:
+    def begin_step(self, is_compared: bool) -> Iterator[None]:
         """Around a step: if it is refused before it is compared, the ranks that wait for this one learn why."""
         self._step += 1
         self.is_compared = is_compared
@@ -87,7 +87,7 @@ class StepBoard:
         finally:
             self.is_compared = False
 
-    def agreed(self, microbatches: int, shapes: int | None, timeout: float | None) -> StepSize:
+    def agree_on_size(self, microbatches: int, shapes: int | None, timeout: float | None) -> StepSize:
         """The size of this step, after all ranks of the pipeline have called this.
 
         Args:

@@ -12,9 +12,9 @@ from zbpipe.runtime.failures import (
     Failure,
     PipelineError,
     RefusedStepError,
-    failure_of,
-    first_of_job,
-    in_words,
+    describe,
+    first_failure,
+    make_failure,
 )
 from zbpipe.runtime.progress import Progress
 from zbpipe.runtime.step_board import StepBoard
@@ -39,7 +39,7 @@ class StepFailures:
 
     def __init__(self, board: StepBoard) -> None:
         self._board = board
-        self._first = first_of_job()
+        self._first = first_failure()
         self._progress = Progress(self._look_while_stuck)
         self._broken_by: str | None = None
         """How a step failed while messages were under way; no other step can follow."""
@@ -49,7 +49,7 @@ class StepFailures:
         """Another rank's failure, found while the present step did not move."""
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
+    def begin_step(self) -> Iterator[None]:
         """Around one whole step.
 
         Raises:
@@ -68,7 +68,7 @@ class StepFailures:
 
     def refuse(self, error: Exception, name: str) -> None:
         """Leave word that this rank refuses the present step by `error`."""
-        self._told = error, failure_of(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
+        self._told = error, make_failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
         self._board.notice.post(self._told[1])
 
     def tell(self, error: Exception, schedule: _torch.OwnRuntime, name: str) -> None:
@@ -89,7 +89,7 @@ class StepFailures:
         self._first.exchange(self._told[1])
 
     @contextmanager
-    def named(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
+    def explain_failures(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
         """Around what `schedule` runs in a step: turn an exception into an error that names the op.
 
         Raises:
@@ -98,7 +98,7 @@ class StepFailures:
             RefusedStepError: another rank refuses the step.
         """
         try:
-            with self._progress.followed(schedule):
+            with self._progress.follow(schedule):
                 yield
         except PipelineError:
             raise
@@ -115,7 +115,7 @@ class StepFailures:
                 raise
             failure = told or self._failure_in(schedule, name, error)
             first = self._first.exchange(failure)
-            self._broken_by = in_words(failure, self._heard or first)
+            self._broken_by = describe(failure, self._heard or first)
             if first == failure:
                 self._board.notice.post(failure)
                 self._board.notice.wait_for_readers()
@@ -127,7 +127,7 @@ class StepFailures:
         self, schedule: _torch.OwnRuntime, name: str, error: BaseException, place: str | None = None
     ) -> Failure:
         places = name, place or _torch.place_of(error, schedule), self._progress.on_device()
-        return failure_of(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error))
+        return make_failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error))
 
     def _look_while_stuck(self) -> None:
         self._board.answer_for_stuck_step()

@@ -67,7 +67,7 @@ class StepSizes:
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
         if self._board.is_compared:
-            size = self._board.agreed(size.microbatches, number, _torch.timeout_of(stage))
+            size = self._board.agree_on_size(size.microbatches, number, _torch.timeout_of(stage))
         is_new = self._use_shapes(runtime, size.shapes)
         if size.shapes == len(self._inputs):
             self._inputs.append(shapes)

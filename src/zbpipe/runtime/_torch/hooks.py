@@ -47,18 +47,18 @@ def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
 
 
 @contextmanager
-def hooked(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
+def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
     """Within, every computation of this rank runs through `around`, the loss as one more F of the last stage.
 
     The wait for messages is outside of that. Hooks may end in any order.
     """
     hooks: _Hooks = vars(schedule).get("_hooks") or _Hooks(schedule)
-    hook = _Hook(order, around)
-    hooks.add(hook)
+    own = _Hook(order, around)
+    hooks.add(own)
     try:
         yield
     finally:
-        hooks.remove(hook)
+        hooks.remove(own)
 
 
 class _Hooks:
@@ -76,18 +76,18 @@ class _Hooks:
         loss = partial(self._loss_computes, schedule._maybe_compute_loss)
         self._patches.enter_context(replaced(schedule, _maybe_compute_loss=loss))
 
-    def add(self, hook: _Hook) -> None:
-        self._sorted.append(hook)
+    def add(self, new: _Hook) -> None:
+        self._sorted.append(new)
         self._sorted.sort(key=lambda each: each.order)
 
-    def remove(self, hook: _Hook) -> None:
-        self._sorted.remove(hook)
+    def remove(self, old: _Hook) -> None:
+        self._sorted.remove(old)
         if not self._sorted:
             self._patches.close()
 
     def _run(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        for hook in reversed(self._sorted):
-            compute = partial(hook.around, kind, stage, microbatch, compute)
+        for each in reversed(self._sorted):
+            compute = partial(each.around, kind, stage, microbatch, compute)
         return compute()
 
     def _stage_computes(self, name: str, stage: int, compute: Call, chunk: int, *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +102,12 @@ class _Hooks:
         return self._run("F", stage.stage_index, chunk, partial(compute, *args, **kwargs))
 
 
+class Routed(partial[Any]):
+    """A function that gets a call, and the call."""
+
+
 @contextmanager
-def calls_through(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
+def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
     """Within, forwards, losses and backwards of this rank run through these functions, which get call and arguments.
 
     Args:
@@ -117,7 +121,7 @@ def calls_through(schedule: _PipelineSchedule, forward: Call, loss: Call, backwa
         for stage in stages_of(schedule):
             calls = {
                 "forward_maybe_with_nosync": partial(forward, stage.forward_maybe_with_nosync),
-                "backward_maybe_with_nosync": partial(backward, stage.backward_maybe_with_nosync),
+                "backward_maybe_with_nosync": Routed(backward, stage.backward_maybe_with_nosync),
             }
             patches.enter_context(replaced(stage, **calls))
         if schedule._loss_fn is not None:

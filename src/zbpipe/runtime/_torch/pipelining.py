@@ -38,7 +38,7 @@ from zbpipe.runtime._torch.buffers import (
     release_receives,
     wait_for_sends,
 )
-from zbpipe.runtime._torch.hooks import HookOrder, hooked
+from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.patching import replaced
 
@@ -110,11 +110,11 @@ class OwnRuntime(_PipelineScheduleRuntime):
         `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
         """
         with ExitStack() as around:
-            around.enter_context(self.place.followed(self))
+            around.enter_context(self.place.follow(self))
             if can_send_marks(self._stages[0]):
                 by_index = {stage.stage_index: cast(OwnStage, stage) for stage in self._stages}
                 leave_out = partial(self._compute_or_leave_out, by_index)
-                around.enter_context(hooked(self, HookOrder.ABANDON, leave_out))
+                around.enter_context(hook(self, HookOrder.ABANDON, leave_out))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
         if self.abandoned_by is not None:
             for stage in self._stages:
@@ -412,7 +412,7 @@ def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]
             left.clear()
         return compute()
 
-    with hooked(runtime, HookOrder.SCALE, save_first) if kept else nullcontext():
+    with hook(runtime, HookOrder.SCALE, save_first) if kept else nullcontext():
         yield
 
 
@@ -620,8 +620,11 @@ def _named(action: _Action) -> Action:
 
 def has_own_backward(stage: Stage) -> str:
     """The name of the function that a framework has set as the stage's backward; empty for torch's own."""
-    own = vars(stage).get("backward_maybe_with_nosync")
-    return getattr(own, "__qualname__", repr(own)) if own else ""
+    own: Any = vars(stage).get("backward_maybe_with_nosync")
+    if isinstance(own, Routed):
+        (own,) = own.args
+    is_torchs = own is None or own == type(stage).backward_maybe_with_nosync.__get__(stage)
+    return "" if is_torchs else getattr(own, "__qualname__", repr(own))
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:

@@ -149,7 +149,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with ExitStack() as around:
             if recorder is not None:
-                around.enter_context(recorder.attached())
+                around.enter_context(recorder.attach())
             for watcher, _ in looking:
                 around.enter_context(watcher.around(schedule))
             result = step(*args, **kwargs)
@@ -181,12 +181,12 @@ class _Recorder:
         self._last_stage = stage.num_stages - 1
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self) -> Iterator[None]:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
         self._origin = self._clock.mark()
         with (
-            _torch.hooked(self._schedule, _torch.HookOrder.RECORD, self._around),
+            _torch.hook(self._schedule, _torch.HookOrder.RECORD, self._around),
             self._allocated.step() if self._allocated else nullcontext(),
         ):
             yield

@@ -42,14 +42,14 @@ class Copies:
         self._ops = frozenset(copy for copies in self._issued.values() for copy in copies)
 
     @contextmanager
-    def running(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
+    def run_beside(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}
         """By the op that copied it out."""
         self._unreleased: set[Op] = set()
         self._before_loss: set[Op] = set()
-        with _torch.hooked(schedule, _torch.HookOrder.COPY, self.around):
+        with _torch.hook(schedule, _torch.HookOrder.COPY, self.around):
             yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
