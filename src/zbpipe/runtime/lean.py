@@ -96,44 +96,24 @@ def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
 
 
 class ScheduleZBVLean(LeanSchedule):
-    """The shortest step in 1F1B's memory, two stages a rank in a V: the one to try first.
-
-        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbv_lean` for its definition.
-    """
+    """Two stages a rank in a V, in 1F1B's memory: the one to try first; see `zbpipe.algorithms.zbv_lean`."""
 
     schedule_name = "ZBVLean"
 
 
 class ScheduleZBH1Lean(LeanSchedule):
-    """The shortest step in 1F1B's memory with one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH1Lean(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh1_lean` for its definition.
-    """
+    """One stage a rank, in 1F1B's memory; see `zbpipe.algorithms.zbh1_lean`."""
 
     schedule_name = "ZBH1Lean"
 
 
 class ScheduleVHalfLean(LeanSchedule):
-    """The shortest step in half of 1F1B's activations, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVHalfLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_half_lean` for its definition.
-    """
+    """Two stages a rank in a V, in half of 1F1B's activations; see `zbpipe.algorithms.v_half_lean`."""
 
     schedule_name = "VHalfLean"
 
 
 class ScheduleVMinLean(LeanSchedule):
-    """The shortest step in a third of 1F1B's activations, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVMinLean(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_min_lean` for its definition.
-    """
+    """Two stages a rank in a V, in a third of 1F1B's activations; see `zbpipe.algorithms.v_min_lean`."""
 
     schedule_name = "VMinLean"

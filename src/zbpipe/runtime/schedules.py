@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -302,7 +302,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 last stage, no loss_fn, or a `microbatches` that is not the same on all ranks.
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
-        microbatches = microbatches_of(self, microbatches, kwargs)
+        microbatches = self.sizes.number_asked(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
@@ -436,92 +436,43 @@ def list_for_visualizer(source: str | Schedule, mocks: Any, n_microbatches: int)
     return _torch.list_only(stages, made)
 
 
-def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: Mapping[str, Any]) -> int | None:
-    """The number of microbatches that a step is asked for; None for the usual one.
-
-    Args:
-        schedule: whose step it is.
-        asked: by `microbatches=`.
-        arguments: of the step; a framework that splits batches gives `kwarg_mbs` on all ranks.
-    """
-    split = arguments.get("kwarg_mbs")
-    if asked is None and isinstance(split, list) and split and schedule.sizes.are_unusual(split):
-        return len(split)
-    return asked
-
-
 class ScheduleZBH1(RegisteredSchedule):
-    """ZB-H1, one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH1(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh1` for its definition.
-    """
+    """ZB-H1, one stage a rank; see `zbpipe.algorithms.zbh1`."""
 
     schedule_name = "ZBH1"
 
 
 class ScheduleZBH2(RegisteredSchedule):
-    """ZB-H2, one stage a rank.
-
-        schedule = zbpipe.ScheduleZBH2(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbh2` for its definition.
-    """
+    """ZB-H2, one stage a rank; see `zbpipe.algorithms.zbh2`."""
 
     schedule_name = "ZBH2"
 
 
 class ScheduleZB1P(RegisteredSchedule):
-    """ZB-1p, one stage a rank.
-
-        schedule = zbpipe.ScheduleZB1P(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zb1p` for its definition.
-    """
+    """ZB-1p, one stage a rank; see `zbpipe.algorithms.zb1p`."""
 
     schedule_name = "ZB1P"
 
 
 class ScheduleZB2P(RegisteredSchedule):
-    """ZB-2p, one stage a rank.
-
-        schedule = zbpipe.ScheduleZB2P(stage, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zb2p` for its definition.
-    """
+    """ZB-2p, one stage a rank; see `zbpipe.algorithms.zb2p`."""
 
     schedule_name = "ZB2P"
 
 
 class ScheduleZBV(RegisteredSchedule):
-    """ZB-V, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.zbv` for its definition.
-    """
+    """ZB-V, two stages a rank in a V; see `zbpipe.algorithms.zbv`."""
 
     schedule_name = "ZBV"
 
 
 class ScheduleVHalf(RegisteredSchedule):
-    """V-Half, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVHalf(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_half` for its definition.
-    """
+    """V-Half, two stages a rank in a V; see `zbpipe.algorithms.v_half`."""
 
     schedule_name = "VHalf"
 
 
 class ScheduleVMin(RegisteredSchedule):
-    """V-Min, two stages a rank in a V.
-
-        schedule = zbpipe.ScheduleVMin(stages, n_microbatches=8, loss_fn=loss_fn)
-
-    See `zbpipe.algorithms.v_min` for its definition.
-    """
+    """V-Min, two stages a rank in a V; see `zbpipe.algorithms.v_min`."""
 
     schedule_name = "VMin"

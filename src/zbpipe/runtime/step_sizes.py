@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zbpipe.runtime import _torch, checks
@@ -38,12 +38,20 @@ class StepSizes:
         """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
         return self.last == StepSize(self.usual)
 
-    def are_unusual(self, keywords: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether all ranks see by these keyword inputs, one dict a microbatch, that the step has another size."""
+    def number_asked(self, microbatches: int | None, keywords: object) -> int | None:
+        """The number of microbatches that a step is asked for; None for the usual one.
+
+        Args:
+            microbatches: that the step was given.
+            keywords: a list with a dict for each microbatch, if a framework has split the batch; the same number on all
+                ranks.
+        """
+        if microbatches is not None or not isinstance(keywords, list) or not keywords:
+            return microbatches
         shapes = checks.input_shapes(each.values() for each in keywords) if self.keywords_are_alike else []
         if not self.are_set_up:
             self._keywords = shapes
-        return len(keywords) != self.usual or shapes != self._keywords
+        return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
 
     def agree(self, runtime: _torch.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
         """Before the messages of a step: all ranks learn its size, and set up its shapes.
