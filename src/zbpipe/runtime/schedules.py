@@ -125,18 +125,18 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
         """What steps run, by their number of microbatches."""
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
-        self._gradients = WeightGradients()
-        self._split_backward = split_backward
+        gradients = WeightGradients()
+        self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
+        """Lets I and W share the backward; None once they do."""
         self.defers_loss = defer_loss and split_backward != "autograd"
         """Whether backwards inside of the loss defer their weight gradients to W."""
         if self.defers_loss and loss_fn is not None:
-            loss_fn = defer_in_loss(loss_fn, self._gradients)
+            loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         self.always_train()
         self.transport = transport or usual_transport(stages[0])
         """What messages wait for."""
-        frees_sends_early = options.get("max_outstanding_sends") is None
-        self._lowering = Lowering(asked_receives, self.transport, frees_sends_early)
+        self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board)
         self.sizes = StepSizes(self._board, n_microbatches)
@@ -144,8 +144,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._validation: Validation | None = None
         self._copies: Copies | None = None
         """What runs the copies of schedules that have some."""
-        self._shares_backward = False
-        """Whether I and W of the stages share the backward."""
         self._models_are_checked = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
@@ -257,9 +255,9 @@ class RegisteredSchedule(_torch.OwnRuntime):
         """Run it from the next step on; it has the number of microbatches of that step."""
         stages, costs = _torch.stages_of(self), self.by_size.simulated_costs
         lowered = self._lowering.lower(self, schedule, costs)
-        if not self._shares_backward and any(op.kind is OpKind.I for ops in schedule for op in ops):
-            split.split_backward(stages, self._split_backward, self._gradients)
-            self._shares_backward = True
+        if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
+            self._split()
+            self._split = None
         checks.require_pairs(schedule, stages)
         if schedule.has_copies:
             self._copies = self._copies or Copies(stages, copier_for(_torch.device_of(stages[0])))
