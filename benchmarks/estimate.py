@@ -72,14 +72,14 @@ def train_and_write() -> None:
     options, rest = command_line.parse(sys.argv[1:])
     plug_in(options)
     sys.argv[1:] = rest
-    from zbpipe.runtime.measure.recording import Wanted, collect, surround
+    from zbpipe.runtime.measure.recording import Wanted, collect, watch
     from zbpipe.titan import plug
 
     complete, found = plug.complete, {"bytes": 0.0}
 
     def watched(schedule: Any, *args: Any, **kwargs: Any) -> None:
         complete(schedule, *args, **kwargs)
-        surround(schedule, _metered(found), METERED)
+        watch(schedule, _metered(found))
         steps = int(os.environ["ZBPIPE_ESTIMATE_STEPS"])
         collect(schedule, [*[Wanted.NOTHING] * WARM_UP, *[Wanted.TIMES] * steps], done)
 
@@ -92,29 +92,34 @@ def train_and_write() -> None:
 
 
 def _metered(found: dict[str, float]) -> Any:
-    """A context for each step, which counts bytes in the last of them."""
+    """A watcher of the first steps, which counts bytes in the last of them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from zbpipe.runtime import _torch
+    from zbpipe.runtime.measure.recording import Wanted, Watcher
 
-    left = [METERED]
+    class Metered(Watcher):
+        left = METERED
 
-    @contextmanager
-    def around(schedule: Any) -> Iterator[None]:
-        left[0] -= 1
-        if left[0]:
-            yield
-            return
-        before = _bytes_of_weights()
-        with (
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
-            record_function("all of it"),
-        ):
-            yield
-        ((_, changes),) = _torch.allocations(seen, "all of it")
-        found["bytes"] = float(before + max(accumulate(changes, initial=0)))
+        def before(self) -> Wanted | None:
+            return Wanted.STEP if self.left else None
 
-    return around
+        @contextmanager
+        def around(self, schedule: Any) -> Iterator[None]:
+            self.left -= 1
+            if self.left:
+                yield
+                return
+            before = _bytes_of_weights()
+            with (
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
+                record_function("all of it"),
+            ):
+                yield
+            ((_, changes),) = _torch.allocations(seen, "all of it")
+            found["bytes"] = float(before + max(accumulate(changes, initial=0)))
+
+    return Metered()
 
 
 def _bytes_of_weights() -> int:

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import pairwise, product, starmap
@@ -406,14 +407,13 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
     }
     stages = [PipelineStage(part, index, num_stages, device, group=group) for index, part in parts.items()]
     schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
-    if cell.delayed:
-        _torch.wrap_compute(schedule, _late_w)
     torch.manual_seed(1)
     x, target = torch.randn(2, microbatches, tokens, dim).to(device)
-    for _ in range(2):
-        for part in parts.values():
-            part.zero_grad()
-        schedule.step(*([x] if 0 in parts else []), target=target if num_stages - 1 in parts else None)
+    with _torch.hook(schedule, _torch.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
+        for _ in range(2):
+            for part in parts.values():
+                part.zero_grad()
+            schedule.step(*([x] if 0 in parts else []), target=target if num_stages - 1 in parts else None)
     for one, goal in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
         (nn.functional.mse_loss(nn.Sequential(*model)(one), goal) / microbatches).backward()
     _synchronize(device)

@@ -62,9 +62,8 @@ class Pipeline:
 
     def timed_step(self) -> None:
         """The same, looked at."""
-        done = _torch.wrap_compute(self.schedule, self._around)
-        self.step()
-        done()
+        with _torch.hook(self.schedule, _torch.HookOrder.RECORD, self._around):
+            self.step()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         start = time.thread_time()

@@ -13,12 +13,12 @@ from ranks import join_group
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 
 MICROBATCHES, WIDTH = 4, 8
 
 
-class Metrics:
+class Metrics(Watcher):
     """As TorchTitan's: it looks at every step, and outlives the job."""
 
     def before(self) -> Wanted:
@@ -26,8 +26,6 @@ class Metrics:
 
     def after(self, record: StepRecord) -> None:
         self.record = record
-
-    def missed(self) -> None: ...
 
 
 outlives: list[Callable[..., Any]] = []

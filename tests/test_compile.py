@@ -34,7 +34,7 @@ import zbpipe
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import GROUPED_MM, PendingGradient, WeightGradients, WeightProduct, WeightProducts
-from zbpipe.runtime.split.slots import WeightWithExit
+from zbpipe.runtime.split.slots import WeightWithSlots
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
@@ -287,7 +287,7 @@ def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing 
         run(plain, x.detach().requires_grad_())
         assert_close_gradients(blocks, plain)
     # Nothing is left in the layers.
-    assert not any(isinstance(each, WeightWithExit) for layer in blocks.modules() for each in vars(layer).values())
+    assert not any(isinstance(each, WeightWithSlots) for layer in blocks.modules() for each in vars(layer).values())
     return waited
 
 

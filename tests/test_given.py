@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 from zbpipe.runtime import _torch
+from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.words import tell
 from zbpipe.titan import plug
 
 CPU = torch.device("cpu")
@@ -52,10 +52,10 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
         assert built.schedule == ops
         assert len(gradients) == 2
         torch.testing.assert_close(gradients, expected)
-    assert trained(plan)[0]._costs == costs
+    assert trained(plan)[0].by_size.costs == costs
     adopting, _ = trained("ZBV")
     adopting.adopt(plan)
-    assert (adopting.schedule, adopting._costs) == (plan.schedule, costs)
+    assert (adopting.schedule, adopting.by_size.costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
     assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
 
@@ -118,8 +118,8 @@ def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pyt
     quiet, usual = logging.getLogger("quiet.job"), logging.getLogger("usual.job")
     quiet.setLevel(logging.WARNING)
     usual.setLevel(logging.INFO)
-    tell(quiet, "found %d", 1)
-    tell(usual, "found %d", 2)
+    log_visibly(quiet, "found %d", 1)
+    log_visibly(usual, "found %d", 2)
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "found 1"),
         ("INFO", "found 2"),
@@ -140,7 +140,7 @@ def from_the_first() -> list[str]:
     stages = [PipelineStage(nn.Linear(4, 4), index, planned.schedule.placement.num_stages, CPU) for index in indices]
     built = zbpipe.build_pipeline_schedule(planned, stages, 4, nn.functional.mse_loss)
     assert isinstance(built, RegisteredSchedule)
-    assert built._costs == planned.timeline.costs
+    assert built.by_size.costs == planned.timeline.costs
     found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):
         try:

@@ -37,14 +37,19 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
+from zbpipe.runtime.check_gradients import schedule_w_last
 from zbpipe.runtime.gradient_report import GradientMismatchError
-from zbpipe.runtime.lone_check import _WLast
 from zbpipe.runtime.split import layers, products, slots
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 
 pytestmark = pytest.mark.zoo  # it takes minutes, too
 
 CPU = torch.device("cpu")
+
+
+def w_last(stages: list[PipelineStage], microbatches: int, loss_fn: Any) -> Any:
+    schedule = schedule_w_last(len(stages), microbatches)
+    return zbpipe.build_pipeline_schedule(schedule, stages, microbatches, loss_fn)
 
 
 @pytest.fixture
@@ -259,7 +264,7 @@ def test_a_microbatch_that_ran_without_the_compiler(fresh_compiler: None, one_ra
     stage = nn.Sequential(Compiled())
     stage[0].compile(backend="inductor", fullgraph=True)
     x, y = torch.randn(2, 3, WIDTH)
-    schedule = _WLast([PipelineStage(stage, 0, 1, CPU, input_args=x[:1], output_args=x[:1])], 3, nn.functional.mse_loss)
+    schedule = w_last([PipelineStage(stage, 0, 1, CPU, input_args=x[:1], output_args=x[:1])], 3, nn.functional.mse_loss)
     check = zbpipe.GradientCheck(schedule)
     schedule.step(x, target=y)
     assert check.report is not None
@@ -459,7 +464,7 @@ def test_what_a_module_holds_is_put_back(one_rank: None, kind: str) -> None:
         np.random.seed(0)
         module = Alternating(make(), count)
         held = module.held
-        schedule = _WLast([PipelineStage(module, 0, 1, CPU)], 4, nn.functional.mse_loss)
+        schedule = w_last([PipelineStage(module, 0, 1, CPU)], 4, nn.functional.mse_loss)
         check = zbpipe.GradientCheck(schedule, 2) if checked else None
         for _ in range(2):
             schedule.step(x, target=y)
@@ -502,7 +507,7 @@ def test_a_class_that_counts(one_rank: None) -> None:
             Counted.calls += 1
             return Counted.calls * self.a(x)  # type: ignore[no-any-return]
 
-    schedule = _WLast([PipelineStage(Counted(), 0, 1, CPU)], 2, nn.functional.mse_loss)
+    schedule = w_last([PipelineStage(Counted(), 0, 1, CPU)], 2, nn.functional.mse_loss)
     check = zbpipe.GradientCheck(schedule, 2)
     for _ in range(2):
         schedule.step(*torch.randn(1, 4, WIDTH), target=torch.randn(4, WIDTH))
@@ -568,7 +573,7 @@ class Warming(nn.Module):
 def test_another_microbatch_may_need_what_is_put_back(one_rank: None) -> None:
     """Its own forward comes before the second run of the one that changed the buffer."""
     module = Warming()
-    schedule = _WLast([PipelineStage(module, 0, 1, CPU)], 3, nn.functional.mse_loss)
+    schedule = w_last([PipelineStage(module, 0, 1, CPU)], 3, nn.functional.mse_loss)
     x, y = torch.randn(2, 3, WIDTH)
     schedule.step(x, target=y)  # learns shapes
     module.is_warm = False

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import zbpipe
 from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, simulate
 from zbpipe.offloading import Offload
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
 from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, copier_for
 from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else
@@ -297,3 +298,19 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
         copier_for(torch.device("meta"))
     with pytest.raises(ValueError, match="offload"):
         zbpipe.build_pipeline_schedule("1F1B", stages, 2, F.mse_loss, offload=True)
+
+
+def test_copies_that_begin_in_a_recorded_step_last(one_rank: None) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(module, 0, 1, CPU)], 2, F.mse_loss)
+    runtime.adopt(with_copies(one_after_the_other(Placement.loop(1), 4), Offload.ALL))
+    records: list[StepRecord] = []
+    collect(runtime, [Wanted.TIMES], records.extend)
+    x = torch.randn(4, 4)
+    copied = []
+    for _ in range(3):
+        runtime.step(x, target=x, microbatches=4)
+        copied.append(runtime._copies.copier.copied)
+    assert len(records) == 1
+    # The first I leaves nothing to W.
+    assert copied[2] - copied[1] == copied[1] - copied[0] > copied[0] > 0

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.offloading import Offload
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 
 MICROBATCHES, WIDTH = 4, 8
 LOOP = "loop"
@@ -191,7 +191,7 @@ def test_all_ranks_refuse_what_one_refuses(num_ranks: int, names: tuple[str, ...
             assert not told or any(each in told[0] or "refuses this step" in told[0] for each in own), answers
 
 
-class Always:
+class Always(Watcher):
     """Watches every step."""
 
     def before(self) -> Wanted:
@@ -199,9 +199,6 @@ class Always:
 
     def after(self, record: StepRecord) -> None:
         assert record.spans
-
-    def missed(self) -> None:
-        pass
 
 
 def in_company() -> None:

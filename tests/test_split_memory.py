@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from zbpipe import GROUPED_MM
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.ownership import take_over
+from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 from zbpipe.runtime.split.stage import split_backward
 from zbpipe.transformer import Block, Checkpointing
@@ -139,7 +139,7 @@ def waiting(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> l
     with gradients.record() as pending:
         found.backward(dy)
     del found, dy
-    take_over(pending)
+    copy_if_shared(pending)
     for each in pending:
         each.accumulate()
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):

@@ -116,15 +116,15 @@ def test_a_gradient_that_is_a_view_of_dy(one_rank: None, weights_last: str, view
 def test_nothing_is_copied_that_nobody_else_holds(
     one_rank: None, weights_last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_over, copied = ownership.take_over, []
+    copy_if_shared, copied = ownership.copy_if_shared, []
 
     def count(pending: list[PendingGradient]) -> None:
         before = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
-        take_over(pending)
+        copy_if_shared(pending)
         after = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
         copied.append(sum(one != other for one, other in zip(before, after, strict=True)))
 
-    monkeypatch.setattr(stage, "take_over", count)
+    monkeypatch.setattr(stage, "copy_if_shared", count)
     positions = pipeline(Learned(lambda pos: pos.unsqueeze(0)), weights_last)
     for _ in range(2):
         step(positions, positions._stages[0].submod)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zbpipe
 from zbpipe import WeightProduct
 from zbpipe.runtime.gradient_report import GradientReport
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime.patching import replaced
 
 WIDTH, EXPERTS, TOKENS = 16, 4, 24
 

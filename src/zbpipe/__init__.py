@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
+    from zbpipe.runtime.check_gradients import check_gradients
     from zbpipe.runtime.failures import PipelineError
     from zbpipe.runtime.gradient_check import GradientCheck
     from zbpipe.runtime.gradient_report import GradientReport
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from zbpipe.runtime.lean import LeanSchedule as ScheduleVMinLean
     from zbpipe.runtime.lean import LeanSchedule as ScheduleZBH1Lean
     from zbpipe.runtime.lean import LeanSchedule as ScheduleZBVLean
-    from zbpipe.runtime.lone_check import check_gradients
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVHalf
@@ -129,7 +129,7 @@ _LATER = {
     "runtime.failures": ("PipelineError",),
     "runtime.gradient_check": ("GradientCheck",),
     "runtime.gradient_report": ("GradientReport",),
-    "runtime.lone_check": ("check_gradients",),
+    "runtime.check_gradients": ("check_gradients",),
     "runtime.optimizer.step": ("OptimizerStep",),
     "runtime.split.products": ("GROUPED_MM", "LINEAR", "WeightProduct"),
     "runtime.measure.profiler": ("Profiler",),

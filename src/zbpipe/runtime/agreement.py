@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
-from zbpipe.runtime.words import spans
+from zbpipe.runtime.logs import name_ranks
 
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
@@ -50,7 +50,7 @@ def require_same(
         PipelineError: they differ. The message says which ranks have which schedule.
         RefusedStepError: another rank refuses the step.
     """
-    if _is_alone(group):
+    if is_alone(group):
         return
     digest = sha256(_torch.what_it_runs(schedule).encode()).digest()
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
@@ -78,7 +78,7 @@ def answers(
         PipelineError: a rank has another schedule, or another question.
         RefusedStepError: another rank refuses the step.
     """
-    if _is_alone(group):
+    if is_alone(group):
         return [answer]
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches, {question}: "
     texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
@@ -91,7 +91,8 @@ def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         _exchange(_REFUSED, "", group, device)
 
 
-def _is_alone(group: dist.ProcessGroup | None) -> bool:
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether `group` (None: the job) has no other ranks; with the backend "fake" there are none."""
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
@@ -113,4 +114,4 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
 
 def _by_text(texts: list[str], ranks: list[int]) -> str:
     holders = {text: [rank for rank, each in zip(ranks, texts, strict=True) if each == text] for text in texts}
-    return "; ".join(f"{spans(of)}: {text}" for text, of in holders.items())
+    return "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())

@@ -26,12 +26,12 @@ from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.registry import resolve
 from zbpipe.runtime import _torch, arguments, checks
+from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.words import tell
 from zbpipe.simulation import simulate
 from zbpipe.yardstick import in_unit_of
 
@@ -285,10 +285,10 @@ class AutoSchedule(RegisteredSchedule):
 
     def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
-            tell(logger, "Auto: %s", words)
+            log_visibly(logger, "Auto: %s", words)
 
 
-class _InTurn:
+class _InTurn(Watcher):
     """Runs two schedules in turn, step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(

@@ -20,15 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from zbpipe.runtime import _torch
-from zbpipe.runtime.progress import Progress
 
 _FIRST = "zbpipe/first_failure"
-_READERS = f"{_FIRST}/readers"
 _LINGER = 15.0
 """Most seconds that the rank with the store waits until the others have read; one that does not move looks every 2."""
 _PATIENCE = 5.0
@@ -37,12 +35,10 @@ _LONGEST = 2000
 """Characters of an error that other ranks get."""
 _GLANCE = 0.01
 """Seconds between two looks at whether all have read."""
-_SHARED = (Exception, KeyboardInterrupt, SystemExit)
+SHARED = (Exception, KeyboardInterrupt, SystemExit)
 """What the other ranks learn of."""
 
 Answer = TypeVar("Answer")
-
-logger = logging.getLogger(__name__)
 
 
 class PipelineError(RuntimeError):
@@ -74,141 +70,65 @@ class Failure(NamedTuple):
         return f"rank {self.rank}{self.words}"
 
 
-class Board(Protocol):
-    """Where the ranks of a pipeline leave word of their present step."""
-
-    def post(self, failure: Failure) -> None:
-        """Say why the step is abandoned, if no other rank has."""
-
-    def found(self) -> Failure | None:
-        """Why it is abandoned; None if it is not."""
-
-    def wait_for_readers(self) -> None:
-        """Wait until all other ranks have found it, but not for long."""
-
-    def answer_for_stuck_step(self) -> None:
-        """Called by another thread, now and then, while the step does not move."""
-
-
-class _AbandonedStepError(Exception):
-    """Another rank has abandoned the step."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
-
-
-class Steps:
-    """The steps of one schedule: one that failed, or was refused, has consequences for the next.
+class Notice:
+    """A failure in the job's store, under one key: the first one posted stays, and its readers are counted.
 
     Args:
-        board: for its ranks.
+        key: in the store, the same on all ranks that read it.
+        others: number of the other ranks that do.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._progress = Progress(self._look_while_stuck)
-        self._broken_by: str | None = None
-        """How a step failed while messages were under way; no other step can follow."""
-        self._told: tuple[BaseException, Failure] | None = None
-        """The error by which this rank abandoned the present step, as the other ranks know it."""
-        self._heard: Failure | None = None
-        """Another rank's failure, found while the present step did not move."""
+    def __init__(self, key: str, others: int) -> None:
+        self._key = key
+        self._readers = f"{key}/readers"
+        self._others = others
+        self._is_counted = False
+        """Whether this rank has counted itself as a reader."""
 
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Around one whole step.
+    def post(self, failure: Failure) -> Failure:
+        """Leave `failure`, if there is none yet. Returns the one that is there; `failure` if the store is gone."""
+        store = _torch.default_store()
+        if store is None:
+            return failure
+        found = _answer_in_time(lambda: store.compare_set(self._key, "", json.dumps(failure)))
+        return failure if found is None else Failure(*json.loads(found))
 
-        Raises:
-            PipelineError: an earlier step failed.
-        """
-        if self._broken_by is not None:
-            raise PipelineError(
-                f"a step of this schedule failed before, and its messages may still be under way ({self._broken_by})."
-                " Build the process group and the schedule anew, or end the job"
-            )
-        self._heard = None
-        try:
-            yield
-        finally:
-            self._told = None  # its traceback holds the schedule
+    def exchange(self, failure: Failure) -> Failure:
+        """The same, counted as read if it is another rank's."""
+        first = self.post(failure)
+        if first != failure:
+            _answer_in_time(self._count)
+        return first
 
-    def refuse(self, error: Exception, name: str) -> None:
-        """Leave word that this rank refuses the present step by `error`."""
-        self._told = error, _failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
-        with suppress(RuntimeError):  # the store may be gone, and this error says more
-            self._board.post(self._told[1])
+    def read(self) -> Failure | None:
+        """The failure that another rank has left; None if there is none."""
+        store = _torch.default_store()
+        if store is None or not store.check([self._key]):
+            return None
+        failure = Failure(*json.loads(store.get(self._key)))
+        if failure.rank == dist.get_rank():
+            return None
+        self._count()
+        return failure
 
-    def tell(self, error: Exception, schedule: _torch.OwnRuntime, name: str) -> None:
-        """Leave word that an op of the present step failed by `error`, before it is raised."""
-        self._told = error, self._failure_in(schedule, name, error, _torch.place_now(schedule))
-        with suppress(RuntimeError):
-            self._board.post(self._told[1])
-        logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
+    def wait_for_readers(self) -> None:
+        """If the store ends with this process, wait until all others have read, but not for long."""
+        if not _torch.has_store():
+            return
+        store, deadline = _torch.default_store(), time.monotonic() + _LINGER
+        with suppress(RuntimeError):  # the store may be gone
+            while store.add(self._readers, 0) < self._others and time.monotonic() < deadline:
+                time.sleep(_GLANCE)
 
-    def why_abandoned(self) -> Exception | None:
-        """An error with what another rank says of the present step; None if no rank has abandoned it."""
-        found = self._board.found()
-        return None if found is None else _AbandonedStepError(found)
+    def _count(self) -> None:
+        if not self._is_counted:
+            self._is_counted = True
+            _torch.default_store().add(self._readers, 1)
 
-    def end_by_refusal(self) -> None:
-        """Refuse all later steps: other ranks may be in the messages of the one that this rank has refused."""
-        assert self._told is not None, "this rank refused"
-        self._broken_by = str(self._told[1])
-        _first_of_all(self._told[1])
 
-    @contextmanager
-    def named(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
-        """Around what `schedule` runs in a step: turn an exception into an error that names the op.
-
-        Raises:
-            PipelineError: the step failed on this rank, or on another one before. KeyboardInterrupt and SystemExit pass
-                as they are, as does what this rank has refused the step by.
-            RefusedStepError: another rank refuses the step.
-        """
-        try:
-            with self._progress.followed(schedule):
-                yield
-        except PipelineError:
-            raise
-        except (_AbandonedStepError, RefusedStepError) as error:
-            found = error.failure if isinstance(error, _AbandonedStepError) else self._board.found()
-            if found is None or found.is_refusal:
-                raise RefusedStepError(f"{found or error}. All ranks have left out this step") from None
-            self._broken_by = f"another rank failed first: {found}"
-            raise PipelineError(self._broken_by) from None
-        except _SHARED as error:
-            told = self._told[1] if self._told is not None and self._told[0] is error else None
-            if told is not None and told.is_refusal:
-                self._linger()
-                raise
-            failure = told or self._failure_in(schedule, name, error)
-            first = _first_of_all(failure)
-            self._broken_by = _in_words(failure, self._heard or first)
-            if first == failure:
-                with suppress(RuntimeError):
-                    self._board.post(failure)
-                self._linger()
-            if not isinstance(error, Exception):
-                raise
-            raise PipelineError(self._broken_by) from error
-
-    def _failure_in(
-        self, schedule: _torch.OwnRuntime, name: str, error: BaseException, place: str | None = None
-    ) -> Failure:
-        places = name, place or _torch.place_of(error, schedule), self._progress.on_device()
-        return _failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error))
-
-    def _linger(self) -> None:
-        """If the store ends with this process, let the others read it before."""
-        if _torch.has_store():
-            self._board.wait_for_readers()
-
-    def _look_while_stuck(self) -> None:
-        self._board.answer_for_stuck_step()
-        if self._heard is None and (found := self._board.found() or _read_first()):
-            self._heard = found
-            logger.error("another rank failed first, and this one waits for it: %s", found)
+def first_failure() -> Notice:
+    """The job's first failure."""
+    return Notice(_FIRST, dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
 @contextmanager
@@ -223,17 +143,17 @@ def shared_with_other_ranks() -> Iterator[None]:
         yield
     except PipelineError:
         raise
-    except _SHARED as error:
+    except SHARED as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        failure = _failure(error, "")
-        first = _first_of_all(failure)
-        if first == failure and _torch.has_store():
-            wait_for_readers(_READERS, dist.get_world_size() - 1)
+        failure, notice = make_failure(error, ""), first_failure()
+        first = notice.exchange(failure)
+        if first == failure:
+            notice.wait_for_readers()
         # What is refused by a ValueError has nothing to do with the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
-        raise PipelineError(_in_words(failure, first)) from error
+        raise PipelineError(describe(failure, first)) from error
 
 
 @contextmanager
@@ -257,7 +177,7 @@ def ended_at_once() -> Iterator[None]:
         os._exit(1)
 
 
-def _failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
+def make_failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
     """By the cause at the root: torch's stages wrap what a module raises in a long list of its arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -272,41 +192,10 @@ def _has_communicators() -> bool:
     return dist.is_initialized() and "ccl" in dist.get_backend_config()
 
 
-def _in_words(failure: Failure, first: Failure) -> str:
+def describe(failure: Failure, first: Failure) -> str:
     if first.rank == failure.rank:
         return str(failure)
     return f"another rank failed first: {first}. Then this one: {failure}"
-
-
-def _first_of_all(failure: Failure) -> Failure:
-    """The job's first failure: what is in the store, else `failure`, which this puts there for the others."""
-    store = _torch.default_store()
-    if store is None:
-        return failure
-    found = _answer_in_time(lambda: store.compare_set(_FIRST, "", json.dumps(failure)))
-    first = failure if found is None else Failure(*json.loads(found))
-    if first != failure:
-        _answer_in_time(lambda: store.add(_READERS, 1))
-    return first
-
-
-def _read_first() -> Failure | None:
-    """The job's first failure, if another rank has left one."""
-    store = _torch.default_store()
-    found = store.get(_FIRST) if store is not None and store.check([_FIRST]) else b""
-    failure = Failure(*json.loads(found)) if found else None
-    if failure is None or failure.rank == dist.get_rank():
-        return None
-    store.add(_READERS, 1)
-    return failure
-
-
-def wait_for_readers(key: str, number: int) -> None:
-    """Wait until so many ranks have counted themselves in the store under `key`, but not for long."""
-    store, deadline = _torch.default_store(), time.monotonic() + _LINGER
-    with suppress(RuntimeError):  # the store may be gone
-        while store.add(key, 0) < number and time.monotonic() < deadline:
-            time.sleep(_GLANCE)
 
 
 def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:

@@ -25,7 +25,7 @@ from zbpipe.ir import require_whole
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.failures import shared_with_other_ranks
 from zbpipe.runtime.gradient_report import GradientMismatchError, GradientReport
-from zbpipe.runtime.measure.recording import surround
+from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
@@ -58,7 +58,7 @@ _DOES_NOT_REPEAT = (
 logger = logging.getLogger(__name__)
 
 
-class GradientCheck:
+class GradientCheck(Watcher):
     """Checks the gradients of a schedule in the next steps of a running job.
 
         check = zbpipe.GradientCheck(schedule, steps=2)
@@ -110,11 +110,16 @@ class GradientCheck:
         self._done = done
         self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
         """What this rank has found so far."""
-        surround(schedule, self._step, steps)
+        watch(schedule, self)
+
+    def before(self) -> Wanted | None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        return Wanted.STEP if self._left else None
 
     @contextmanager
-    def _step(self, schedule: RegisteredSchedule) -> Iterator[None]:
-        with _Checked(schedule, self._tolerance, self._add).attached():
+    def around(self, schedule: RegisteredSchedule) -> Iterator[None]:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        with _Checked(schedule, self._tolerance, self._add).attach():
             yield
         self._left -= 1
         if not self._left:
@@ -153,16 +158,12 @@ class _Checked:
         self._current: _Comparison | None = None
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        undo = (
-            _torch.wrap_compute(self._schedule, self._around),
-            _torch.wrap_calls(self._schedule, self._forward, self._loss, self._backward),
-        )
-        try:
+    def attach(self) -> Iterator[None]:
+        with (
+            _torch.hook(self._schedule, _torch.HookOrder.CHECK, self._around),
+            _torch.route_calls(self._schedule, self._forward, self._loss, self._backward),
+        ):
             yield
-        finally:
-            for each in reversed(undo):
-                each()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         key = stage, microbatch

@@ -23,10 +23,10 @@ from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
+from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
 from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.words import tell
 from zbpipe.transport import Transport
 from zbpipe.views import report
 from zbpipe.yardstick import in_unit_of
@@ -229,7 +229,7 @@ def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
     if options.trace:
-        write_trace(schedule, options.trace, options.trace_step, done=partial(tell, logger))
+        write_trace(schedule, options.trace, options.trace_step, done=partial(log_visibly, logger))
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
@@ -239,7 +239,7 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     """
     if dist.get_rank() != 0:
         return
-    tell(logger, "measured costs:\n%s", report.costs(costs))
+    log_visibly(logger, "measured costs:\n%s", report.costs(costs))
     if not file:
         return
     try:
@@ -247,4 +247,4 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     except OSError as error:
         logger.warning("the measured costs cannot be written: %s", error)
     else:
-        tell(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)
+        log_visibly(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -35,30 +35,22 @@ _LONGEST_PAUSE = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """As torch's: `record` puts it into the stream of computations, `query` says whether the stream has passed it."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-
 class Launched:
     """The last computations that the host launched, and an event after each.
 
     Args:
-        new_event: called for the first `MOST` computations only; after that the events are used again.
+        new_event: gives an event like torch's. Called for the first `MOST` computations; later ones use these again.
     """
 
-    def __init__(self, new_event: Callable[[], Event]) -> None:
+    def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
-        self._events: list[Event] = []
+        self._events: list[Any] = []
         self._ops: list[tuple[int, str, int]] = []
         """The computation before each event: stage, kind and microbatch, as torch writes them."""
         self.count = 0
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Launch one computation (see `_torch.wrap_compute`)."""
+        """Launch one computation (see `_torch.hook`)."""
         result = compute()
         place = self.count % MOST
         if place == len(self._events):
@@ -115,7 +107,7 @@ class Progress:
         """Whether the log says so."""
 
     @contextmanager
-    def followed(self, schedule: _torch.OwnRuntime) -> Iterator[None]:
+    def follow(self, schedule: _torch.OwnRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
         device = _torch.device_of(_torch.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
@@ -126,14 +118,13 @@ class Progress:
         if self._steps == 1:
             self._launched = _launched_on(device)
             Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
-        undo = _torch.wrap_compute(schedule, self._launched.around) if self._launched else None
+        launched = self._launched
         self._runs = True
         try:
-            yield
+            with _torch.hook(schedule, _torch.HookOrder.FOLLOW, launched.around) if launched else nullcontext():
+                yield
         finally:
             self._runs = False
-            if undo:
-                undo()
 
     def on_device(self) -> str:
         """What the device has run, in words; empty on the CPU, and for a device that no longer answers."""

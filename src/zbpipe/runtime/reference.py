@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.contents import Contents, shared_generators
+from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
-from zbpipe.runtime.substitution import replaced
 
 
 class State:
@@ -159,7 +159,7 @@ class Microbatch:
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """Remember what the stage's backward starts from (see `_torch.wrap_calls`)."""
+        """Remember what the stage's backward starts from (see `_torch.route_calls`)."""
         self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 

@@ -2,85 +2,42 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import passes
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule, require_whole
 from zbpipe.offloading import Offload
-from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
 from zbpipe.registry import Algorithm
-from zbpipe.running_ahead import RunAhead, ahead_of, gain
-from zbpipe.runtime import _torch, agreement, arguments, checks, failures, ties
+from zbpipe.running_ahead import RunAhead, gain
+from zbpipe.runtime import _torch, agreement, arguments, checks, tied_weights
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
+from zbpipe.runtime.lowering import Lowering, without_collections
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import copier_for
-from zbpipe.runtime.optimizer.backup import RandomState
+from zbpipe.runtime.optimizer.validation import Validation, run_validated
+from zbpipe.runtime.schedules_by_size import SchedulesBySize
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.step_board import StepBoard
+from zbpipe.runtime.step_failures import StepFailures
 from zbpipe.runtime.step_sizes import StepSizes
+from zbpipe.runtime.unfreezing import pass_on_unfreezing
 from zbpipe.runtime.warm_up import warm_up
-from zbpipe.simulation import best_receives, simulate
+from zbpipe.simulation import simulate
 from zbpipe.transport import Receives, Transport
-from zbpipe.yardstick import in_unit_of
-
-
-class Validation(Protocol):
-    """Of an optimizer step that was made before all gradients were known."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is a step to validate."""
-
-    @property
-    def counts(self) -> Any:
-        """A dataclass with a number for each kind of step."""
-
-    def verdict(self) -> bool:
-        """Wait until it is known whether the step counts."""
-
-    def redo(self) -> None:
-        """After a verdict against it: make the step again."""
-
-    def finish(self) -> None:
-        """Both, if there is a step to validate."""
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Lists are tens of thousands of objects, so making them makes Python look for garbage among all it knows."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@dataclass
-class _Lowered:
-    """A schedule as torch runs it."""
-
-    lists: _torch.Lists
-    receives: Receives
-    is_agreed: bool = False
-    """Whether all ranks have been seen to have the same lists."""
-    ahead: RunAhead | None = None
-    """The lists cut for the validation of an optimizer step; None until that is needed."""
 
 
 class RegisteredSchedule(_torch.OwnRuntime):
@@ -130,8 +87,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
     """What makes its schedules."""
     changes_by_itself: ClassVar[bool] = False
     """Whether it may run other lists later than the first ones."""
-    receives: Receives
-    """When ranks post their receives, in the schedule that runs."""
 
     def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
         """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
@@ -155,7 +110,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         transport: Transport | str | None = None,
         **options: Any,
     ) -> None:
-        # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
         algorithm = self.algorithm
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
@@ -163,57 +117,45 @@ class RegisteredSchedule(_torch.OwnRuntime):
         asked_receives = checks.asked_receives(receives, options)
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
-        stages, placement = checks.placed(stages, algorithm)
-        per_rank = len(stages) if algorithm.any_stages_per_rank else None
-
-        def make(costs: CostModel | None, runs_ahead: bool = False, microbatches: int = n_microbatches) -> Schedule:
-            size = placement.num_ranks, microbatches
-            room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
-            made = algorithm.make(
-                *size, stages_per_rank=per_rank, costs=costs, memory_limit=room, runs_ahead=runs_ahead
-            )
-            if wanted is None:
-                return made
-            return offloaded(made, costs or passes.default_costs(placement), what=wanted)
-
-        schedule = make(costs)
+        stages, self.placement = checks.placed(stages, algorithm)
+        """Which rank has which stage."""
+        self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
+        """What steps run, by their number of microbatches."""
+        schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
-        defers_loss = defer_loss and split_backward != "autograd"
-        if defers_loss and loss_fn is not None:
+        self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
+        """Lets I and W share the backward; None once they do."""
+        self.defers_loss = defer_loss and split_backward != "autograd"
+        """Whether backwards inside of the loss defer their weight gradients to W."""
+        if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.defers_loss = defers_loss
-        """Whether backwards inside of the loss defer their weight gradients to W."""
+        self.always_train()
         self.transport = transport or usual_transport(stages[0])
         """What messages wait for."""
-        self._asked_receives = asked_receives
-        self._costs = costs
-        self._frees_sends_early = options.get("max_outstanding_sends") is None
-        self.placement = placement
-        """Which rank has which stage."""
-        self.sizes = StepSizes(stages[0], n_microbatches)
+        self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
+        self._board = StepBoard(stages[0])
+        self._failures = StepFailures(self._board)
+        self.sizes = StepSizes(self._board, n_microbatches)
         """Of the steps: numbers of microbatches, and shapes."""
-        self._failures = failures.Steps(self.sizes.comparison)
-        self.always_train()
-        self._adopted: dict[int, Schedule] = {}
-        """By number of microbatches, what such a step was made to run."""
-        self._made: dict[int, Schedule] = {n_microbatches: schedule}
-        """What other steps run."""
-        self._lowered: dict[Schedule, _Lowered] = {}
+        self._validation: Validation | None = None
+        self._copies: Copies | None = None
+        """What runs the copies of schedules that have some."""
         self._models_are_checked = False
         self._is_warm = False
         """Whether the compiler has seen the stages."""
-        self._copies: Copies | None = None
-        """What runs the copies of schedules that have some."""
-        self.made_for = make
-        """Makes the schedule for other costs, for steps that run ahead, and for other numbers of microbatches."""
-        self._split: Callable[[], object] | None = lambda: split.split_backward(
-            _torch.stages_of(self), split_backward, gradients
-        )
-        """None once I and W share the backward."""
-        self._validation: Validation | None = None
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step runs."""
+        return self._running.schedule
+
+    @property
+    def receives(self) -> Receives:
+        """When ranks post their receives, in the schedule that runs."""
+        return self._running.receives
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
@@ -239,10 +181,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
         checks.require_same_placement(schedule, self.placement)
         checks.require_pairs(schedule, _torch.stages_of(self))
         if costs is not None:
-            self._costs = costs
-            self._lowered.clear()
-            self._made.clear()
-        self._adopted[schedule.num_microbatches] = schedule
+            self._use_costs(costs)
+        self.by_size.adopt(schedule)
         if schedule.num_microbatches == _torch.num_microbatches(self):
             self._use(schedule)
         else:
@@ -271,9 +211,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def remake(self, costs: CostModel) -> None:
         """Make what was not adopted anew, for these costs. All ranks have to call this."""
-        self._costs = costs
-        self._lowered.clear()
-        self._made.clear()
+        self._use_costs(costs)
         self._use(self.for_microbatches(_torch.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
@@ -284,17 +222,17 @@ class RegisteredSchedule(_torch.OwnRuntime):
         Raises:
             ValueError: there is no such schedule, for example because the one that runs is a table.
         """
-        if number in self._adopted:
-            return self._adopted[number]
-        if number not in self._made:
-            self._made[number] = self.make_for_microbatches(number)
-        return self._made[number]
+        return self.by_size.of(number, self.make_for_microbatches)
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        return self.made_for(self._costs, runs_ahead=self._validation is not None, microbatches=number)
+        return self.by_size.make(number, runs_ahead=self._validation is not None)
 
-    @_without_collections()
+    def _use_costs(self, costs: CostModel) -> None:
+        self.by_size.use_costs(costs)
+        self._lowering.forget()
+
+    @without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
         (number,) = require_whole(1, microbatches=number)
@@ -312,42 +250,17 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def _use(self, schedule: Schedule) -> None:
         """Run it from the next step on; it has the number of microbatches of that step."""
-        if schedule not in self._lowered:
-            receives = self._lower(schedule)
-            self._lowered[schedule] = _Lowered(_torch.lists_of(self), receives)
-            if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
-                self._split()
-                self._split = None
-            checks.require_pairs(schedule, _torch.stages_of(self))
-        self._running = self._lowered[schedule]
-        self.receives = self._running.receives
-        _torch.use_lists(self, self._running.lists)
-        self.schedule = schedule
-        self._copy_beside(schedule)
-
-    def _copy_beside(self, schedule: Schedule) -> None:
-        """Run the schedule's copies beside its computations."""
-        stages = _torch.stages_of(self)
-        if schedule.has_copies and self._copies is None:
-            self._copies = Copies(self, copier_for(_torch.device_of(stages[0])))
-            # What would undo it has to live as long as it lasts.
-            self._unwrap = _torch.wrap_compute(self, self._copies.around)
-        if self._copies is not None:
-            self._copies.follow(simulate(schedule, self._costs or passes.default_costs(self.placement)))
-
-    def _lower(self, schedule: Schedule) -> Receives:
-        """Have torch lower it, and place its receives; returns when they are posted."""
-        checks.require_runnable(schedule)
-        schedule = schedule.computations
-        _torch.lower(self, schedule)
-        costs = self._simulated_costs()
-        receives = self._asked_receives or best_receives(schedule, costs, self.transport)
-        rows = passes.place_receives(_torch.rows_of(self), receives, simulate(schedule, costs))
-        if self._frees_sends_early:
-            rows = passes.free_sends_early(passes.with_waits(rows), self.placement)
-        checks.require_sound_messages(rows, schedule)
-        _torch.use_rows(self, rows)
-        return receives
+        stages, costs = _torch.stages_of(self), self.by_size.simulated_costs
+        lowered = self._lowering.lower(self, schedule, costs)
+        if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
+            self._split()
+            self._split = None
+        checks.require_pairs(schedule, stages)
+        if schedule.has_copies:
+            self._copies = self._copies or Copies(stages, copier_for(_torch.device_of(stages[0])))
+            self._copies.follow(simulate(schedule, costs))
+        self._running = lowered
+        _torch.use_lists(self, lowered.lists)
 
     def settle(self) -> None:
         """Before the first step, on all ranks at once: adopt another schedule if the ranks know more together."""
@@ -384,11 +297,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 last stage, no loss_fn, or a `microbatches` that is not the same on all ranks.
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
-        microbatches = microbatches_of(self, microbatches, kwargs)
-        with self._failures.begun(), self.sizes.begun(microbatches):
+        microbatches = self.sizes.number_asked(microbatches, kwargs.get("kwarg_mbs"))
+        with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                with self._refused_by_all():
+                with self._refuse_with_all():
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
                     if _torch.trains(self) and not self._models_are_checked:
                         checks.require_trainable(_torch.stages_of(self))
@@ -404,7 +317,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if self.sizes.agree(self, args):
             self._is_warm = False
         checks.require_known_shapes(self, args)
-        with self._failures.named(self, self.schedule.name):
+        with self._failures.explain_failures(self, self.schedule.name):
             if self._begins_with_agreement:
                 if not self._running.is_agreed:
                     self.settle()
@@ -414,26 +327,28 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 if _torch.has_split_backward(self):
                     split.require_no_early_reduction(stages)
                     split.require_memory_that_lasts(stages)
-                ties.warn_if_parted(stages, self.placement)
+                tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
-            self._pass_on_unfreezing()
-            if self._copies is not None:
-                self._copies.begin_step()
-            self._validated(
-                lambda: super(RegisteredSchedule, self).run_microbatches(args, kwargs, targets, *more, **more_by_name)
-            )
+            self._run_lists(args, kwargs, targets, *more, **more_by_name)
+
+    def _run_lists(self, *args: Any, **kwargs: Any) -> None:
+        """Run what all ranks have agreed on."""
+        pass_on_unfreezing(self, self._board)
+        run = partial(super().run_microbatches, *args, **kwargs)
+        with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
+            run_validated(self, self._validation, self._cut, run)
 
     @contextmanager
-    def _refused_by_all(self) -> Iterator[None]:
+    def _refuse_with_all(self) -> Iterator[None]:
         """If this rank refuses the step within, before its messages begin, the others refuse it, too."""
         try:
             yield
         except (PipelineError, RefusedStepError):
             raise
         except Exception as error:
-            comparison = self.sizes.comparison
+            board = self._board
             # Where all ranks compare the step's size, they learn of it there.
-            if not comparison.is_alone and (comparison.has_answered or not self.sizes.is_asked):
+            if not board.is_alone and (board.has_answered or not board.is_compared):
                 self._refuse(error)
             raise
 
@@ -446,12 +361,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if self._begins_with_agreement:
             agreement.refuse(stage.group, stage.device)
         elif _torch.can_send_marks(stage):
-            self._pass_on_unfreezing()
             self.abandoned_by = error
             del error  # it comes back with a traceback that holds this frame
             self.leave_out_all()
-            with suppress(Exception), self._failures.named(self, name):
-                self._validated(lambda: super(RegisteredSchedule, self).run_microbatches(None, None, None))
+            with suppress(Exception), self._failures.explain_failures(self, name):
+                self._run_lists(None, None, None)
         else:
             self._failures.end_by_refusal()
 
@@ -459,29 +373,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def _begins_with_agreement(self) -> bool:
         """Whether all ranks compare what they run before the messages of the next step: before torch sets up any."""
         return not (self._running.is_agreed and _torch.is_set_up(self))
-
-    def _pass_on_unfreezing(self) -> None:
-        """Where the model begins with frozen stages, ranks tell the next one whether that is still so.
-
-        Only the rank of a stage sees that its parameters are to be trained now. Then gradients have to come back from
-        the stage after it, which has none to give as the messages are set up.
-        """
-        stages, comparison = _torch.stages_of(self), self.sizes.comparison
-        if not _torch.trains(self) or not _torch.is_set_up(self) or not _torch.can_infer_shapes(self):
-            return
-        own = {stage.stage_index for stage in stages}
-        is_unfrozen = False
-        for stage in stages:
-            index, has_none = stage.stage_index, _torch.is_without_gradients(stage, "inputs")
-            if index - 1 not in own:
-                is_unfrozen = has_none and not comparison.is_alone and comparison.ask_previous(index)
-            if has_none and is_unfrozen:
-                _torch.give_gradients(stage, "inputs")
-            if _torch.is_without_gradients(stage, "outputs"):
-                if is_unfrozen := is_unfrozen or _torch.is_unfrozen(stage):
-                    _torch.give_gradients(stage, "outputs")
-                if index + 1 not in own and not comparison.is_alone:
-                    comparison.tell_next(index + 1, is_unfrozen)
 
     def tell_why_abandoned(self, error: Exception) -> None:
         self._failures.tell(error, self, self.schedule.name)
@@ -495,7 +386,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         A schedule that can be made for this is made again, unless another one was adopted.
         """
         self._validation = validation
-        if (schedule := self._made_to_run_ahead()) != self.schedule:
+        if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:
             self.adopt(schedule)
 
     @property
@@ -506,61 +397,23 @@ class RegisteredSchedule(_torch.OwnRuntime):
     @property
     def runs_ahead(self) -> bool:
         """Whether any rank runs a part of its list before the last optimizer step is validated."""
-        return not self.schedule.has_copies and any(each.kind == "F" for row in self._cut().before for each in row)
+        return self._cut() is not None
 
     def gain_of_running_ahead(self) -> float:
         """The share of a step that this saves, as simulated with the costs, or with equal times.
 
         None with copies to the host, which would have to be undone.
         """
-        schedule = self._made_to_run_ahead()
-        return 0.0 if schedule.has_copies else gain(schedule, self._simulated_costs())
-
-    def _made_to_run_ahead(self) -> Schedule:
-        """The one that runs, unless it can be made for this and is still the one that was made."""
-        can_be_made = "runs_ahead" in self.algorithm.keywords
-        number = _torch.num_microbatches(self)
-        if can_be_made and self.schedule == self.made_for(self._costs, microbatches=number):
-            return self.made_for(self._costs, runs_ahead=True, microbatches=number)
-        return self.schedule
+        schedule = self.by_size.make_to_run_ahead(self.schedule)
+        return 0.0 if schedule.has_copies else gain(schedule, self.by_size.simulated_costs)
 
     def finish_optimizer_step(self) -> None:
         """Wait until the last optimizer step is validated."""
         if self._validation is not None and self._validation.is_pending:
             self._validation.finish()
 
-    def _validated(self, run: Callable[[], None]) -> None:
-        """A step that begins before the last optimizer step is validated, and begins again if that did not count."""
-        validation, kept = self._validation, self._kept_gradients()
-        pends = validation is not None and validation.is_pending and _torch.trains(self)
-        if validation is None or not pends or kept or not self.runs_ahead:
-            self.finish_optimizer_step()
-            with _torch.saved_from_scaling(self, kept):
-                run()
-            return
-        random = RandomState.now(_torch.device_of(_torch.stages_of(self)[0]))
-        if not _torch.run_ahead(self, self._cut(), validation.verdict, run):
-            validation.redo()
-            random.restore()
-            run()
-
-    def _kept_gradients(self) -> list[Tensor]:
-        """Those that earlier steps have left, if the end of this step divides all gradients by its microbatches."""
-        if not (self.scale_grads and _torch.trains(self)):
-            return []
-        return _torch.kept_gradients(stage.submod for stage in _torch.stages_of(self))
-
-    def _cut(self) -> RunAhead:
-        if self._running.ahead is None:
-            rows = _torch.rows_of(self)
-            cut = RunAhead.of(passes.with_waits(rows), ahead_of(self.schedule, self._simulated_costs()))
-            if findings := cut.findings():
-                raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
-            self._running.ahead = cut
-        return self._running.ahead
-
-    def _simulated_costs(self) -> CostModel:
-        return self._costs or passes.default_costs(self.placement)
+    def _cut(self) -> RunAhead | None:
+        return self._running.cut(self, self.by_size.simulated_costs)
 
 
 def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
@@ -577,15 +430,3 @@ def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -
     return _torch.list_only(stages, made)
 
 
-def microbatches_of(schedule: RegisteredSchedule, asked: int | None, arguments: Mapping[str, Any]) -> int | None:
-    """The number of microbatches that a step is asked for; None for the usual one.
-
-    Args:
-        schedule: whose step it is.
-        asked: by `microbatches=`.
-        arguments: of the step; a framework that splits batches gives `kwarg_mbs` on all ranks.
-    """
-    split = arguments.get("kwarg_mbs")
-    if asked is None and isinstance(split, list) and split and schedule.sizes.are_unusual(split):
-        return len(split)
-    return asked

@@ -29,9 +29,9 @@ from torchtitan.protocols.train_spec import BaseModelArgs, TrainSpec
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
+from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
-from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, cut, plug, steps
 from zbpipe.titan.check import check
 from zbpipe.transformer import Checkpointing

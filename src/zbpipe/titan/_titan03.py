@@ -28,8 +28,8 @@ from torchtitan.trainer import Trainer
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
+from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.products import GROUPED_MM
-from zbpipe.runtime.substitution import replaced
 from zbpipe.titan import cpu, cut, plug, steps
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import asks_for_help

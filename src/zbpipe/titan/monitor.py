@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.profiler import Links, measure_links
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 logger = logging.getLogger(__name__)
 
 
-class PipelineMetrics:
+class PipelineMetrics(Watcher):
     """The metrics of the steps that TorchTitan logs; all other steps run as they are."""
 
     def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
@@ -37,9 +37,6 @@ class PipelineMetrics:
     def after(self, record: StepRecord) -> None:
         """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._record = record
-
-    def missed(self) -> None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
 
     def collect(self) -> dict[str, Any]:
         """The metrics of the last recorded step. All ranks of the pipeline have to call this."""

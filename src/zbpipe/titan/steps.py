@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime.optimizer.step import OptimizerStep
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime.patching import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
     def in_steps(self: Any, data_iterator: Any) -> None:
         self._zbpipe_steps.train_step(lambda: train_step(self, data_iterator))
 
-    trainer_class.train, trainer_class.train_step = with_steps, in_steps
+    trainer_class.train, trainer_class.train_step, trainer_class._zbpipe_steps = with_steps, in_steps, None
 
 
 class _Steps:

@@ -11,6 +11,7 @@ from zbpipe.runtime._torch.compiler import *  # noqa: F403
 from zbpipe.runtime._torch.frames import *  # noqa: F403
 from zbpipe.runtime._torch.fsdp import *  # noqa: F403
 from zbpipe.runtime._torch.graph_products import *  # noqa: F403
+from zbpipe.runtime._torch.hooks import *  # noqa: F403
 from zbpipe.runtime._torch.live import *  # noqa: F403
 from zbpipe.runtime._torch.on_meta import *  # noqa: F403
 from zbpipe.runtime._torch.pipelining import *  # noqa: F403

@@ -289,20 +289,24 @@ def leaf_behind(tensor: Tensor) -> Tensor | None:
 
 
 def _leaf_before(node: Node | None) -> Tensor | None:
+    *_, last = _passed(node)
+    return cast(Tensor | None, getattr(last, "variable", None))
+
+
+def _passed(node: Node | None) -> list[Node | None]:
+    """`node`, and all behind it up to the first that does more than pass a gradient on; None if there is none."""
+    nodes = [node]
     while node is not None and node.name() in PASS_ON:
         node = node.next_functions[0][0]
-    return cast(Tensor | None, getattr(node, "variable", None))
+        nodes.append(node)
+    return nodes
 
 
 def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
     """The leaf's dimensions in the order of `tensor`; None if `tensor` is more than a cast and a permutation."""
     order = list(range(tensor.dim()))
-    steps: list[Node] = []
-    node = tensor.grad_fn
-    while node is not None and node.name() in PASS_ON:
-        steps.append(node)
-        node = node.next_functions[0][0]
-    for step in reversed(steps):
+    *steps, _ = _passed(tensor.grad_fn)
+    for step in reversed(cast(list[Node], steps)):
         kind, saved = step.name(), cast(Any, step)
         if kind == "TBackward0":
             order.reverse()

@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.fsdp import without_gradients
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime._torch.graph_products import nodes_in_order, nodes_of
+from zbpipe.runtime.patching import replaced
 
 __all__ = ["checkpointed_parts", "inferring_through_checkpoints"]
 
@@ -45,22 +46,9 @@ def _input_gradients(
     inputs: Sequence[Any],
     *output_gradients: Any,
 ) -> tuple[Tensor | None, ...]:
-    if not _lead_to_reentrant_checkpoint(outputs):
+    if all(node.name() != "CheckpointFunctionBackward" for node in nodes_in_order(nodes_of(outputs))):
         return infer(outputs, inputs, *output_gradients)
     with without_gradients(module):
         torch.autograd.backward(outputs, *output_gradients)
     tensors = [each if isinstance(each, Tensor) and each.is_leaf else None for each in inputs]
     return tuple(None if each is None else each.grad for each in tensors)
-
-
-def _lead_to_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
-    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        new = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= new
-        waiting += new
-    return False

@@ -19,8 +19,8 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from zbpipe.runtime._torch.pipelining import Call
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime._torch.hooks import Call
+from zbpipe.runtime.patching import replaced
 
 
 def is_compiled(module: nn.Module) -> bool:

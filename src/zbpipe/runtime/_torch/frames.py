@@ -13,7 +13,8 @@ from torch.distributed.pipelining.schedules import (
 
 from zbpipe.actions import Action, other_end
 from zbpipe.ir import Op, OpKind, inputs
-from zbpipe.runtime._torch.pipelining import OwnRuntime, stages_of
+from zbpipe.runtime._torch.hooks import stages_of
+from zbpipe.runtime._torch.pipelining import OwnRuntime
 
 
 def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:

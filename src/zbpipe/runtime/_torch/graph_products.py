@@ -76,31 +76,32 @@ class _Weight(NamedTuple):
 def products_in_graph(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
     """All products with weights on the way from `inputs`, or from the leaves, to `outputs`."""
     found: list[GraphProduct] = []
-    known: dict[Node, _Weight | None] = dict.fromkeys(_nodes_of(inputs))
-    for node in _in_order(_nodes_of(outputs), known):
+    known: dict[Node, _Weight | None] = dict.fromkeys(nodes_of(inputs))
+    for node in nodes_in_order(nodes_of(outputs), known):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
     return found
 
 
-def _nodes_of(tensors: Iterable[Any]) -> list[Node]:
+def nodes_of(tensors: Iterable[Any]) -> list[Node]:
+    """The nodes that made these tensors; leaves have none."""
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
-def _in_order(roots: list[Node], known: dict[Node, _Weight | None]) -> Iterator[Node]:
-    """Each node after those that it takes from; `known` grows meanwhile."""
-    waiting = list(roots)
-    opened: set[Node] = set()
+def nodes_in_order(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
+    """Each node behind `roots` after those that it takes from; without `known` ones, and what is behind these alone."""
+    waiting, opened, done = list(roots), set[Node](), set(known)
     while waiting:
         node = waiting[-1]
-        if node in known:
+        if node in done:
             waiting.pop()
         elif node in opened:
             waiting.pop()
+            done.add(node)
             yield node
         else:
             opened.add(node)
-            waiting += [each for each, _ in node.next_functions if each is not None and each not in known]
+            waiting += [each for each, _ in node.next_functions if each is not None and each not in done]
 
 
 _Edge = tuple[_Weight | None, Node | None, int]

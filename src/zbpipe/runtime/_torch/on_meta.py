@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpipe.runtime.substitution import replaced
+from zbpipe.runtime.patching import replaced
 
 __all__ = ["ATTENTION_OPERATIONS", "fused_on_meta"]
 

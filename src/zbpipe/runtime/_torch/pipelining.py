@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, Literal, cast
 
@@ -17,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining_schedules
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     _Action,
     _add_unshard_reshard,
@@ -39,10 +38,9 @@ from zbpipe.runtime._torch.buffers import (
     release_receives,
     wait_for_sends,
 )
+from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
-from zbpipe.runtime.substitution import replaced
-
-Call = Callable[..., Any]
+from zbpipe.runtime.patching import replaced
 
 PipelineSchedule = _PipelineSchedule
 """The base class of all of torch's schedules."""
@@ -113,10 +111,11 @@ class OwnRuntime(_PipelineScheduleRuntime):
         `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
         """
         with ExitStack() as around:
-            around.enter_context(self.place.followed(self))
+            around.enter_context(self.place.follow(self))
             if can_send_marks(self._stages[0]):
                 by_index = {stage.stage_index: cast(OwnStage, stage) for stage in self._stages}
-                around.callback(wrap_compute(self, partial(self._compute_or_leave_out, by_index)))
+                leave_out = partial(self._compute_or_leave_out, by_index)
+                around.enter_context(hook(self, HookOrder.ABANDON, leave_out))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
         if self.abandoned_by is not None:
             for stage in self._stages:
@@ -395,30 +394,6 @@ def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
 
 
-Around = Callable[[str, int, int, Callable[[], Any]], Any]
-"""Takes kind, stage and microbatch of a computation, and the computation; runs it and returns its result."""
-
-
-def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
-    """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
-    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
-
-
-def wrap_compute(schedule: _PipelineSchedule, around: Around) -> Callable[[], None]:
-    """Run every computation of this rank through `around`, the loss as one more F of the last stage.
-
-    The wait for messages is outside of that. Returns a function that undoes it.
-    """
-    with ExitStack() as wrapped:
-        for stage in stages_of(schedule):
-            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-                compute = partial(_compute_around, around, name, stage.stage_index, getattr(stage, name))
-                wrapped.enter_context(replaced(stage, **{name: compute}))
-        loss = partial(_loss_around, around, schedule._maybe_compute_loss)
-        wrapped.enter_context(replaced(schedule, _maybe_compute_loss=loss))
-        return wrapped.pop_all().close
-
-
 @contextmanager
 def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
     """Around a step: multiply `kept` gradients by the number of microbatches, by which its end divides all gradients.
@@ -438,53 +413,8 @@ def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]
             left.clear()
         return compute()
 
-    undo = wrap_compute(runtime, save_first) if kept else None
-    try:
+    with hook(runtime, HookOrder.SCALE, save_first) if kept else nullcontext():
         yield
-    finally:
-        if undo:
-            undo()
-
-
-def _compute_around(
-    around: Around, name: str, stage: int, compute: Callable[..., Any], chunk: int, *args: Any, **kwargs: Any
-) -> Any:
-    kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name)
-    kind = kind or ("B" if kwargs.get("full_backward", True) else "I")
-    return around(kind, stage, chunk, lambda: compute(chunk, *args, **kwargs))
-
-
-def _loss_around(around: Around, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    stage, _, _, chunk, *_ = args
-    if not stage.is_last:
-        return compute(*args, **kwargs)
-    return around("F", stage.stage_index, chunk, lambda: compute(*args, **kwargs))
-
-
-def wrap_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Callable[[], None]:
-    """Run forwards, losses and backwards of this rank through these functions, which get the call and its arguments.
-
-    Args:
-        schedule: any of torch's.
-        forward: of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
-        loss: `(call, output, target, **kwargs)`.
-        backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
-            last stage) and its "input_values"; their gradients are the first part of what it returns.
-
-    Returns a function that undoes it.
-    """
-    with ExitStack() as wrapped:
-        for stage in stages_of(schedule):
-            wrapped.enter_context(
-                replaced(
-                    stage,
-                    forward_maybe_with_nosync=partial(forward, stage.forward_maybe_with_nosync),
-                    backward_maybe_with_nosync=partial(backward, stage.backward_maybe_with_nosync),
-                )
-            )
-        if schedule._loss_fn is not None:
-            wrapped.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
-        return wrapped.pop_all().close
 
 
 def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -691,8 +621,11 @@ def _named(action: _Action) -> Action:
 
 def has_own_backward(stage: Stage) -> str:
     """The name of the function that a framework has set as the stage's backward; empty for torch's own."""
-    own = vars(stage).get("backward_maybe_with_nosync")
-    return getattr(own, "__qualname__", repr(own)) if own else ""
+    own: Any = vars(stage).get("backward_maybe_with_nosync")
+    if isinstance(own, Routed):
+        (own,) = own.args
+    is_torchs = own is None or own == type(stage).backward_maybe_with_nosync.__get__(stage)
+    return "" if is_torchs else getattr(own, "__qualname__", repr(own))
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:

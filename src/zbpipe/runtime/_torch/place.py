@@ -36,7 +36,7 @@ class Place:
         self._awaited = self.begun, messages
 
     @contextmanager
-    def followed(self, runtime: _PipelineScheduleRuntime) -> Iterator[None]:
+    def follow(self, runtime: _PipelineScheduleRuntime) -> Iterator[None]:
         """Around the executor's run of the lists that `runtime` has."""
         lists, rank = runtime.pipeline_order_with_comms, runtime.rank
         runtime.pipeline_order_with_comms = {**lists, rank: _Row(lists[rank], self)}

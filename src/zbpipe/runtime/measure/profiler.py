@@ -18,10 +18,10 @@ from zbpipe.costs import CostModel, Link
 from zbpipe.ir import COMPUTATIONS, Placement, require_whole
 from zbpipe.job_costs import JobCosts
 from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import messages_of
-from zbpipe.runtime.words import tell
 from zbpipe.views import report
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Profiler:
 
     def _tell(self, costs: JobCosts) -> None:
         if dist.get_rank(self._group) == 0:
-            tell(logger, "measured costs:\n%s", report.costs(costs))
+            log_visibly(logger, "measured costs:\n%s", report.costs(costs))
 
     def _gathered(self, memory: StepRecord) -> JobCosts:
         stages = _torch.stages_of(self._schedule)

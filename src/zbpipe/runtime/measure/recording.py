@@ -1,7 +1,6 @@
 """Record a pipeline step: when this rank ran each of its ops, and how much memory they allocated and did not free.
 
-`watch` shows a schedule's training steps to a watcher, `surround` runs them in a context. A step that nobody watches
-runs as torch runs it.
+`watch` shows a schedule's training steps to a watcher. A step that nobody watches runs as torch runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -30,8 +29,10 @@ class Wanted(Enum):
     """What a watcher wants to know of the next step."""
 
     NOTHING = 0
-    TIMES = 1
-    MEMORY = 2
+    STEP = 1
+    """That it runs in the watcher's context."""
+    TIMES = 2
+    MEMORY = 3
     """The bytes that ops allocate, at most and in the end. On the CPU this takes a profiler, which distorts times."""
 
 
@@ -56,7 +57,7 @@ class StepRecord:
     """Whether its microbatches had the shapes of the first step."""
 
 
-class Watcher(Protocol):
+class Watcher:
     """Looks at training steps. All ranks of a pipeline need the same watchers, in the same order."""
 
     def before(self) -> Wanted | None:
@@ -64,9 +65,17 @@ class Watcher(Protocol):
 
         None: nothing of this step and all later ones. It is not asked again.
         """
+        raise NotImplementedError
+
+    def around(self, schedule: Any) -> AbstractContextManager[None]:
+        """The context of a step of which it wanted something.
+
+        It may hook into computations, with `_torch.HookOrder.CHECK`: recorded times leave out what it adds there.
+        """
+        return nullcontext()
 
     def after(self, record: StepRecord) -> None:
-        """Called after a step of which it wanted something."""
+        """Called after a step of which it wanted times or memory."""
 
     def missed(self) -> None:
         """Called instead if the step was refused or failed: the next one takes its place."""
@@ -74,7 +83,7 @@ class Watcher(Protocol):
 
 def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
     """Show `watcher` the training steps of `schedule` (any of zbpipe's or torch's) from now on."""
-    _attached(schedule).watchers.append(watcher)
+    _watchers_of(schedule).append(watcher)
 
 
 def collect(
@@ -91,38 +100,17 @@ def collect(
     watch(schedule, _Collector(wanted, done))
 
 
-Surround = Callable[[Any], AbstractContextManager[None]]
-"""Takes a schedule whose training step begins now, and gives the context in which that step runs."""
-
-
-def surround(schedule: _torch.PipelineSchedule, around: Surround, steps: int) -> None:
-    """Run the next `steps` training steps of `schedule` (any of zbpipe's or torch's) in the contexts of `around`.
-
-    `around` may wrap computations itself. Its contexts are inside of the watchers', whose times leave out what it adds.
-    """
-    _attached(schedule).surrounding.extend([around] * steps)
-
-
-class _Attached(NamedTuple):
-    """Who looks at a schedule's steps. What has seen all that it wanted leaves its list."""
-
-    watchers: list[Watcher]
-    surrounding: list[Surround]
-    """Each as often as it has steps left."""
-
-
-def _attached(schedule: _torch.PipelineSchedule) -> _Attached:
-    if "_attached" not in vars(schedule):
+def _watchers_of(schedule: _torch.PipelineSchedule) -> list[Watcher]:
+    """Those that have not seen all that they wanted."""
+    if "_watchers" not in vars(schedule):
         # Without a cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
         watched = ref(schedule)
-        vars(schedule).update(
-            _attached=_Attached([], []), step=lambda *args, **kwargs: _step(watched(), *args, **kwargs)
-        )
-    attached: _Attached = vars(schedule)["_attached"]
-    return attached
+        vars(schedule).update(_watchers=[], step=lambda *args, **kwargs: _step(watched(), *args, **kwargs))
+    watchers: list[Watcher] = vars(schedule)["_watchers"]
+    return watchers
 
 
-class _Collector:
+class _Collector(Watcher):
     def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
         self._coming = deque(wanted)
         self._wanted: Wanted | None = None
@@ -150,39 +138,31 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     step = type(schedule).step.__get__(schedule)
     if not _torch.trains(schedule):
         return step(*args, **kwargs)
-    watchers, surrounding = _attached(schedule)
+    watchers = _watchers_of(schedule)
     asked = [(watcher, wanted) for watcher in watchers if (wanted := watcher.before()) is not None]
     watchers[:] = [watcher for watcher, _ in asked]
-    most = max((wanted for _, wanted in asked), key=lambda wanted: wanted.value, default=Wanted.NOTHING)
-    if isinstance(schedule, _torch.OwnRuntime) and (most is not Wanted.NOTHING or surrounding):
+    looking = [(watcher, wanted) for watcher, wanted in asked if wanted is not Wanted.NOTHING]
+    recorded = {wanted for _, wanted in looking} - {Wanted.STEP}
+    recorder = _Recorder(schedule, with_memory=Wanted.MEMORY in recorded) if recorded else None
+    if isinstance(schedule, _torch.OwnRuntime) and looking:
         schedule.finish_optimizer_step()  # what ran ahead and did not count would be in the record
-    with _counted(surrounding, watchers), ExitStack() as around:
-        recorder = None if most is Wanted.NOTHING else _Recorder(schedule, with_memory=most is Wanted.MEMORY)
-        if recorder is not None:
-            around.enter_context(recorder.attached())
-        for each in dict.fromkeys(surrounding):
-            surrounding.remove(each)
-            around.enter_context(each(schedule))
-        result = step(*args, **kwargs)
+    try:
+        with ExitStack() as around:
+            if recorder is not None:
+                around.enter_context(recorder.attach())
+            for watcher, _ in looking:
+                around.enter_context(watcher.around(schedule))
+            result = step(*args, **kwargs)
+    except BaseException:
+        for watcher, _ in asked:
+            watcher.missed()
+        raise
     if recorder is not None:
         record = recorder.record()
-        for watcher, wanted in asked:
-            if wanted is not Wanted.NOTHING:
+        for watcher, wanted in looking:
+            if wanted is not Wanted.STEP:
                 watcher.after(record)
     return result
-
-
-@contextmanager
-def _counted(surrounding: list[Surround], watchers: Sequence[Watcher]) -> Iterator[None]:
-    """Around a step: one that raises counts for nobody who looks at steps."""
-    before = list(surrounding)
-    try:
-        yield
-    except BaseException:
-        surrounding[:] = before
-        for each in watchers:
-            each.missed()
-        raise
 
 
 class _Recorder:
@@ -201,16 +181,15 @@ class _Recorder:
         self._last_stage = stage.num_stages - 1
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self) -> Iterator[None]:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
         self._origin = self._clock.mark()
-        undo = _torch.wrap_compute(self._schedule, self._around)
-        try:
-            with self._allocated.step() if self._allocated else nullcontext():
-                yield
-        finally:
-            undo()
+        with (
+            _torch.hook(self._schedule, _torch.HookOrder.RECORD, self._around),
+            self._allocated.step() if self._allocated else nullcontext(),
+        ):
+            yield
         self._end = self._clock.mark()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:

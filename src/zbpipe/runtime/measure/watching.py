@@ -20,14 +20,14 @@ import torch.distributed as dist
 from zbpipe.drift import Drift, DriftDetector
 from zbpipe.runtime import _torch
 from zbpipe.runtime.agreement import new_key
-from zbpipe.runtime.measure.recording import Wanted
+from zbpipe.runtime.measure.recording import Wanted, Watcher
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 _LOOKS_EVERY = 0.2
 """Seconds: a look into the store takes about a ten thousandth of one."""
 
 
-class DriftWatcher:
+class DriftWatcher(Watcher):
     """Calls `found` in the same step on all ranks, before it begins, when the steps' times have changed for good.
 
     It holds no schedule, and leaves after that call. Steps of another size than the usual one do not count.
@@ -69,9 +69,6 @@ class DriftWatcher:
             return Wanted.NOTHING
         self._found(schedule, drift)
         return None
-
-    def after(self, record: Any) -> None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
 
     def missed(self) -> None:
         """See `zbpipe.runtime.measure.recording.Watcher`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from zbpipe.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
@@ -19,22 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Runs the copies of one rank around its computations: `around` takes each of them.
+    """Runs the copies of one rank around its computations.
 
     Args:
-        runtime: the schedule that runs, whose stages are split already.
+        stages: of this rank, split already.
         copier: for the device of its stages.
     """
 
-    def __init__(self, runtime: _torch.ScheduleRuntime, copier: Copier) -> None:
+    def __init__(self, stages: Sequence[_torch.Stage], copier: Copier) -> None:
         self.copier = copier
-        self._runtime = runtime
-        self._stages = {stage.stage_index: stage for stage in _torch.stages_of(runtime)}
+        self._stages = {stage.stage_index: stage for stage in stages}
         self._ops: frozenset[Op] = frozenset()
         self._issued: Mapping[Op, list[Op]] = {}
         self._released: Mapping[Op, list[Op]] = {}
         self._told: set[tuple[int, OpKind]] = set()
-        self.begin_step()
 
     def follow(self, timeline: Timeline) -> None:
         """Run the copies of this schedule from the next step on."""
@@ -43,17 +41,20 @@ class Copies:
         self._released = _released_after(timeline, rank)
         self._ops = frozenset(copy for copies in self._issued.values() for copy in copies)
 
-    def begin_step(self) -> None:
-        """Forget what a failed step has left."""
+    @contextmanager
+    def run_beside(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
+        """Around what `schedule` runs in a step."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}
         """By the op that copied it out."""
         self._unreleased: set[Op] = set()
         self._before_loss: set[Op] = set()
+        with _torch.hook(schedule, _torch.HookOrder.COPY, self.around):
+            yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         """Run a computation, and the copies that are issued behind it."""
-        if not self._ops or not _torch.trains(self._runtime):
+        if not self._ops or not self._stages[stage].has_backward:
             return compute()
         op = Op(stage, OpKind(kind), microbatch)
         reload = reload_before(op)

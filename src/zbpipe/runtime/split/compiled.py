@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import PLAIN, Deferral, Due, deferrals, due
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.slots import Exit, Slots, Spec, Use, WeightWithExit, dtype_in_slot, spec
+from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
 
 _MOST_SHAPES = 16
 """With inputs of still more shapes, a region is compiled without slots, and its weight gradients stay in I."""
@@ -81,16 +81,16 @@ class _Site(NamedTuple):
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
         """Let the product use these slots in the next call of its layer."""
         deferral, use = self.deferral, self.use
-        exit = Exit(use, Slots(slots[0], slots[1], tuple(slots[2:])), deferral.permits[use.weight_name])
+        handle = SlotHandle(use, Slots(slots[0], slots[1], tuple(slots[2:])), deferral.permits[use.weight_name])
         if deferral.is_caught:
             unchanged = tuple(range(weight.dim()))
-            vars(deferral.layer)[use.weight_name] = WeightWithExit(weight, unchanged, exit)
+            vars(deferral.layer)[use.weight_name] = WeightWithSlots(weight, unchanged, handle)
         else:
-            deferral.exit = exit
+            deferral.handle = handle
 
     def close(self) -> None:
         """Take the slots back: the layer may run elsewhere before the next call."""
-        self.deferral.exit = None
+        self.deferral.handle = None
         vars(self.deferral.layer).pop(self.use.weight_name, None)
 
 

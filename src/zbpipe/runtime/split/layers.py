@@ -42,7 +42,7 @@ from zbpipe.runtime.split.products import (
     require_shape,
     rows,
 )
-from zbpipe.runtime.split.slots import Exit, Use, linear_in_slots, use_of_linear, use_of_product
+from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, use_of_linear, use_of_product
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -121,7 +121,7 @@ class Deferral:
         self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
-        self.exit: Exit | None = None
+        self.handle: SlotHandle | None = None
         """For the next call inside of a compiled region, for a layer without a forward of its own."""
         self.permits: defaultdict[str, Callable[[], str]] = defaultdict(_torch.slot_permit)
         """By the weight's name: whether a product may leave its region, asked while that is compiled."""
@@ -131,7 +131,7 @@ class Deferral:
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with a weight of the layer's own."""
         if torch.compiler.is_compiling():
-            return linear_in_slots(input, weight, bias, self.exit)
+            return linear_in_slots(input, weight, bias, self.handle)
         target = self._target(input, weight)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
@@ -196,7 +196,7 @@ class Deferral:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)] = twin
-        vars(twin).update(deepcopy(vars(self) | {"exit": None, "seen": None}, memo))
+        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None}, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
     if torch.compiler.is_compiling():
-        # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithExit`.
+        # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
 

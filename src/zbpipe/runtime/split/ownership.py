@@ -23,7 +23,7 @@ _WASTE = 2
 """Where memory is this many times what waits in it, what waits is copied: the copy takes at most what it frees."""
 
 
-def take_over(pending: Sequence[PendingGradient]) -> None:
+def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     """Copy what W reads where others hold its memory, too, or where most of that memory is of no more use.
 
     Args:

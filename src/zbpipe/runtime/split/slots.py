@@ -1,7 +1,7 @@
 """How x and dY leave a compiled region: as the "gradients" of inputs that take no memory.
 
 A compiled backward is a pure function, so nothing in it can store (x, dY). But it may return them. For each call of a
-region `zbpipe.runtime.split.compiled` gives every product an `Exit`, with inputs in the shapes of x and of y, the
+region `zbpipe.runtime.split.compiled` gives every product a `SlotHandle`, with inputs in the shapes of x and of y, the
 slots. The compiler traces what runs here.
 """
 
@@ -101,7 +101,7 @@ def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 
-class Exit:
+class SlotHandle:
     """Where one product leaves its region, in one call."""
 
     def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
@@ -140,9 +140,9 @@ class Exit:
         return slots
 
 
-def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, exit: Exit | None) -> Tensor:
+def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, handle: SlotHandle | None) -> Tensor:
     """`F.linear` while it is being compiled."""
-    slots = exit.take() if exit is not None and exit.takes(rows(input)) else None
+    slots = handle.take() if handle is not None and handle.takes(rows(input)) else None
     if slots is None:
         return F.linear(input, weight, bias)
     return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
@@ -171,19 +171,25 @@ class _ProductInSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exit: Exit, x: Tensor, weight: Tensor, x_slot: Tensor, y_slot: Tensor, *more_with_slots: Tensor
+        ctx: Any,
+        handle: SlotHandle,
+        x: Tensor,
+        weight: Tensor,
+        x_slot: Tensor,
+        y_slot: Tensor,
+        *more_with_slots: Tensor,
     ) -> Tensor:
         more = more_with_slots[::2]
         ctx.save_for_backward(x, weight, *more)
-        ctx.exit = exit
-        return _torch.without_base(exit.multiply(x, weight, more))
+        ctx.handle = handle
+        return _torch.without_base(handle.multiply(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *more = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = ctx.exit.product.of_input(dy, weight, ctx.exit.further, more)
+            dx = ctx.handle.product.of_input(dy, weight, ctx.handle.further, more)
         carried: list[Tensor | None] = []
         for each in more:
             carried += [None, each.to(dtype_in_slot(each.dtype))]
@@ -191,10 +197,10 @@ class _ProductInSlots(torch.autograd.Function):
 
 
 _torch.typed_like(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-_torch.typed_like(_ProductInSlots, lambda exit, x, weight, *slots: exit.multiply(x, weight, slots[2::2]))
+_torch.typed_like(_ProductInSlots, lambda handle, x, weight, *slots: handle.multiply(x, weight, slots[2::2]))
 
 
-class WeightWithExit:
+class WeightWithSlots:
     """Stands in for a layer's weight while its region runs, so that x and dY of the product leave by the slots.
 
     A layer with a forward of its own multiplies wherever it likes. The compiler allows no torch function mode there,
@@ -202,11 +208,11 @@ class WeightWithExit:
     another such object; for everything else it is the plain weight.
     """
 
-    def __init__(self, plain: Tensor, permutation: tuple[int, ...], exit: Exit) -> None:
+    def __init__(self, plain: Tensor, permutation: tuple[int, ...], handle: SlotHandle) -> None:
         self.plain = plain
         self.permutation = permutation
         """The order of the parameter's dimensions."""
-        self.exit = exit
+        self.handle = handle
 
     @classmethod
     def __torch_function__(
@@ -215,7 +221,7 @@ class WeightWithExit:
         kwargs = kwargs or {}
         factors_first, options = with_factors_first(args, kwargs)
         x, weight = factors_first[:2] if len(factors_first) > 1 else (None, None)
-        if isinstance(weight, WeightWithExit) and func is weight.exit.function and isinstance(x, Tensor):
+        if isinstance(weight, WeightWithSlots) and func is weight.handle.function and isinstance(x, Tensor):
             return weight._multiply(x, tuple(factors_first[2:]), options)
         if func is torch.transpose:
             return args[0].transpose(*args[1:], **kwargs)
@@ -226,56 +232,56 @@ class WeightWithExit:
         return func(*_plain(args), **dict(zip(kwargs, _plain(tuple(kwargs.values())), strict=True)))
 
     def _multiply(self, x: Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        exit = self.exit
-        if self.permutation != exit.permutation:
-            return exit.function(x, self.plain, *rest, **options)
-        if exit.function is F.linear:
+        handle = self.handle
+        if self.permutation != handle.permutation:
+            return handle.function(x, self.plain, *rest, **options)
+        if handle.function is F.linear:
             bias = rest[0] if rest else options.get("bias")
-            return linear_in_slots(x, self.plain, bias, exit)
+            return linear_in_slots(x, self.plain, bias, handle)
         further, more = parted(rest, options)
-        if further == exit.further and exit.takes(x, more):
-            slots = exit.take()
+        if further == handle.further and handle.takes(x, more):
+            slots = handle.take()
             if slots is not None:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
-                return _ProductInSlots.apply(exit, x, self.plain, slots.x, slots.y, *with_slots)
-        return exit.function(x, self.plain, *rest, **options)
+                return _ProductInSlots.apply(handle, x, self.plain, slots.x, slots.y, *with_slots)
+        return handle.function(x, self.plain, *rest, **options)
 
-    def _cast(self, plain: Tensor) -> WeightWithExit:
-        return WeightWithExit(plain, self.permutation, self.exit)
+    def _cast(self, plain: Tensor) -> WeightWithSlots:
+        return WeightWithSlots(plain, self.permutation, self.handle)
 
-    def to(self, *args: Any, **kwargs: Any) -> WeightWithExit:
+    def to(self, *args: Any, **kwargs: Any) -> WeightWithSlots:
         return self._cast(self.plain.to(*args, **kwargs))
 
-    def type_as(self, other: Tensor) -> WeightWithExit:
+    def type_as(self, other: Tensor) -> WeightWithSlots:
         return self._cast(self.plain.type_as(other))
 
-    def bfloat16(self) -> WeightWithExit:
+    def bfloat16(self) -> WeightWithSlots:
         return self._cast(self.plain.bfloat16())
 
-    def half(self) -> WeightWithExit:
+    def half(self) -> WeightWithSlots:
         return self._cast(self.plain.half())
 
-    def float(self) -> WeightWithExit:
+    def float(self) -> WeightWithSlots:
         return self._cast(self.plain.float())
 
-    def permute(self, *dims: Any) -> WeightWithExit:
+    def permute(self, *dims: Any) -> WeightWithSlots:
         order = dims[0] if len(dims) == 1 else dims
-        return WeightWithExit(self.plain.permute(order), tuple([self.permutation[dim] for dim in order]), self.exit)
+        return WeightWithSlots(self.plain.permute(order), tuple([self.permutation[dim] for dim in order]), self.handle)
 
-    def transpose(self, dim0: int, dim1: int) -> WeightWithExit:
+    def transpose(self, dim0: int, dim1: int) -> WeightWithSlots:
         order = list(range(self.plain.dim()))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self.permute(order)
 
-    def t(self) -> WeightWithExit:
+    def t(self) -> WeightWithSlots:
         return self.transpose(0, 1)
 
     @property
-    def mT(self) -> WeightWithExit:  # noqa: N802
+    def mT(self) -> WeightWithSlots:  # noqa: N802
         return self.transpose(-2, -1)
 
     @property
-    def T(self) -> WeightWithExit:  # noqa: N802
+    def T(self) -> WeightWithSlots:  # noqa: N802
         return self.permute(list(range(self.plain.dim()))[::-1])
 
     __hash__ = object.__hash__
@@ -285,7 +291,7 @@ class WeightWithExit:
 
 
 def _as_plain(name: str) -> Callable[..., Any]:
-    def operate(self: WeightWithExit, *args: Any) -> Any:
+    def operate(self: WeightWithSlots, *args: Any) -> Any:
         return getattr(self.plain, name)(*_plain(args))
 
     return operate
@@ -294,16 +300,16 @@ def _as_plain(name: str) -> Callable[..., Any]:
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 for _name in ("getitem", "len", "iter", "neg", "pos", "abs", "invert", "bool", "float", "int", *_COMPARISONS):
-    setattr(WeightWithExit, f"__{_name}__", _as_plain(f"__{_name}__"))
+    setattr(WeightWithSlots, f"__{_name}__", _as_plain(f"__{_name}__"))
 for _name in _ARITHMETIC:
-    setattr(WeightWithExit, f"__{_name}__", _as_plain(f"__{_name}__"))
-    setattr(WeightWithExit, f"__r{_name}__", _as_plain(f"__r{_name}__"))
+    setattr(WeightWithSlots, f"__{_name}__", _as_plain(f"__{_name}__"))
+    setattr(WeightWithSlots, f"__r{_name}__", _as_plain(f"__r{_name}__"))
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
     return [
         each.plain
-        if isinstance(each, WeightWithExit)
+        if isinstance(each, WeightWithSlots)
         else type(each)(_plain(each))
         if isinstance(each, (list, tuple))
         else each

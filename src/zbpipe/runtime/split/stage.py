@@ -14,7 +14,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.contents import changed_contents, name_operands
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
-from zbpipe.runtime.split.ownership import take_over
+from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
 from zbpipe.runtime.split.work import StaysInI, WeightWork, in_words, look_at_graphs, percent
 
@@ -317,7 +317,7 @@ class _SplitBackward(_torch.OwnStage):
             pending.clear()
             _torch.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, _all_changed(pending), "during I")
-        take_over(pending)
+        copy_if_shared(pending)
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
         if self._num_split == _REPORT_AFTER:

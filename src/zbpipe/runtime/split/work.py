@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.compiled import products_in_regions
 from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import LINEAR, PendingGradient, name_of
-from zbpipe.runtime.substitution import replaced
 
 _MOST_NAMES = 8
 """In a message."""

@@ -13,12 +13,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ign
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.ir import Op, OpKind, Schedule, require_whole
-from zbpipe.registry import resolve
 from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.gradient_report import GradientReport
 from zbpipe.runtime.reference import State
-from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.layers import deferrals
 
 _STEPS = 2
@@ -85,7 +84,7 @@ def check_gradients(
     device = next((each.device for module in modules for each in module.parameters()), torch.device("cpu"))
     with _alone(), _followed_as_before(modules):
         stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
-        schedule = _WLast(stages, microbatches, loss_fn)
+        schedule = build_pipeline_schedule(schedule_w_last(len(stages), microbatches), stages, microbatches, loss_fn)
         check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
         with _left_as_they_are(modules, device), ExitStack() as inferring:
             for stage in stages:
@@ -110,17 +109,12 @@ def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineSta
     return [each.submod if isinstance(each, PipelineStage) else each for each in listed]
 
 
-class _WLast(RegisteredSchedule):
-    """All F, then all I, then all W, with any number of stages on a single rank."""
-
-    algorithm = resolve("InterleavedZeroBubble")
-
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> None:
-        super().__init__(stages, n_microbatches, loss_fn)
-        upwards = range(len(stages))
-        order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
-        ops = [Op(stage, kind, n) for kind, row in order for n in range(n_microbatches) for stage in row]
-        self.adopt(Schedule.from_rows([ops], "all W last"))
+def schedule_w_last(num_stages: int, microbatches: int) -> Schedule:
+    """All F, then all I, then all W, on a single rank."""
+    upwards = range(num_stages)
+    order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
+    ops = [Op(stage, kind, n) for kind, row in order for n in range(microbatches) for stage in row]
+    return Schedule.from_rows([ops], "all W last")
 
 
 def _samples(args: tuple[Any, ...]) -> int:

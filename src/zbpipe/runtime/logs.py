@@ -1,4 +1,4 @@
-"""What zbpipe says of a job, where its user sees it."""
+"""Logging helpers: what a job logs where its user sees it, and ranks in words."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 
 
-def tell(logger: logging.Logger, words: str, *values: object) -> None:
+def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
     """Log it as information, or as a warning in a job that shows no information, as Python does by default."""
     logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
-def spans(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Such as "ranks 0-2, 5", for ranks in ascending order: a job may have thousands of them."""
     found: list[list[int]] = []
     for rank in ranks:

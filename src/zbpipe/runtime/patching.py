@@ -9,7 +9,14 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within, `owner` (an object or a module) has these attributes; afterwards it is as it was."""
+    """Within, `owner` (an object or a module) has these attributes; afterwards it is as it was.
+
+    Raises:
+        AttributeError: it has none of that name, so nobody would read the new one.
+    """
+    for name in attributes:
+        if name not in vars(owner) and not hasattr(type(owner), name):
+            raise AttributeError(f"{owner!r} has no attribute {name!r} to replace")
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:

@@ -1,0 +1,129 @@
+"""Hooks around what a rank computes, in one list with a defined order. Known from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zbpipe.runtime.patching import replaced
+
+Call = Callable[..., Any]
+
+Around = Callable[[str, int, int, Callable[[], Any]], Any]
+"""Takes kind, stage and microbatch of a computation, and the computation; runs it and returns its result."""
+
+
+class HookOrder(IntEnum):
+    """From the outermost hook to the innermost; an outer one sees what the inner ones add."""
+
+    ABANDON = 0
+    """Skips the computations of a step that this rank has abandoned, and all other hooks."""
+    SCALE = 1
+    """Scales the gradients of earlier steps before the first computation that adds to them."""
+    FOLLOW = 2
+    """Notes what the host has launched."""
+    CHECK = 3
+    """Runs a microbatch once more. The recorded times leave that out."""
+    RECORD = 4
+    """Takes times and memory."""
+    COPY = 5
+    """Issues copies to the host and back."""
+
+
+class _Hook(NamedTuple):
+    order: HookOrder
+    around: Around
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
+
+
+@contextmanager
+def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
+    """Within, every computation of this rank runs through `around`, the loss as one more F of the last stage.
+
+    The wait for messages is outside of that. Hooks may end in any order.
+    """
+    hooks: _Hooks = vars(schedule).get("_hooks") or _Hooks(schedule)
+    own = _Hook(order, around)
+    hooks.add(own)
+    try:
+        yield
+    finally:
+        hooks.remove(own)
+
+
+class _Hooks:
+    """Those of one schedule, which has them as long as there are any."""
+
+    def __init__(self, schedule: _PipelineSchedule) -> None:
+        self._sorted: list[_Hook] = []
+        self._patches = ExitStack()
+        vars(schedule)["_hooks"] = self
+        self._patches.callback(vars(schedule).pop, "_hooks")
+        for stage in stages_of(schedule):
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                compute = partial(self._stage_computes, name, stage.stage_index, getattr(stage, name))
+                self._patches.enter_context(replaced(stage, **{name: compute}))
+        loss = partial(self._loss_computes, schedule._maybe_compute_loss)
+        self._patches.enter_context(replaced(schedule, _maybe_compute_loss=loss))
+
+    def add(self, new: _Hook) -> None:
+        self._sorted.append(new)
+        self._sorted.sort(key=lambda each: each.order)
+
+    def remove(self, old: _Hook) -> None:
+        self._sorted.remove(old)
+        if not self._sorted:
+            self._patches.close()
+
+    def _run(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        for each in reversed(self._sorted):
+            compute = partial(each.around, kind, stage, microbatch, compute)
+        return compute()
+
+    def _stage_computes(self, name: str, stage: int, compute: Call, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name)
+        kind = kind or ("B" if kwargs.get("full_backward", True) else "I")
+        return self._run(kind, stage, chunk, partial(compute, chunk, *args, **kwargs))
+
+    def _loss_computes(self, compute: Call, *args: Any, **kwargs: Any) -> Any:
+        stage, _, _, chunk, *_ = args
+        if not stage.is_last:
+            return compute(*args, **kwargs)
+        return self._run("F", stage.stage_index, chunk, partial(compute, *args, **kwargs))
+
+
+class Routed(partial[Any]):
+    """A function that gets a call, and the call."""
+
+
+@contextmanager
+def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
+    """Within, forwards, losses and backwards of this rank run through these functions, which get call and arguments.
+
+    Args:
+        schedule: any of torch's.
+        forward: of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
+        loss: `(call, output, target, **kwargs)`.
+        backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
+            last stage) and its "input_values"; their gradients are the first part of what it returns.
+    """
+    with ExitStack() as patches:
+        for stage in stages_of(schedule):
+            calls = {
+                "forward_maybe_with_nosync": partial(forward, stage.forward_maybe_with_nosync),
+                "backward_maybe_with_nosync": Routed(backward, stage.backward_maybe_with_nosync),
+            }
+            patches.enter_context(replaced(stage, **calls))
+        if schedule._loss_fn is not None:
+            patches.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
+        yield

@@ -1,0 +1,106 @@
+"""Schedules as torch runs them: with sends and receives, lowered once and kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from zbpipe import passes
+from zbpipe.costs import CostModel
+from zbpipe.ir import Schedule
+from zbpipe.running_ahead import RunAhead, ahead_of
+from zbpipe.runtime import _torch, checks
+from zbpipe.simulation import best_receives, simulate
+from zbpipe.transport import Receives, Transport
+
+
+@dataclass
+class Lowered:
+    """A schedule as torch runs it."""
+
+    schedule: Schedule
+    lists: _torch.Lists
+    receives: Receives
+    """When ranks post them."""
+    is_agreed: bool = False
+    """Whether all ranks have been seen to have the same lists."""
+    _cut: RunAhead | None = None
+
+    def cut(self, runtime: _torch.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
+        """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that.
+
+        Nor with copies to the host, which would have to be undone.
+
+        Args:
+            runtime: which runs it.
+            costs: to simulate how far ranks may run ahead.
+        """
+        if self.schedule.has_copies:
+            return None
+        if self._cut is None:
+            rows = passes.with_waits(_torch.rows_of(runtime))
+            self._cut = RunAhead.of(rows, ahead_of(self.schedule, costs))
+            if findings := self._cut.findings():
+                raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
+        return self._cut if any(each.kind == "F" for row in self._cut.before for each in row) else None
+
+
+class Lowering:
+    """Has torch lower schedules, and keeps the results.
+
+    Args:
+        receives: when ranks post them; None for what gives the shortest step.
+        transport: what messages wait for.
+        frees_sends_early: whether sent tensors are freed as soon as they have surely been received.
+    """
+
+    def __init__(self, receives: Receives | None, transport: Transport, frees_sends_early: bool) -> None:
+        self.transport = transport
+        self._receives = receives
+        self._frees_sends_early = frees_sends_early
+        self._known: dict[Schedule, Lowered] = {}
+
+    def forget(self) -> None:
+        """Lower everything anew, because the costs have changed."""
+        self._known.clear()
+
+    def lower(self, runtime: _torch.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+        """The schedule as `runtime` runs it, whose own lists may be others afterwards.
+
+        Args:
+            runtime: with the number of microbatches of `schedule`.
+            schedule: with or without copies.
+            costs: to place receives.
+
+        Raises:
+            ValueError: torch cannot run it.
+        """
+        if schedule not in self._known:
+            self._known[schedule] = self._lower(runtime, schedule, costs)
+        return self._known[schedule]
+
+    def _lower(self, runtime: _torch.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+        checks.require_runnable(schedule)
+        computations = schedule.computations
+        _torch.lower(runtime, computations)
+        receives = self._receives or best_receives(computations, costs, self.transport)
+        rows = passes.place_receives(_torch.rows_of(runtime), receives, simulate(computations, costs))
+        if self._frees_sends_early:
+            rows = passes.free_sends_early(passes.with_waits(rows), schedule.placement)
+        checks.require_sound_messages(rows, computations)
+        _torch.use_rows(runtime, rows)
+        return Lowered(schedule, _torch.lists_of(runtime), receives)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Within, Python looks for no garbage: lists are tens of thousands of objects, which would make it look at all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,95 @@
+"""Which schedule a step runs: the one adopted for its number of microbatches, else one made from the name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zbpipe import passes
+from zbpipe.costs import CostModel
+from zbpipe.ir import Placement, Schedule
+from zbpipe.limits import Limit
+from zbpipe.offloading import Offload
+from zbpipe.offloading import offload as offloaded
+from zbpipe.registry import Algorithm
+from zbpipe.yardstick import in_unit_of
+
+
+class SchedulesBySize:
+    """Makes and keeps the schedules of one job, by their number of microbatches; the same on all ranks.
+
+    Args:
+        algorithm: makes them.
+        placement: of all stages.
+        costs: None where none are known.
+        limit: what a rank may hold; None for the algorithm's own limit.
+        offload: what goes to the host's memory; None for nothing.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        placement: Placement,
+        costs: CostModel | None,
+        limit: Limit | None,
+        offload: Offload | None,
+    ) -> None:
+        self.costs = costs
+        """For the next schedules that are made; None where none are known."""
+        self._algorithm = algorithm
+        self._placement = placement
+        self._limit = limit
+        self._offload = offload
+        self._adopted: dict[int, Schedule] = {}
+        self._made: dict[int, Schedule] = {}
+
+    @property
+    def simulated_costs(self) -> CostModel:
+        """The costs, or equal times where none are known."""
+        return self.costs or passes.default_costs(self._placement)
+
+    def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
+        """The schedule of steps with `number` microbatches; `make` makes it if none was adopted or made before."""
+        if number in self._adopted:
+            return self._adopted[number]
+        if number not in self._made:
+            self._made[number] = make(number)
+        return self._made[number]
+
+    def adopt(self, schedule: Schedule) -> None:
+        """From now on, steps with its number of microbatches run `schedule`."""
+        self._adopted[schedule.num_microbatches] = schedule
+
+    def use_costs(self, costs: CostModel) -> None:
+        """Make schedules for these costs from now on; those that were adopted stay."""
+        self.costs = costs
+        self._made.clear()
+
+    def make(self, number: int, *, runs_ahead: bool = False) -> Schedule:
+        """One for the known costs.
+
+        Args:
+            number: of microbatches.
+            runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`.
+
+        Raises:
+            ValueError: there is none, for example because the schedule is a table.
+        """
+        size = self._placement.num_ranks, number
+        limit = None
+        if self._limit is not None:
+            limit = in_unit_of(self.costs or CostModel.uniform(self._placement), self._limit, *size)
+        made = self._algorithm.make(
+            *size,
+            stages_per_rank=len(self._placement.stages_on(0)) if self._algorithm.any_stages_per_rank else None,
+            costs=self.costs,
+            memory_limit=limit,
+            runs_ahead=runs_ahead,
+        )
+        return made if self._offload is None else offloaded(made, self.simulated_costs, what=self._offload)
+
+    def make_to_run_ahead(self, running: Schedule) -> Schedule:
+        """`running` made for steps that run ahead; itself if it was adopted, or cannot be made for that."""
+        number = running.num_microbatches
+        if "runs_ahead" in self._algorithm.keywords and running == self.make(number):
+            return self.make(number, runs_ahead=True)
+        return running

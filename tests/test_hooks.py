@@ -1,0 +1,99 @@
+"""Hooks around computations run in one order, whoever came first, and end in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import HookOrder
+from zbpipe.runtime.patching import replaced
+
+ORDERS = (HookOrder.ABANDON, HookOrder.CHECK, HookOrder.COPY)
+
+
+def pipeline(name: str) -> Any:
+    per_rank = zbpipe.generate(name, 1, 1).placement.num_stages
+    stages = [PipelineStage(nn.Linear(4, 4), index, per_rank, torch.device("cpu")) for index in range(per_rank)]
+    return zbpipe.build_pipeline_schedule(name, stages, 2, F.mse_loss)
+
+
+def note(seen: list[str], order: HookOrder, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+    seen.append(f"{order.name} {stage}{kind}{microbatch}")
+    return compute()
+
+
+@pytest.mark.parametrize("name", ["ZBV", "1F1B"])
+def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> None:
+    schedule = pipeline(name)
+    x = torch.ones(2, 4)
+    schedule.step(x, target=x)
+    before = [dict(vars(owner)).keys() for owner in (schedule, *_torch.stages_of(schedule))]
+    for come, go in zip(permutations(ORDERS), reversed(list(permutations(ORDERS))), strict=True):
+        seen: list[str] = []
+        hooks = {order: _torch.hook(schedule, order, partial(note, seen, order)) for order in ORDERS}
+        for order in come:
+            hooks[order].__enter__()
+        left = list(ORDERS)
+        for order in go:
+            seen.clear()
+            schedule.step(x, target=x)
+            first = [each.split()[0] for each in seen if each.endswith(" 0F0")][: len(left)]
+            assert first == [each.name for each in left]
+            assert len({each.split()[1] for each in seen}) * len(left) <= len(seen)
+            hooks[order].__exit__(None, None, None)
+            left.remove(order)
+        seen.clear()
+        schedule.step(x, target=x)
+        assert seen == []
+    assert [vars(owner).keys() for owner in (schedule, *_torch.stages_of(schedule))] == before
+
+
+def test_a_hook_that_ends_in_a_computation_ends_alone(one_rank: None) -> None:
+    schedule = pipeline("ZBV")
+    seen: list[str] = []
+    last = _torch.hook(schedule, HookOrder.RECORD, partial(note, seen, HookOrder.RECORD))
+
+    def end_other(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        last.__exit__(None, None, None)
+        first.__exit__(None, None, None)
+        return compute()
+
+    first = _torch.hook(schedule, HookOrder.CHECK, end_other)
+    last.__enter__()
+    first.__enter__()
+    schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
+    assert seen == ["RECORD 0F0"]
+
+
+def test_what_is_not_there_cannot_be_replaced() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(AttributeError, match="has no attribute 'slots' to replace"), replaced(layer, slots=None):
+        pass
+    assert "slots" not in vars(layer)
+
+
+def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
+    """Such a backward reduces gradients itself, so stages that torch's own would reduce too early are not refused."""
+    schedule = pipeline("ZBV")
+    first, second = _torch.stages_of(schedule)
+
+    def frameworks(*args: Any, **kwargs: Any) -> Any:
+        return type(second).backward_maybe_with_nosync(second, *args, **kwargs)
+
+    def route(call: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    vars(second)["backward_maybe_with_nosync"] = frameworks
+    with _torch.route_calls(schedule, route, route, route):
+        assert _torch.has_own_backward(first) == ""
+        assert _torch.has_own_backward(second).endswith("frameworks")
