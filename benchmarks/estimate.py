@@ -37,7 +37,7 @@ METERED, WARM_UP = 3, 4
 """Training steps: the one whose memory is measured, and how many there are before times are."""
 TIMEOUT = 1200.0
 FOLDER = "ZBPIPE_ESTIMATE_FOLDER"
-"""The variable of the environment that tells a rank where to write."""
+"""The environment variable with the folder that a rank writes into."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ transformer's, whose memory decides what lean schedules run."""
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan of this benchmark is asked for."""
+    """Request for a plan."""
 
     limit: Callable[[int], float]
-    """What a rank may hold, by the number of ranks."""
+    """Microbatches that a rank may hold, by the number of ranks."""
     robust: bool = False
-    """Whether it is to stand late messages."""
+    """Whether it has to tolerate late messages."""
     most_loss: float | None = None
 
 
@@ -144,7 +144,7 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
 
 
 def receives_of(name: str) -> str | None:
-    """What stands behind an @: where the schedule's receives are posted."""
+    """The part after an @: where the schedule's receives are posted."""
     return name.partition("@")[2] or None
 
 
