@@ -1,31 +1,28 @@
-"""How many bytes each rank holds at most over a step, weights apart, beside what `zbpipe.peak_bytes` predicts.
+"""Bytes that each rank holds at most over a step, without weights, and the prediction of `zbpipe.peak_bytes`.
 
-Every schedule trains the same Llama blocks, on one process per rank. What ops keep and need of one microbatch is
-measured on one stage alone, and predicted from that. Run it from anywhere:
-`python benchmarks/activation_memory.py --help`.
+Every schedule trains the same Llama blocks, on one process per rank. The prediction knows the bytes of each op, which
+are measured on one stage.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+import split_backward
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # what knows the backend "fake" before torch 2.15
-from live_bytes import Meter, meter
+from harness import JSON, choose_device, markdown, meter, parser, single_rank, write_json
 from llama import Block, Checkpointing, checkpointed
 from ranks import RankError, run_ranks
-from split_backward import ACTIONS, DTYPES, Contender, MiddleStage, Mode, Size, warm_up
-from split_backward import Action as Kind
+from split_backward import ACTIONS, DTYPES, Contender, MiddleStage, Mode, OpBytes, Size, warm_up
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -36,19 +33,16 @@ from zbpipe.memory import rows_of
 from zbpipe.passes import default_costs, wait_of
 from zbpipe.transformer import typical_times
 
-SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV", "ZBH1", "VHalf", "VMin", "plan")
-YARDSTICK = "1F1B"
+SCHEDULES = ("1F1B", "ZBV", "ZBH1", "VHalf", "VMin", "plan")
+BASELINE = "1F1B"
 PLAN = "plan"
-"""The best schedule within the yardstick's bytes, by `zbpipe.plan`."""
-TORCHS_OWN = ("ZBVZeroBubble",)
-"""What torch's own class runs. All others run from a table by zbpipe's, so that they send and receive alike."""
+"""The best schedule within the baseline's bytes, by `zbpipe.plan`."""
 SIZES = {
     "cpu": Size(dim=128, seq=512, batch=1, head_dim=64),
     "cuda": Size(dim=4096, seq=4096, batch=1, head_dim=128),
 }
-METHODS = {"F": "forward_one_chunk", "I or B": "backward_one_chunk", "W": "backward_weight_one_chunk"}
 GOAL = 0.05
-"""How far the worst rank may be from its prediction."""
+"""Largest deviation of the worst rank from its prediction."""
 KEEPS_OUTPUTS = not hasattr(PipelineStage, "release_fwd_send_outputs")
 """Whether torch (before 2.15) keeps what a stage has sent until its backward."""
 
@@ -78,46 +72,13 @@ class Job:
         return Size(whole.dim, whole.seq, whole.batch, whole.head_dim, blocks=self.layers // stages)
 
 
-@dataclass(frozen=True)
-class OpBytes:
-    """What lives beyond what lived before the first op of the microbatch."""
-
-    peak: int
-    """At most during the op."""
-    after: int
-    """After it, with its result let go."""
-
-
-@dataclass
-class RankBytes:
-    """What lives on one rank beyond what lived before the step."""
-
-    peak: int = 0
-    """At most, at any time."""
-    peak_in: str = ""
-    """The op during which that was, or "between"."""
-    kept: int = 0
-    """At most between two ops, so without what an op needs only while it runs."""
-
-
 def device_of(job: Job, rank: int) -> torch.device:
     """One GPU for each rank, or the CPU for all."""
     return torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
 
 
-def forget_peak(bytes_: Meter, device: torch.device) -> None:
-    """Let `bytes_.peak` begin anew from what lives now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        bytes_.peak = bytes_.live  # type: ignore[misc]
-
-
-# One stage.
-
-
 def op_bytes(
-    size: Size, job: Job, contender: Contender, actions: Sequence[Kind] | None = None
+    size: Size, job: Job, contender: Contender, actions: Sequence[split_backward.Action] | None = None
 ) -> dict[str, OpBytes] | None:
     """Bytes of each op of one microbatch on a stage in the middle; None if this split fails there."""
     device = device_of(job, 0)
@@ -126,49 +87,10 @@ def op_bytes(
     if warm_up(stage, actions, device) is not None:
         return None
     gc.collect()
-    found: dict[str, OpBytes] = {}
-    with meter(device) as bytes_:
-        for action in actions:
-            forget_peak(bytes_, device)
-            stage.receive(action)
-            stage.run(action)
-            stage.send(action)
-            found[action] = OpBytes(bytes_.peak, bytes_.live)
-    return found
+    return split_backward.op_bytes(stage, actions, device)
 
 
 # One rank of a pipeline.
-
-
-class Diary:
-    """Follows what lives on a rank from op to op."""
-
-    def __init__(self, bytes_: Meter, device: torch.device) -> None:
-        self._bytes = bytes_
-        self._device = device
-        self.found = RankBytes()
-
-    def follow(self, stage: PipelineStage) -> None:
-        """Write down the ops of `stage` from now on."""
-        for kind, method in METHODS.items():
-            # The stage is about to end with its process, so nobody needs its own methods again.
-            setattr(stage, method, self._followed(f"{kind} on stage {stage.stage_index}", getattr(stage, method)))
-
-    def end(self, name: str) -> None:
-        """What came since the last call was `name`."""
-        if self._bytes.peak > self.found.peak:
-            self.found.peak, self.found.peak_in = self._bytes.peak, name
-        forget_peak(self._bytes, self._device)
-
-    def _followed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def followed(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            self.end("between")
-            result = run(microbatch, *args, **kwargs)
-            self.end(f"{name}, microbatch {microbatch}")
-            self.found.kept = max(self.found.kept, self._bytes.live)
-            return result
-
-        return followed
 
 
 def build_stages(name: str, job: Job, rank: int, device: torch.device) -> list[PipelineStage]:
@@ -193,31 +115,8 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def run_rank(name: str, job: Job, rank: int, device: torch.device) -> RankBytes:
-    """The second step of a training. The first one makes the stages ready, and a `.grad` in every weight."""
-    stages = build_stages(name, job, rank, device)
-    last = max(stage.num_stages for stage in stages) - 1
-    indices = [stage.stage_index for stage in stages]
-    schedule = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, loss_fn)
-    size = SIZES[job.device]
-    batch = torch.randn(job.microbatches * size.batch, size.seq, size.dim).to(device, DTYPES[device.type])
-    arguments = [batch] if 0 in indices else []
-    target = batch.clone() if last in indices else None
-    schedule.step(*arguments, target=target, return_outputs=False)
-    gc.collect()
-    # As in a training that collects garbage between steps only: what dies, dies because nothing refers to it.
-    gc.disable()
-    with meter(device) as bytes_:
-        diary = Diary(bytes_, device)
-        for stage in stages:
-            diary.follow(stage)
-        schedule.step(*arguments, target=target, return_outputs=False)
-        diary.end("between")
-    return diary.found
-
-
-def rank_main(name: str, job: Job) -> RankBytes:
-    """The body of one process."""
+def rank_main(name: str, job: Job) -> int:
+    """Most bytes alive in the second step of a training. The first one makes the stages ready, and every `.grad`."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     # torch prints a failing schedule whole; the error alone says enough here.
@@ -225,11 +124,23 @@ def rank_main(name: str, job: Job) -> RankBytes:
     device = device_of(job, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return run_rank(name, job, rank, device)
+    stages = build_stages(name, job, rank, device)
+    schedule = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, loss_fn)
+    size = SIZES[job.device]
+    batch = torch.randn(job.microbatches * size.batch, size.seq, size.dim).to(device, DTYPES[device.type])
+    arguments = [batch] if any(stage.is_first for stage in stages) else []
+    target = batch.clone() if any(stage.is_last for stage in stages) else None
+    schedule.step(*arguments, target=target, return_outputs=False)
+    gc.collect()
+    # As in a training that collects garbage between steps only: tensors die because nothing refers to them.
+    gc.disable()
+    with meter(device) as bytes_:
+        schedule.step(*arguments, target=target, return_outputs=False)
+        return bytes_.peak
 
 
-def measured(name: str, job: Job) -> list[RankBytes] | str:
-    """What the ranks found, one process each, or the first one's error."""
+def measured(name: str, job: Job) -> list[int] | str:
+    """Most bytes of each rank, one process each, or the first error."""
     backend = "nccl" if job.device == "cuda" else "gloo"
     try:
         return run_ranks(job.ranks, rank_main, name, job, timeout=job.timeout, backend=backend)
@@ -276,7 +187,7 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
         return costs_of(job, placement, stages[job.size(placement.num_stages).blocks])
 
     if name == PLAN:
-        limit = max(zbpipe.simulate(*schedule_of(YARDSTICK, job, stages)).peak_memory)
+        limit = max(zbpipe.simulate(*schedule_of(BASELINE, job, stages)).peak_memory)
         placement = Placement.v(job.ranks)
         found = zbpipe.plan(job.ranks, job.microbatches, costs(placement), limit, placements=[placement])
         return found.schedule, costs(placement)
@@ -308,31 +219,23 @@ class Result:
 
     schedule: str
     checkpointing: Checkpointing
-    ranks: list[RankBytes] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    """Most bytes of each."""
     seconds: float = 0.0
     """Of a step, simulated with typical times."""
-    share: float | None = None
-    """Of the worst rank's measured peak, in that of the yardstick."""
-    predicted: list[float] | None = None
+    predicted: list[float] = field(default_factory=list)
     """Bytes by rank."""
     error: str | None = None
 
     @property
     def peak(self) -> int:
         """Of the worst rank."""
-        return max((rank.peak for rank in self.ranks), default=0)
+        return max(self.ranks, default=0)
 
     @property
     def deviation(self) -> float | None:
-        """Of the worst rank's measured peak from what is predicted for the worst rank."""
-        return self.peak / max(self.predicted) - 1 if self.ranks and self.predicted else None
-
-
-def fill_shares(results: Sequence[Result]) -> None:
-    yardstick = next(result for result in results if result.schedule == YARDSTICK)
-    for result in results:
-        if not result.error and yardstick.peak:
-            result.share = result.peak / yardstick.peak
+        """Of the worst rank's measured peak from the predicted one; None if the schedule did not run."""
+        return self.peak / max(self.predicted) - 1 if self.ranks else None
 
 
 StageBytes = dict[int, dict[str, OpBytes]]
@@ -360,13 +263,12 @@ def measure(name: str, job: Job, stages: StageBytes) -> Result:
         result.error = str(error)
         return result
     result.seconds = zbpipe.simulate(schedule, costs).makespan
+    result.predicted = predicted(schedule, costs)
     with tempfile.TemporaryDirectory() as directory:
-        runs = name
-        if name not in TORCHS_OWN:
-            result.predicted = predicted(schedule, costs)
-            runs = f"{directory}/{name}.csv"
-            Path(runs).write_text(schedule.to_csv())
-        found = measured(runs, job)
+        # From a table, so that torch's schedules send and receive as zbpipe's do.
+        table = Path(directory, f"{name}.csv")
+        table.write_text(schedule.to_csv())
+        found = measured(str(table), job)
     if isinstance(found, str):
         result.error = found
     else:
@@ -374,118 +276,76 @@ def measure(name: str, job: Job, stages: StageBytes) -> Result:
     return result
 
 
-# Tables.
+# The table.
 
 
 def _mib(number: float) -> str:
     return f"{number / 2**20:.1f}"
 
 
-def _share(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"
-
-
 def schedule_table(results: Sequence[Result]) -> str:
     """Bytes in MiB."""
-    ranks = max(len(result.ranks) for result in results)
-    heads = ["checkpointing", "schedule", *(f"rank {rank}" for rank in range(ranks)), "share", "predicted", "deviation"]
-    return _aligned([[*heads, "step"], *map(_cells, results)], left=2)
+    ranks = [f"rank {rank}" for rank in range(max(len(result.ranks) for result in results))]
+    heads = ["checkpointing", "schedule", *ranks, "share", "predicted", "deviation", "step"]
+    return markdown(heads, (_cells(result, results) for result in results), left=2)
 
 
-def _cells(result: Result) -> list[str]:
+def _cells(result: Result, results: Sequence[Result]) -> list[str]:
     names = [result.checkpointing, result.schedule]
     if result.error is not None:
         return [*names, f"fails: {result.error}"]
+    baseline = next(r for r in results if (r.schedule, r.checkpointing) == (BASELINE, result.checkpointing))
     return [
         *names,
-        *(_mib(rank.peak) for rank in result.ranks),
-        _share(result.share),
-        _mib(max(result.predicted)) if result.predicted else "-",
-        "-" if result.deviation is None else f"{100 * result.deviation:+.1f} %",
+        *map(_mib, result.ranks),
+        f"{result.peak / baseline.peak:.3f}" if baseline.peak else "-",
+        _mib(max(result.predicted)),
+        f"{100 * (result.deviation or 0):+.1f} %",
         f"{result.seconds:.1f}",
     ]
 
 
-def stage_table(checkpointing: Checkpointing, stages: StageBytes) -> str:
-    """Bytes in MiB."""
-    actions = ("F", "I", "W", "B")
-    heads = ["checkpointing", "blocks", *(f"{when} {action}" for action in actions for when in ("in", "after"))]
-    rows = [heads]
-    for blocks, ops in stages.items():
-        numbers = [_mib(n) for action in actions for n in (ops[action].peak, ops[action].after)]
-        rows.append([checkpointing, str(blocks), *numbers])
-    return _aligned(rows, left=2)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> str:
-    # A failure's text goes beyond its column.
-    widths = [
-        max(len(row[c]) for row in rows if len(row) > c and not row[-1].startswith("fails"))
-        for c in range(len(rows[0]))
-    ]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if c < left or cell.startswith("fails") else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    arguments = parser(__doc__)
     modes = list(get_args(Checkpointing))
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="1F1B is always run")
-    parser.add_argument("--checkpointing", nargs="+", choices=modes, default=modes, help="default: all")
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--microbatches", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=16, help="blocks of the whole model (default: %(default)s)")
-    parser.add_argument("--device", choices=list(SIZES), help="default: cuda if there is one for each rank")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one schedule (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, in bytes")
-    arguments = parser.parse_args()
-    if arguments.ranks < 1 or arguments.layers % (2 * arguments.ranks):
-        parser.error("--layers has to be a multiple of twice the --ranks, so that every schedule can cut the model")
-    return arguments
+    arguments.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="1F1B always runs")
+    arguments.add_argument("--checkpointing", nargs="+", choices=modes, default=modes)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=16)
+    arguments.add_argument("--layers", type=int, default=16, help="blocks of the whole model")
+    arguments.add_argument("--device", choices=list(SIZES), help="cuda if there is a GPU for each rank")
+    arguments.add_argument("--timeout", type=float, default=300, help="seconds for one schedule")
+    arguments.add_argument("--json", **JSON)
+    chosen = arguments.parse_args()
+    if chosen.ranks < 1 or chosen.layers % (2 * chosen.ranks):
+        arguments.error("--layers has to be a multiple of twice the --ranks, so that every schedule can cut the model")
+    return chosen
 
 
 def main() -> int:
     arguments = parse_arguments()
-    device = arguments.device or ("cuda" if torch.cuda.device_count() >= arguments.ranks else "cpu")
+    device = choose_device(arguments.device, arguments.ranks).type
     names = [name if name == PLAN else zbpipe.registry.resolve(name).name for name in arguments.schedules]
-    names = [YARDSTICK, *(name for name in names if name != YARDSTICK)]
+    names = [BASELINE, *(name for name in names if name != BASELINE)]
     torch.set_num_threads(1)
-    # For the stages that are measured alone: all of them are on this process, and nothing is ever sent.
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     results: list[Result] = []
-    alone: dict[Checkpointing, StageBytes] = {}
-    for checkpointing in arguments.checkpointing:
-        sizes = (arguments.ranks, arguments.microbatches, arguments.layers)
-        job = Job(checkpointing, *sizes, device, arguments.timeout)
-        alone[checkpointing] = measure_stages(job)
-        of_this: list[Result] = []
-        for name in names:
-            print(f"measuring {name}, checkpointing {checkpointing} ...", file=sys.stderr)
-            of_this.append(measure(name, job, alone[checkpointing]))
-            print("  " + "  ".join(_cells(of_this[-1])[2:]), file=sys.stderr)
-        fill_shares(of_this)
-        results += of_this
-    print("\n\n".join([schedule_table(results), *(stage_table(mode, found) for mode, found in alone.items())]))
-    if arguments.json:
-        figures = {"torch": torch.__version__, "device": device, "results": [asdict(r) for r in results]}
-        stages = {mode: {blocks: _plain(ops) for blocks, ops in found.items()} for mode, found in alone.items()}
-        arguments.json.write_text(json.dumps(figures | {"stages": stages}, indent=2) + "\n")
+    stages: dict[Checkpointing, StageBytes] = {}
+    with single_rank():  # for the stages that are measured alone
+        for checkpointing in arguments.checkpointing:
+            sizes = (arguments.ranks, arguments.microbatches, arguments.layers)
+            job = Job(checkpointing, *sizes, device, arguments.timeout)
+            stages[checkpointing] = measure_stages(job)
+            for name in names:
+                print(f"measuring {name}, checkpointing {checkpointing} ...", file=sys.stderr)
+                results.append(measure(name, job, stages[checkpointing]))
+    print(schedule_table(results))
+    write_json(arguments.json, device, {"schedules": results, "stages": stages})
     return int(any(missed(result) for result in results))
 
 
 def missed(result: Result) -> bool:
-    """Whether a schedule takes something else than was predicted."""
+    """Whether the measured bytes deviate from the predicted ones by more than the goal."""
     return result.deviation is not None and abs(result.deviation) > GOAL
-
-
-def _plain(ops: Ops) -> dict[str, dict[str, int]]:
-    return {action: asdict(found) for action, found in ops.items()}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Steps and memory of a real TorchTitan job beside what was estimated from its stages, measured one by one.
-
-python benchmarks/estimate.py --json estimate.json  # half an hour on two cores with nothing else to do
+"""Steps and memory of a real TorchTitan job, and the estimate from its stages, measured one by one.
 
 `zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core; the other core does the same
 at that time, because cores take speed from each other, and in the job both compute. From its cost file
 `zbpipe.estimate` predicts the step and the memory of each schedule. Then TorchTitan trains with it on 2 processes of
-one core each. The step is the schedule's, without optimizer and input. Memory is all that PyTorch has for the job at
-the worst moment of a step: parameters, optimizer, and what torch's profiler sees allocated in the step. Both are done
+one core each. The step is the schedule's, without optimizer and input. Memory is all that PyTorch holds for the job at
+the worst moment of a step: parameters, optimizer, and allocations of the step by torch's profiler. Both are done
 in rounds, in turn, because a virtual machine has faster and slower minutes; medians count.
 """
 
@@ -21,11 +19,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from harness import JSON, markdown, parser, write_json
 
 import zbpipe
 from zbpipe.registry import resolve
@@ -37,7 +37,7 @@ METERED, WARM_UP = 3, 4
 """Training steps: the one whose memory is measured, and how many there are before times are."""
 TIMEOUT = 1200.0
 FOLDER = "ZBPIPE_ESTIMATE_FOLDER"
-"""The variable of the environment that tells a rank where to write."""
+"""The environment variable with the folder that a rank writes into."""
 
 
 @dataclass(frozen=True)
@@ -206,37 +206,32 @@ def compare(schedule: str, checkpointing: str, options: argparse.Namespace) -> C
 
 
 def table(found: list[Compared]) -> str:
-    lines = [
-        "| schedule | checkpointing | step, predicted | step | off | MiB, predicted | MiB | off |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for each in found:
-        steps = [f"{median(steps):.3f}" for steps in (each.predicted_steps, each.steps)]
-        sizes = [f"{median(sizes) / 2**20:.1f}" for sizes in (each.predicted_bytes, each.bytes)]
-        lines.append(
-            f"| {each.schedule} | {each.checkpointing} | {steps[0]} | {steps[1]} | {each.step_off:+.1%} |"
-            f" {sizes[0]} | {sizes[1]} | {each.memory_off:+.1%} |"
-        )
-    return "\n".join(lines)
+    heads = ["schedule", "checkpointing", "step, predicted", "step", "off", "MiB, predicted", "MiB", "off"]
+    return markdown(heads, map(_cells, found), left=2)
+
+
+def _cells(row: Compared) -> list[str]:
+    steps = [f"{median(steps):.3f}" for steps in (row.predicted_steps, row.steps)]
+    sizes = [f"{median(sizes) / 2**20:.1f}" for sizes in (row.predicted_bytes, row.bytes)]
+    return [row.schedule, row.checkpointing, *steps, f"{row.step_off:+.1%}", *sizes, f"{row.memory_off:+.1%}"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
-    parser.add_argument("--checkpointing", nargs="+", default=["none", "selective"], metavar="KIND")
-    parser.add_argument("--steps", type=int, default=6, help="that are timed (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a microbatch")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME")
+    arguments.add_argument("--checkpointing", nargs="+", default=["none", "selective"], metavar="KIND")
+    arguments.add_argument("--steps", type=int, default=6, help="that are timed")
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--sequence", type=int, default=1024, help="tokens of a microbatch")
+    arguments.add_argument("--json", **JSON)
+    options = arguments.parse_args()
     found: list[Compared] = []
     for checkpointing in options.checkpointing:
         for schedule in options.schedules:
             found.append(compare(schedule, checkpointing, options))
             print(found[-1], file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+            write_json(options.json, "cpu", found)
     print(table(found))
     return int(any(abs(off) > GOAL for each in found for off in (each.step_off, each.memory_off)))
 

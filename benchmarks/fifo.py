@@ -1,4 +1,4 @@
-"""NCCL's point-to-point messages without NCCL: process groups over gloo whose messages stand in queues.
+"""NCCL's point-to-point messages without NCCL: process groups over gloo whose messages run through queues.
 
 NCCL runs the messages of a stream one after the other, and each of them only when both ends are there. gloo has no such
 queue, so what blocks on a GPU, or reads a tensor too early, runs well over gloo. Importing this module registers three
@@ -49,7 +49,7 @@ BACKENDS: dict[str, Callable[[int, bool], Hashable]] = {
 
 
 class FifoGroup(dist.ProcessGroup):
-    """A process group whose messages between two ranks stand in queues; everything else is gloo's."""
+    """A process group whose messages between two ranks run through queues; everything else is gloo's."""
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]

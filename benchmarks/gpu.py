@@ -1,6 +1,4 @@
-"""What one GPU shows of zbpipe in some minutes: one line for each thing, with PASS, FAIL, or "untried: needs a GPU".
-
-    python benchmarks/gpu.py --json gpu.json
+"""Checks of zbpipe on one GPU, in some minutes: one line each, with PASS, FAIL, or "untried: needs a GPU".
 
 It needs torch 2.11 or newer, no network and no TorchTitan. Without a GPU it runs what a CPU can show, in small sizes.
 benchmarks/README.md says what each part shows.
@@ -12,7 +10,6 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -20,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise, product, starmap
 from pathlib import Path
@@ -29,8 +26,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import JSON, about, choose_device, parser, seconds, single_rank, synchronize, write_json
 from llama import Block, Checkpointing
-from merged_w import seconds
 from split_backward import SIZES, Execution, Mode, compare
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -83,7 +80,7 @@ class Machine(NamedTuple):
     def median(self, function: Callable[[], Any]) -> float:
         """Seconds of a call, with the device's work."""
         function()
-        return statistics.median(seconds(function, self.device.type) for _ in range(self.rounds))
+        return statistics.median(seconds(function, self.device) for _ in range(self.rounds))
 
     def judged(self, good: bool) -> Verdict:
         """Of a time: a CPU that has other work to do proves nothing."""
@@ -177,7 +174,7 @@ def _layer_seconds(machine: Machine, defers: bool) -> dict[str, float]:
         for each in pending:
             each.accumulate()
         marks.append(time.perf_counter())
-        _synchronize(machine.device)
+        synchronize(machine.device)
         times.append([(end - start) / len(layers) for start, end in pairwise(marks)])
     return dict(zip("FIW", (statistics.median(each) for each in zip(*times, strict=True)), strict=True))
 
@@ -191,11 +188,6 @@ def _op_seconds(machine: Machine, name: str, microbatches: int = 16) -> float:
     schedule.step(x, target=x)
     num_ops = 2 * 3 * microbatches
     return machine.median(lambda: schedule.step(x, target=x)) / num_ops
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # The split.
@@ -215,11 +207,9 @@ def split(machine: Machine) -> Iterator[Line]:
             yield Line("split", what, "FAIL", f"zbpipe fails: {ours.error}")
             continue
         against = f"{torchs.ratio:.2f}" if torchs.ratio is not None else "fails"
-        times = ", ".join(
-            f"{k} {1e3 * (v or 0):.1f}" for k, v in zip("FBIW", (ours.f, ours.b, ours.i, ours.w), strict=True)
-        )
+        times = ", ".join(f"{action} {1e3 * value:.1f}" for action, value in ours.seconds.items())
         text = f"gradients right, (I+W)/B {ours.ratio:.2f}, torch's split {against}; {times} ms"
-        figures = {"zbpipe": asdict(ours), "torch": asdict(torchs)}
+        figures = {"zbpipe": ours, "torch": torchs}
         yield Line("split", what, machine.judged(ours.ratio <= COST_OF_SPLIT), text, figures)
 
 
@@ -416,7 +406,7 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
             schedule.step(*([x] if 0 in parts else []), target=target if num_stages - 1 in parts else None)
     for one, goal in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
         (nn.functional.mse_loss(nn.Sequential(*model)(one), goal) / microbatches).backward()
-    _synchronize(device)
+    synchronize(device)
     return max(
         distance(weight.grad, other.grad)  # type: ignore[arg-type]
         for index, part in parts.items()
@@ -452,51 +442,35 @@ def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:
             yield Line(name, type(error).__name__, "FAIL", str(error).strip().splitlines()[0] if str(error) else "")
 
 
-def about(device: torch.device) -> dict[str, str]:
-    """Versions and device, for the report."""
-    on_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
-        "torch": torch.__version__,
-        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
-        "python": platform.python_version(),
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=21, help="of everything that is timed (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one, also for ROCm")
+    arguments = parser(__doc__)
     ways, kinds = list(get_args(Execution)), list(get_args(Checkpointing))
-    parser.add_argument("--execution", nargs="+", choices=ways, default=ways, help="of the split (default: both)")
-    parser.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds, help="of the split (default: all)")
     numbers = sorted({cell.ranks for cell in PLAIN_CELLS})
-    parser.add_argument("--ranks", nargs="+", type=int, choices=numbers, default=numbers, help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all lines and figures, in seconds")
-    return parser.parse_args()
+    arguments.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    arguments.add_argument("--rounds", type=int, default=21, help="of everything that is timed")
+    arguments.add_argument("--device", choices=("cpu", "cuda"), help="cuda, also for ROCm, if there is one")
+    arguments.add_argument("--execution", nargs="+", choices=ways, default=ways, help="of the split")
+    arguments.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds, help="of the split")
+    arguments.add_argument("--ranks", nargs="+", type=int, choices=numbers, default=numbers)
+    arguments.add_argument("--json", **JSON)
+    return arguments.parse_args()
 
 
 def main() -> int:
     arguments = parse_arguments()
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    device = choose_device(arguments.device)
     modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
     machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
     torch.set_num_threads(1)
-    # All but the ranks' messages stay in this process; gloo would look for a network, and older torch sends to itself.
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []
-    for line in run(machine, arguments.parts):
-        print(line, flush=True)
-        lines.append(line)
-    dist.destroy_process_group()
+    with single_rank():  # only the ranks' messages leave this process
+        for line in run(machine, arguments.parts):
+            print(line, flush=True)
+            lines.append(line)
     counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in get_args(Verdict)}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    if arguments.json:
-        report = {**about(device), "lines": [asdict(line) for line in lines]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(arguments.json, device, lines)
     return int(counts["FAIL"] > 0)
 
 

@@ -1,12 +1,10 @@
 """Steps in a row with an optimizer step that all ranks wait for, and with zbpipe.OptimizerStep, by the clock.
 
-Real schedules, processes and messages, stages that sleep (see wall_clock.py). The ways take turns in one run. Run it
-from anywhere: `python benchmarks/optimizer_step.py --help`.
+Real schedules, processes and messages, stages that sleep (see wall_clock.py). The ways take turns in one run.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -16,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import markdown, parser
 from ranks import run_ranks
 from torch.optim import AdamW
-from wall_clock import Job, Times, uniform_costs
+from wall_clock import Job, Times, in_words, uniform_costs
 
 import zbpipe
 from zbpipe.demo.sleeping import Runner, message_seconds, sleep_until
@@ -107,38 +106,32 @@ def on_this_rank(schedules: Sequence[str], times: Sequence[Times], steps: int, j
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Milliseconds, and what is saved beside the synchronous way with the same limit."""
-    lines = ["| schedule | F, I, W | step | ms a step | simulated | off | saved |", "|---|---|---|---:|---:|---:|---:|"]
+    """Milliseconds, and the saving relative to the synchronous way with the same limit."""
     usual: dict[tuple[str, Times, bool], float] = {}
+    lines = []
     for row in rows:
         seconds = statistics.median(row.measured)
-        key = (row.schedule, row.times, "clips" in row.way)
-        saved = 1 - seconds / usual.setdefault(key, seconds)
-        times = ", ".join(f"{each:g}" for each in row.times)
-        lines.append(
-            f"| {row.schedule} | {times} | {row.way} | {1e3 * seconds:.1f} | {1e3 * row.simulated:.1f}"
-            f" | {seconds / row.simulated - 1:+.1%} | {saved:.1%} |"
-        )
-    return "\n".join(lines)
+        saved = 1 - seconds / usual.setdefault((row.schedule, row.times, "clips" in row.way), seconds)
+        times = [f"{1e3 * each:.1f}" for each in (seconds, row.simulated)]
+        off = f"{seconds / row.simulated - 1:+.1%}"
+        lines.append([row.schedule, in_words(row.times), row.way, *times, off, f"{saved:.1%}"])
+    return markdown(["schedule", "F, I, W", "step", "ms a step", "simulated", "off", "saved"], lines, left=3)
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=["ZBV", "ZBH2"])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument(
-        "--unit", type=float, default=0.04, help="seconds that a time of 1 takes (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=8, help="in a row, timed (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    chosen = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--schedules", nargs="+", default=["ZBV", "ZBH2"])
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--unit", type=float, default=0.04, help="seconds that a time of 1 takes")
+    arguments.add_argument("--steps", type=int, default=8, help="in a row, timed")
+    arguments.add_argument("--rounds", type=int, default=3)
+    chosen = arguments.parse_args()
     job = Job(chosen.ranks, chosen.microbatches, chosen.unit, chosen.rounds)
     times: list[Times] = [(1, 1, 1), (1, 1.2, 0.8)]
-    found = run_ranks(job.ranks, on_this_rank, chosen.schedules, times, chosen.steps, job, timeout=job.timeout)
+    found = run_ranks(job.ranks, on_this_rank, chosen.schedules, times, chosen.steps, job, timeout=job.timeout)[0]
     print(f"torch {torch.__version__}, p = {job.ranks}, m = {job.microbatches}\n")
-    print(table(found[0]))
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a backward in two halves costs: (time of I + time of W) / time of B, of zbpipe's split and of torch's own.
+"""Cost of a backward in two halves: (time of I + time of W) / time of B, of zbpipe's split and of torch's own.
 
 The stage is number 1 of 3. There both splits do the same work; on the first stage torch runs no I, and the whole
-backward in W. Run it from anywhere: `python benchmarks/split_backward.py --help`.
+backward in W.
 """
 
 from __future__ import annotations
@@ -9,21 +9,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product, starmap
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
-from live_bytes import meter
+from harness import JSON, choose_device, forget_peak, markdown, meter, parser, single_rank, synchronize, write_json
 from llama import Block, Checkpointing, checkpointed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
@@ -125,7 +121,7 @@ class MiddleStage:
             self.stage.backward_one_chunk(0, full_backward=action == "B")
 
     def send(self, action: Action) -> None:
-        """Let go of the result of `action`, as after it was sent to a neighbour."""
+        """Release the result of `action`, as after it was sent to a neighbour."""
         if action == "F":
             self.stage.get_fwd_send_ops(0)
             # Older torch keeps the outputs of a stage until its backward.
@@ -143,55 +139,49 @@ def _first_step(stages: Sequence[PipelineStage], x: Tensor) -> None:
     schedule.step(x, target=torch.ones_like(x))
 
 
-class Stopwatch:
-    """Times sections of device work: with the device's own events, so that launches may run ahead as in training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
-        self._marks: dict[Action, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def section(self, action: Action) -> Iterator[None]:
-        start = self._mark()
-        yield
-        self._marks[action] = (start, self._mark())
-
-    def _mark(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> Seconds:
-        """Seconds of each section, once all are done."""
-        if not self._on_device:
-            return {action: end - start for action, (start, end) in self._marks.items()}
-        torch.cuda.synchronize()
-        return {action: start.elapsed_time(end) / 1e3 for action, (start, end) in self._marks.items()}
-
-
 def timed_pass(stage: MiddleStage, actions: Sequence[Action], device: torch.device) -> Seconds:
-    """Seconds that each of `actions` took."""
-    watch = Stopwatch(device)
+    """Seconds of each of `actions`; on a GPU by its own events, so that launches run ahead as in training."""
+    marks: dict[Action, tuple[Any, Any]] = {}
     for action in actions:
         stage.receive(action)
-        with watch.section(action):
-            stage.run(action)
+        start = _mark(device)
+        stage.run(action)
+        marks[action] = start, _mark(device)
         stage.send(action)
-    return watch.seconds()
+    synchronize(device)
+    if device.type == "cuda":
+        return {action: start.elapsed_time(end) / 1e3 for action, (start, end) in marks.items()}
+    return {action: end - start for action, (start, end) in marks.items()}
 
 
-def measured_bytes(stage: MiddleStage, actions: Sequence[Action], device: torch.device) -> dict[str, int]:
-    """Bytes alive after each of `actions` beyond those before the first, and their "peak"; gradients exist already."""
-    found: dict[str, int] = {}
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass(frozen=True)
+class OpBytes:
+    """Bytes beyond those alive before the first op of the microbatch."""
+
+    peak: int
+    """Most bytes alive during the op."""
+    after: int
+    """Bytes alive after it, with its result released."""
+
+
+def op_bytes(stage: MiddleStage, actions: Sequence[Action], device: torch.device) -> dict[str, OpBytes]:
+    """Bytes of each of `actions`; gradients exist already."""
+    found: dict[str, OpBytes] = {}
     with meter(device) as bytes_:
         for action in actions:
+            forget_peak(bytes_, device)
             stage.receive(action)
             stage.run(action)
             stage.send(action)
-            found[action] = bytes_.live
-        found["peak"] = bytes_.peak
+            found[action] = OpBytes(bytes_.peak, bytes_.live)
     return found
 
 
@@ -241,26 +231,16 @@ class Result:
     execution: Execution
     checkpointing: Checkpointing
     split: Split
-    f: float | None = None
-    """Median seconds of this split's F."""
-    b: float | None = None
-    """Median seconds of the unsplit stage's B."""
-    i: float | None = None
-    """Median seconds of this split's I."""
-    w: float | None = None
-    """Median seconds of this split's W."""
+    seconds: Seconds = field(default_factory=dict)
+    """Medians of this split's F, I and W, and of the unsplit stage's B."""
     ratio: float | None = None
     """Median over the rounds of (I + W) / B of that round."""
     ratio_quartiles: list[float] = field(default_factory=list)
     """The ratio's first and third quartile."""
-    kept_bytes: int | None = None
-    """Bytes alive between I and W beyond those before F."""
-    peak_bytes: int | None = None
-    """The most bytes alive during F, I and W beyond those before F."""
-    unsplit_peak_bytes: int | None = None
-    """The same during F and B of the unsplit stage."""
+    bytes: dict[str, OpBytes] = field(default_factory=dict)
+    unsplit_bytes: dict[str, OpBytes] = field(default_factory=dict)
     error: str | None = None
-    """First line of what the split raised."""
+    """First line of the error that the split raised."""
 
 
 def compare(name: str, size: Size, mode: Mode, rounds: int, device: torch.device) -> list[Result]:
@@ -278,7 +258,7 @@ def compare(name: str, size: Size, mode: Mode, rounds: int, device: torch.device
     gc.collect()
     # On the CPU a compiled graph hides its tensors from the meter.
     can_measure = mode.execution == "eager" or device.type == "cuda"
-    sizes = {c: measured_bytes(stage, ACTIONS[c], device) for c, stage in running.items() if can_measure}
+    sizes = {c: op_bytes(stage, ACTIONS[c], device) for c, stage in running.items() if can_measure}
     times = race(running, rounds, device)
     results = []
     for split in get_args(Split):
@@ -286,87 +266,56 @@ def compare(name: str, size: Size, mode: Mode, rounds: int, device: torch.device
         if split in running:
             _fill_times(result, times[split], times["unsplit"])
         if split in sizes:
-            result.kept_bytes, result.peak_bytes = sizes[split]["I"], sizes[split]["peak"]
-            result.unsplit_peak_bytes = sizes["unsplit"]["peak"]
+            result.bytes, result.unsplit_bytes = sizes[split], sizes["unsplit"]
         results.append(result)
     return results
 
 
 def _fill_times(result: Result, split: list[Seconds], unsplit: list[Seconds]) -> None:
-    result.f, result.i, result.w = (statistics.median(t[action] for t in split) for action in ("F", "I", "W"))
-    result.b = statistics.median(t["B"] for t in unsplit)
+    result.seconds = {action: statistics.median(each[action] for each in split) for action in ACTIONS["zbpipe"]}
+    result.seconds["B"] = statistics.median(each["B"] for each in unsplit)
     ratios = [(halves["I"] + halves["W"]) / whole["B"] for halves, whole in zip(split, unsplit, strict=True)]
     first, result.ratio, third = statistics.quantiles(ratios, n=4, method="inclusive")
     result.ratio_quartiles = [first, third]
 
 
 def table(results: Sequence[Result]) -> str:
-    """Times in milliseconds, bytes in MiB."""
-    heads = [
-        "size",
-        "execution",
-        "checkpointing",
-        "split",
-        "F",
-        "B",
-        "I",
-        "W",
-        "(I+W)/B",
-        "quartiles",
-        "kept",
-        "peak",
-        "peak F+B",
-    ]
-    rows = [heads, *map(_cells, results)]
-    # A failure's text goes beyond its column.
-    widths = [max(len(row[c]) for row in rows if len(row) == len(heads)) for c in range(len(heads))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if c < 4 else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, "F, B, I, W in ms; kept between I and W, and peaks, in MiB"])
+    """Times in milliseconds; kept between I and W, and peaks, in MiB."""
+    heads = ["size", "execution", "checkpointing", "split", *"FBIW", "(I+W)/B", "quartiles", "kept", "peak", "peak F+B"]
+    return markdown(heads, map(_cells, results), left=4)
 
 
 def _cells(result: Result) -> list[str]:
     names = [result.size, result.execution, result.checkpointing, result.split]
     if result.error is not None:
         return [*names, f"fails: {result.error}"]
-    times = [f"{1e3 * (seconds or 0):.1f}" for seconds in (result.f, result.b, result.i, result.w)]
-    quartiles = "-".join(f"{q:.2f}" for q in result.ratio_quartiles)
-    sizes = (result.kept_bytes, result.peak_bytes, result.unsplit_peak_bytes)
+    sizes = (result.bytes["I"].after, _peak(result.bytes), _peak(result.unsplit_bytes)) if result.bytes else ()
     return [
         *names,
-        *times,
+        *(f"{1e3 * result.seconds[action]:.1f}" for action in get_args(Action)),
         f"{result.ratio:.3f}",
-        quartiles,
-        *("-" if n is None else f"{n / 2**20:.1f}" for n in sizes),
+        " to ".join(f"{quartile:.2f}" for quartile in result.ratio_quartiles),
+        *(f"{size / 2**20:.1f}" for size in sizes),
     ]
 
 
+def _peak(ops: Mapping[str, OpBytes]) -> int:
+    return max(op.peak for op in ops.values())
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names, modes = list(SIZES["cpu"]), list(get_args(Checkpointing))
-    parser.add_argument("--rounds", type=int, default=21, help="timed rounds, at least 2 (default: %(default)s)")
-    parser.add_argument("--sizes", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument("--checkpointing", nargs="+", choices=modes, default=modes, help="default: all")
-    ways = list(get_args(Execution))
-    parser.add_argument("--execution", nargs="+", choices=ways, default=ways, help="default: both")
-    parser.add_argument("--device", choices=list(SIZES), help="default: cuda if there is one, also for ROCm")
-    parser.add_argument("--threads", type=int, default=1, help="threads of CPU operators (default: %(default)s)")
-    parser.add_argument(
-        "--malloc",
-        choices=("keep", "default"),
-        default="keep",
-        help="keep: glibc keeps freed memory for the process, as allocators of GPUs do (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, in seconds and bytes")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2:
-        parser.error("--rounds has to be at least 2")
-    return arguments
+    arguments = parser(__doc__)
+    sizes, kinds, ways = list(SIZES["cpu"]), list(get_args(Checkpointing)), list(get_args(Execution))
+    arguments.add_argument("--rounds", type=int, default=21, help="timed rounds, at least 2")
+    arguments.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
+    arguments.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds)
+    arguments.add_argument("--execution", nargs="+", choices=ways, default=ways)
+    arguments.add_argument("--device", choices=list(SIZES), help="cuda, also for ROCm, if there is one")
+    arguments.add_argument("--json", **JSON)
+    chosen = arguments.parse_args()
+    if chosen.rounds < 2:
+        arguments.error("--rounds has to be at least 2")
+    return chosen
 
 
 def keep_freed_memory() -> None:
@@ -382,36 +331,19 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, -1)
 
 
-def report(results: Sequence[Result], device: torch.device, malloc: str) -> dict[str, Any]:
-    """What goes into the JSON file."""
-    on_cuda = device.type == "cuda"
-    return {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "malloc": malloc,
-        "results": [asdict(result) for result in results],
-    }
-
-
 def main() -> int:
     arguments = parse_arguments()
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    torch.set_num_threads(arguments.threads)
-    if arguments.malloc == "keep":
-        keep_freed_memory()
-    # All three stages are on this rank, so nothing is ever sent; gloo would look for a network nevertheless.
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    device = choose_device(arguments.device)
+    torch.set_num_threads(1)
+    keep_freed_memory()
     gc.disable()
     results: list[Result] = []
-    for name in arguments.sizes:
-        for mode in starmap(Mode, product(arguments.execution, arguments.checkpointing)):
-            print(f"measuring {name}, {mode.execution}, checkpointing {mode.checkpointing} ...", file=sys.stderr)
-            results += compare(name, SIZES[device.type][name], mode, arguments.rounds, device)
-    dist.destroy_process_group()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report(results, device, arguments.malloc), indent=2) + "\n")
+    with single_rank():  # all three stages are on it
+        for name in arguments.sizes:
+            for mode in starmap(Mode, product(arguments.execution, arguments.checkpointing)):
+                print(f"measuring {name}, {mode.execution}, checkpointing {mode.checkpointing} ...", file=sys.stderr)
+                results += compare(name, SIZES[device.type][name], mode, arguments.rounds, device)
+    write_json(arguments.json, device, results)
     print(table(results))
     return int(any(result.error and result.split == "zbpipe" for result in results))
 

@@ -1,7 +1,5 @@
 """Tokens per second of TorchTitan's Llama 3 debug model on two real pipeline ranks, one thread each, on the CPU.
 
-python benchmarks/titan_llama.py --json llama.json  # half an hour; a Markdown table
-
 1F1B and ZBVZeroBubble are torch's, ZBV and Auto zbpipe's. A round runs them one after the other, in an order that
 turns from round to round, so that a machine that gets slower does so for all. A job's figure is the median of
 TorchTitan's own throughput over windows of five steps, without the first ten steps: by then everything is compiled, and
@@ -11,16 +9,16 @@ Auto has decided.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import torchtitan
+from harness import JSON, markdown, parser, write_json
 
 from zbpipe.demo.launch import train_on_cpu
 
@@ -74,12 +72,12 @@ def run(mode: str, schedule: str, nth: int, options: argparse.Namespace) -> Run:
 
 
 def table(runs: list[Run]) -> str:
-    """By mode a line of medians, each with what it is to 1F1B in the same round: median, least and most."""
-    lines = ["| checkpointing | " + " | ".join(SCHEDULES) + " |", "|---|" + "---:|" * len(SCHEDULES)]
-    for mode in dict.fromkeys(each.mode for each in runs):
-        cells = [cell([each for each in runs if each.mode == mode], schedule) for schedule in SCHEDULES]
-        lines.append(f"| {mode} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """By mode a line of medians, each relative to 1F1B in the same round: median, least and most."""
+    rows = (
+        [mode, *(cell([each for each in runs if each.mode == mode], schedule) for schedule in SCHEDULES)]
+        for mode in dict.fromkeys(each.mode for each in runs)
+    )
+    return markdown(["checkpointing", *SCHEDULES], rows)
 
 
 def cell(runs: list[Run], schedule: str) -> str:
@@ -95,16 +93,16 @@ def cell(runs: list[Run], schedule: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a microbatch")
-    parser.add_argument("--json", type=Path, help="file for all runs")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=25)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--sequence", type=int, default=128, help="tokens of a microbatch")
+    arguments.add_argument("--json", **JSON)
+    options = arguments.parse_args()
     if options.steps < SKIPPED + WINDOW:
-        parser.error(f"--steps {options.steps} leaves none to count: give at least {SKIPPED + WINDOW}")
+        arguments.error(f"--steps {options.steps} leaves none to count: give at least {SKIPPED + WINDOW}")
     runs: list[Run] = []
     for mode in options.modes:
         for nth in range(options.rounds):
@@ -112,8 +110,7 @@ def main() -> None:
             for schedule in order:
                 runs.append(run(mode, schedule, nth, options))
                 print(runs[-1], file=sys.stderr, flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps([asdict(each) for each in runs], indent=1))
+                write_json(options.json, "cpu", runs)
     print(f"torch {torch.__version__}, torchtitan {torchtitan.__version__}\n")
     print(table(runs))
 

@@ -1,26 +1,25 @@
-"""Step times by the clock beside the simulated ones: real schedules, processes and messages, stages that sleep.
+"""Measured against simulated step times: real schedules, processes and messages, stages that sleep.
 
-Stages sleep (`zbpipe.demo.sleeping`), so that the cores of the machine, few as they may be, do not count. What is
-measured is how torch's executor, the sends and receives of gloo and the order of the actions keep up with the
-simulator, which gets the same times. Run it from anywhere: `python benchmarks/wall_clock.py --help`.
+Stages sleep (`zbpipe.demo.sleeping`), so that eight ranks run on two cores. This shows how torch's executor, gloo's
+sends and receives and the order of the actions keep up with the simulator, which gets the same times.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
 
 import zbpipe
@@ -38,12 +37,12 @@ transformer's, whose memory decides what lean schedules run."""
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan of this benchmark is asked for."""
+    """Request for a plan."""
 
     limit: Callable[[int], float]
-    """What a rank may hold, by the number of ranks."""
+    """Microbatches that a rank may hold, by the number of ranks."""
     robust: bool = False
-    """Whether it is to stand late messages."""
+    """Whether it has to tolerate late messages."""
     most_loss: float | None = None
 
 
@@ -57,7 +56,7 @@ MORE_PLANS = {
 }
 PLANNED = PLANS | MORE_PLANS
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
-YARDSTICK = "1F1B"
+BASELINE = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 GOAL = 0.05
 """How far a measured time may be from the simulated one, relative to it."""
@@ -145,7 +144,7 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
 
 
 def receives_of(name: str) -> str | None:
-    """What stands behind an @: where the schedule's receives are posted."""
+    """The part after an @: where the schedule's receives are posted."""
     return name.partition("@")[2] or None
 
 
@@ -166,14 +165,14 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
     return zbpipe.simulate(schedule, longer).makespan
 
 
-def run_rank(job: Job, directory: Path) -> Iterator[Result]:
-    """All schedules with all times, in rounds of one step each, whose order changes."""
+def on_this_rank(job: Job, directory: Path) -> list[Result]:
+    """All schedules with all times, in rounds of one step each, whose order changes. All ranks find the same."""
     latency = message_seconds()
     if job.late:
         cast(Any, dist.group.WORLD).late = partial(
             random.Random(dist.get_rank()).expovariate, 1 / (job.late * job.unit)
         )
-    shuffled = random.Random(0)
+    shuffled, results = random.Random(0), []
     for times in job.times:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
         sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
@@ -189,12 +188,9 @@ def run_rank(job: Job, directory: Path) -> Iterator[Result]:
             overhead = runners[name].overhead
             expected = simulated(source, job, placed[name])
             longer = simulated(source, job, placed[name], overhead)
-            yield Result(job.ranks, job.microbatches, times, name, measured[name], expected, longer, latency, overhead)
-
-
-def on_this_rank(job: Job, directory: Path) -> list[Result]:
-    """The body of one process. All ranks find the same."""
-    return list(run_rank(job, directory))
+            seconds = measured[name], expected, longer, latency, overhead
+            results.append(Result(job.ranks, job.microbatches, times, name, *seconds))
+    return results
 
 
 def measure(job: Job) -> list[Result]:
@@ -208,30 +204,33 @@ def measure(job: Job) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """Markdown, times in seconds."""
-    lines = [
-        "| p, m | times | schedule | from | simulated | measured | ratio | overhead counted | speed-up | simulated |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
+    heads = ["p, m", "times", "schedule", "from", "simulated", "measured", "ratio", "overhead counted"]
+    return markdown([*heads, "speed-up", "simulated"], (_cells(result, results) for result in results), left=4)
+
+
+def _cells(result: Result, results: Sequence[Result]) -> list[str]:
+    baseline = next(r for r in results if r.schedule == BASELINE and _setting(r) == _setting(result))
+    name = result.schedule.partition("@")[0]
+    ratio = f"{result.ratio:.3f}"
+    return [
+        f"{result.ranks}, {result.microbatches}",
+        in_words(result.times),
+        result.schedule,
+        "zbpipe" if name in PLANNED else resolve(name).source,
+        f"{result.simulated:.3f}",
+        f"{result.seconds:.3f}",
+        f"**{ratio}**" if missed(result) else ratio,
+        f"{result.seconds / result.with_overhead:.3f}",
+        f"{100 * (baseline.seconds / result.seconds - 1):+.1f} %",
+        f"{100 * (baseline.simulated / result.simulated - 1):+.1f} %",
     ]
-    for result in results:
-        rival = next(r for r in results if r.schedule == YARDSTICK and _cell(r) == _cell(result))
-        name = result.schedule.partition("@")[0]
-        whose = "zbpipe" if name in PLANNED else resolve(name).source
-        ratio = f"{result.ratio:.3f}"
-        lines.append(
-            f"| {result.ranks}, {result.microbatches} | {in_words(result.times)}"
-            f" | {result.schedule} | {whose} | {result.simulated:.3f} | {result.seconds:.3f}"
-            f" | {f'**{ratio}**' if missed(result) else ratio} | {result.seconds / result.with_overhead:.3f}"
-            f" | {100 * (rival.seconds / result.seconds - 1):+.1f} %"
-            f" | {100 * (rival.simulated / result.simulated - 1):+.1f} % |"
-        )
-    return "\n".join(lines)
 
 
 def in_words(times: Times) -> str:
     return times if isinstance(times, Checkpointing) else ", ".join(f"{each:g}" for each in times)
 
 
-def _cell(result: Result) -> tuple[int, int, Times]:
+def _setting(result: Result) -> tuple[int, int, Times]:
     return result.ranks, result.microbatches, result.times
 
 
@@ -241,51 +240,30 @@ def missed(result: Result) -> bool:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="default: 4 8")
-    parser.add_argument("--microbatches", type=int, nargs="+", help="for each of the ranks (default: 2p)")
-    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a time of 1 (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="measured of each schedule (default: %(default)s)")
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        default=[*NAMED, *PLANS],
-        metavar="NAME",
-        help="1F1B is always run (default: all). ZBV@early posts receives early, likewise late, timed and nearest",
-    )
-    parser.add_argument(
-        "--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--times",
-        nargs="+",
-        type=_times,
-        default=list(TIMES),
-        metavar="F,I,W",
-        help="or none, selective, full: a transformer's with this checkpointing (default: 1,1,1 1,1.2,0.8 1,2,1)",
-    )
-    parser.add_argument(
-        "--late",
-        type=float,
-        default=0.0,
-        help="messages come late by this time on average, with --backend fifo_queue_per_edge; simulated is the median"
-        " then (default: not at all)",
-    )
-    parser.add_argument(
-        "--robust-to",
-        type=float,
-        help="by how much messages come late where robust plans are made for (default: --late)",
-    )
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for each p (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    arguments = parser.parse_args()
-    arguments.microbatches = arguments.microbatches or [2 * ranks for ranks in arguments.ranks]
-    arguments.robust_to = arguments.late if arguments.robust_to is None else arguments.robust_to
-    if arguments.late and not arguments.backend.startswith("fifo"):
-        parser.error("--late needs a backend of benchmarks/fifo.py: --backend fifo_queue_per_edge")
-    if len(arguments.microbatches) != len(arguments.ranks):
-        parser.error("--microbatches takes one number for each of the --ranks")
-    return arguments
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("--ranks", type=int, nargs="+", default=[4, 8])
+    add("--microbatches", type=int, nargs="+", help="for each of the ranks; 2p without it")
+    add("--unit", type=float, default=0.1, help="seconds of a time of 1")
+    add("--steps", type=int, default=3, help="measured of each schedule")
+    schedules = "1F1B always runs. ZBV@early posts receives early; also @late, @timed, @nearest"
+    add("--schedules", nargs="+", default=[*NAMED, *PLANS], metavar="NAME", help=schedules)
+    add("--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue")
+    times = "or none, selective, full: typical times of a transformer with this checkpointing"
+    add("--times", nargs="+", type=_times, default=list(TIMES), metavar="F,I,W", help=times)
+    late = "mean delay of messages, with --backend fifo_queue_per_edge; the simulated time is the median"
+    add("--late", type=float, default=0.0, help=late)
+    add("--robust-to", type=float, help="mean delay that robust plans are made for; --late without it")
+    add("--timeout", type=float, default=1800, help="seconds for each p")
+    add("--json", **JSON)
+    chosen = arguments.parse_args()
+    chosen.microbatches = chosen.microbatches or [2 * ranks for ranks in chosen.ranks]
+    chosen.robust_to = chosen.late if chosen.robust_to is None else chosen.robust_to
+    if chosen.late and not chosen.backend.startswith("fifo"):
+        arguments.error("--late needs a backend of benchmarks/fifo.py: --backend fifo_queue_per_edge")
+    if len(chosen.microbatches) != len(chosen.ranks):
+        arguments.error("--microbatches takes one number for each of the --ranks")
+    return chosen
 
 
 def _times(text: str) -> Times:
@@ -303,7 +281,7 @@ def _known(text: str) -> str:
 def main() -> int:
     arguments = parse_arguments()
     names = [name if name in PLANNED else _known(name) for name in arguments.schedules]
-    names = [YARDSTICK, *(name for name in names if name != YARDSTICK)]
+    names = [BASELINE, *(name for name in names if name != BASELINE)]
     results: list[Result] = []
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
@@ -319,8 +297,7 @@ def main() -> int:
         )
         results += found
     print(table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    write_json(arguments.json, "cpu", results)
     return int(any(map(missed, results)))
 
 

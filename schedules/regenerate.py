@@ -23,18 +23,18 @@ Every schedule that zbpipe knows by name, at 4 pipeline ranks and 8 microbatches
 explains F, I and W.
 
 **Choose by the columns of your checkpointing.** *Step* is the length of a step and *memory* the peak of the worst rank,
-both beside 1F1B's under the same costs: those of a transformer whose F, I and W take 1 : 0.99 : 0.67, with what I
+both relative to 1F1B under the same costs: those of a transformer whose F, I and W take 1 : 0.99 : 0.67, with what I
 recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
 **Start with ZBVLean**: the shortest step in 1F1B's memory. *Stages* are those of a rank.
 
-**Jitter** is the step that 95 % of all steps do not exceed, beside 1F1B's, where times vary
+**Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary
 ([more](../docs/jitter.md)): under selective checkpointing, the time of an op by a standard deviation of 10 %, and each
 message comes late by 0.3 of a rank's F on average. Who waits for many messages in a row loses most.
 
 **The pictures are drawn with equal times** for F, I and W, as the papers do, and *bubble* is the share of all ranks'
 time in which they idle then. A row is a rank, time goes from left to right, the number in a box is the microbatch. The
-peaks beside the rows are those with selective checkpointing, in units of what F keeps of a rank's share of one
-microbatch. The papers count as if nothing weighed more while it waits for W, which is so without checkpointing.
+peaks next to the rows are those with selective checkpointing, in units of what F keeps of a rank's share of one
+microbatch. The papers count activations alone, which is right without checkpointing.
 
 \\* torch's own split of the backward: it fails under selective checkpointing, recomputes for each W under full, and
 takes more memory than is shown.
@@ -82,7 +82,7 @@ def _beside_1f1b(name: str, checkpointing: Checkpointing) -> tuple[str, str]:
 
 
 def _under_jitter(name: str) -> str:
-    """The step that 95 % do not exceed, beside 1F1B's."""
+    """The 95th percentile of the step, relative to 1F1B."""
 
     def p95(name: str) -> float:
         costs = typical_costs(lookup(name).place(PICTURED[0]))
@@ -104,7 +104,7 @@ def _readme(known: list[Algorithm]) -> str:
         cells = (link, source, str(each.stages_per_rank), bubble, *compared, _under_jitter(each.name))
         rows.append(f"| {' | '.join(cells)} |\n")
         told = ", ".join(f"{how} {memory} ({step})" for how, (step, memory) in beside.items())
-        figures = f"Bubble {bubble} with equal times. Memory beside 1F1B's (and the step): {told}."
+        figures = f"Bubble {bubble} with equal times. Memory relative to 1F1B (and the step): {told}."
         paragraphs.append(f"\n## {each.name}\n\n{_about(each)}\n\n{figures}\n\n![{each.name}]({each.name}.svg)\n")
     return INTRODUCTION + "".join(rows) + "".join(paragraphs)
 

@@ -1,14 +1,15 @@
 """docs/compatibility.md, put together from what tests saw: a section for each target, written by that target's tests.
 
 A target is a framework on a version of torch, such as "torchtitan 0.3 with torch 2.15". Its test file runs what it
-claims, makes a `Section`, and calls `compare`: with `--write-compatibility` its part of the page is written anew, and
-the others stay as they are; without, it has to be what the page says, but for the last number of a release.
+claims, makes a `Section`, and calls `compare`: with `--write-compatibility` its part of the page is written anew;
+without, it has to be what the page says, but for the last number of a release. The page has full tables for the newest
+versions of each framework, and of older versions the lines that differ from those. `read` completes these again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
@@ -28,12 +29,22 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table with a heading of its own."""
+    """A table with a heading of its own; the same heading has the same columns in all sections of a framework."""
 
     heading: str
     about: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
+
+    @property
+    def outcomes(self) -> dict[Labels, Outcomes]:
+        """By the labels of a line its outcomes."""
+        labels = 2 if "tested how" in self.columns else 1
+        return {tuple(line[:labels]): tuple(line[labels:]) for line in self.lines}
+
+
+Labels = tuple[str, ...]
+Outcomes = tuple[str, ...]
 
 
 class Section(NamedTuple):
@@ -41,9 +52,19 @@ class Section(NamedTuple):
 
     title: str
     """By which the page knows it; it must not change from run to run."""
+    own: str
+    """A paragraph that the page has for every version."""
     about: str
+    """Paragraphs that it has for the newest versions only."""
     tables: Sequence[Table]
-    untried: str = ""
+
+    @property
+    def framework(self) -> str:
+        return self.title.split()[0]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", self.title)))
 
 
 def target(framework: str) -> str:
@@ -92,13 +113,13 @@ def compare_when_all_ran(
 def compare(section: Section, write: bool) -> None:
     """Hold the page against `section`, or write that part of it."""
     page = PAGE.read_text()
-    text = _text(section)
+    recorded = read(page)
+    text = render(recorded | {section.title: section})
     if write:
-        PAGE.write_text(_HEAD + "".join(f"\n{each}" for each in (_sections(page) | {section.title: text}).values()))
+        PAGE.write_text(text)
         return
-    found = _sections(page).get(section.title)
-    assert found is not None, f"the page has no section {section.title!r}: {_WAY_OUT}"
-    assert without_patches(found) == without_patches(text), f"look at what changed in {section.title!r}; {_WAY_OUT}"
+    assert section.title in recorded, f"the page has no section {section.title!r}: {_WAY_OUT}"
+    assert without_patches(page) == without_patches(text), f"look at what changed in {section.title!r}; {_WAY_OUT}"
 
 
 def without_patches(text: str) -> str:
@@ -106,19 +127,86 @@ def without_patches(text: str) -> str:
     return re.sub(r"\b(\d+\.\d+)\.\d+\b", r"\1", " ".join(text.split()))
 
 
-def _sections(page: str) -> dict[str, str]:
-    """By their titles."""
-    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
-    return {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
+def read(page: str) -> dict[str, Section]:
+    """All sections by their titles, with full tables."""
+    sections: dict[str, Section] = {}
+    for framework in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        newest: Section | None = None
+        for part in re.split(r"^### ", framework, flags=re.MULTILINE)[1:]:
+            section = _parse(part)
+            same = re.search(f"{_SAME}(.+)\\.$", section.own)
+            if same:
+                section = section._replace(own=section.own[: same.start()].rstrip(), tables=sections[same[1]].tables)
+            elif newest:
+                section = section._replace(tables=_complete(section, newest))
+            newest = newest or section
+            sections[section.title] = section
+    return sections
 
 
-def _text(section: Section) -> str:
-    blocks = [f"## {section.title}", _filled(section.about)]
+def _parse(part: str) -> Section:
+    text, *tables = re.split(r"^#### ", part, flags=re.MULTILINE)
+    title, own, *about = text.strip().split("\n\n")
+    return Section(title, " ".join(own.split()), "\n\n".join(about), [_parse_table(table) for table in tables])
+
+
+def _parse_table(text: str) -> Table:
+    heading, *about, table = text.strip().split("\n\n")
+    columns, _, *lines = [line[2:-2].split(" | ") for line in table.splitlines()]
+    return Table(heading, "\n\n".join(about), columns, lines)
+
+
+def _complete(section: Section, newest: Section) -> list[Table]:
+    """The tables of the newest versions, with the lines of `section` in place of those that differ."""
+    own = {table.heading: table.outcomes for table in section.tables}
+    return [
+        table._replace(lines=[[*labels, *found] for labels, found in outcomes.items() if set(found) != {_UNTRIED}])
+        for table in newest.tables
+        for outcomes in [table.outcomes | own.get(table.heading, {})]
+    ]
+
+
+def render(sections: Mapping[str, Section]) -> str:
+    """The page."""
+    blocks = [_HEAD]
+    for framework in dict.fromkeys(section.framework for section in sections.values()):
+        ours = [section for section in sections.values() if section.framework == framework]
+        newest, *older = sorted(ours, key=lambda section: section.versions, reverse=True)
+        blocks += [f"## {framework}", *_full(newest)]
+        for number, section in enumerate(older):
+            same = [each.title for each in (newest, *older[:number]) if _outcomes(each) == _outcomes(section)]
+            blocks += _as_another(section, same[0]) if same else _differences(section, newest)
+    return "\n\n".join(filter(None, (block.strip() for block in blocks))) + "\n"
+
+
+def _outcomes(section: Section) -> dict[str, dict[Labels, Outcomes]]:
+    return {table.heading: table.outcomes for table in section.tables}
+
+
+def _full(section: Section) -> Iterator[str]:
+    yield from (f"### {section.title}", _filled(section.own), _filled(section.about))
     for table in section.tables:
-        rules = "|---" * len(table.columns) + "|"
-        lines = [_line(table.columns), rules, *map(_line, table.lines)]
-        blocks += [f"### {table.heading}", _filled(table.about), "\n".join(lines)]
-    return "\n\n".join(filter(None, (*blocks, _filled(section.untried)))) + "\n"
+        yield from (f"#### {table.heading}", _filled(table.about), _drawn(table))
+
+
+def _as_another(section: Section, title: str) -> Iterator[str]:
+    yield from (f"### {section.title}", _filled(f"{section.own} {_SAME}{title}."))
+
+
+def _differences(section: Section, newest: Section) -> Iterator[str]:
+    """The lines that differ from those of the newest versions."""
+    yield from (f"### {section.title}", _filled(section.own))
+    own = _outcomes(section)
+    for table in newest.tables:
+        before, now = table.outcomes, own[table.heading]
+        untried = {labels: (_UNTRIED,) * len(found) for labels, found in before.items()}
+        lines = [[*labels, *found] for labels, found in (untried | now).items() if before.get(labels) != found]
+        if lines:
+            yield from (f"#### {table.heading}", _drawn(table._replace(lines=lines)))
+
+
+def _drawn(table: Table) -> str:
+    return "\n".join([_line(table.columns), "|---" * len(table.columns) + "|", *map(_line, table.lines)])
 
 
 def _filled(text: str) -> str:
@@ -141,13 +229,16 @@ def _release(package: str) -> str:
     return version(package).partition("+")[0]
 
 
+_SAME = "Outcomes as with "
+_UNTRIED = "not tried"
 _WAY_OUT = "the same tests with --write-compatibility write it anew"
 _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests write this page: each section says what the tests of its target saw. Those that CI runs fail when they see
-something else. Everything ran on the CPU over gloo, nothing on a GPU.
+Tests write this page from what they saw; those that CI runs fail when they see something else. Each framework has full
+tables for its newest versions. Sections of older versions have the lines that differ from those. Everything ran on the
+CPU over gloo, nothing on a GPU.
 """
 
 TITAN = """\

@@ -20,7 +20,7 @@ import documents
 import pytest
 import torch
 from click.testing import CliRunner
-from compatibility import without_patches
+from compatibility import PAGE, read, render, without_patches
 from documents import PAGES, ROOT, Block, blocks
 
 import zbpipe
@@ -284,6 +284,17 @@ def test_deferring_a_layer() -> None:
 
 def test_every_schedule_has_a_summary() -> None:
     assert all(algorithm.summary for algorithm in registry.schedules().values())
+
+
+def test_the_page_of_what_works_together_is_complete() -> None:
+    """No line is lost between the full tables and the differences of older versions."""
+    sections = read(PAGE.read_text())
+    assert render(sections) == PAGE.read_text()
+    newest = sections["torchtitan 0.3 with torch 2.15"]
+    shorter = [table._replace(lines=[*table.lines[2:], ["new", *table.lines[0][1:]]]) for table in newest.tables]
+    older = newest._replace(title="torchtitan 0.1 with torch 2.1", tables=shorter)
+    found = read(render({each.title: each for each in (newest, older)}))[older.title]
+    assert [table.outcomes for table in found.tables] == [table.outcomes for table in older.tables]
 
 
 def test_a_patch_release_does_not_change_what_works_together() -> None:

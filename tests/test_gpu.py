@@ -33,7 +33,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    lines = json.loads(report.read_text())["lines"]
+    lines = json.loads(report.read_text())["results"]
     assert {line["part"] for line in lines} == gpu.PARTS.keys()
     untried = [line["what"] for line in lines if line["verdict"] == UNTRIED]
     assert any("out_dtype" in what for what in untried)

@@ -188,7 +188,9 @@ def section() -> Section:
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make matrix`, which CI runs;"
-        f" `make compatibility` writes this section.\n\n{compatibility.TITAN}",
+        " `make compatibility` writes this section. Not tried: context parallelism, expert parallelism, CUDA graphs,"
+        " float8, and more than four pipeline ranks within TorchTitan.",
+        compatibility.TITAN,
         [
             compatibility.by_checkpointing(
                 "Schedule, activation checkpointing, torch.compile",
@@ -207,6 +209,4 @@ def section() -> Section:
                 [Row(refusal.feature, refusal.how, seen[name]) for name, refusal in REFUSALS.items()],
             ),
         ],
-        "Not tried: context parallelism, expert parallelism, CUDA graphs, float8, and more than four pipeline ranks"
-        " within TorchTitan.",
     )

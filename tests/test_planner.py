@@ -4,20 +4,19 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peers import Cell, cells
 
 from zbpipe import CostModel, JobCosts, Link, Op, OpKind, Placement, Plan, Schedule, generate, simulate
 from zbpipe.bound import lower_bound, period_bound
@@ -39,7 +38,6 @@ from zbpipe.yardstick import peak_of_1f1b
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
-PEERS = Path(__file__).parent.parent / "benchmarks" / "peer_frontier.csv"
 LITTLE = 2e5
 """A budget for tests that look at whether plans are right, not at how good they are."""
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -271,35 +269,6 @@ def test_a_transport_can_ask_for_another_schedule() -> None:
     assert chosen("shared with compute") == ("single", "nearest")
 
 
-class Cell(NamedTuple):
-    """One row of the peers' figures."""
-
-    ranks: int
-    microbatches: int
-    times: tuple[float, float, float]
-    comm: float
-    limit: float
-    best: float
-
-    def costs(self, placement: Placement) -> CostModel:
-        return CostModel.uniform(placement, *self.times, comm=self.comm)
-
-
-def cells() -> list[Cell]:
-    with PEERS.open() as file:
-        return [
-            Cell(
-                int(row["ranks"]),
-                int(row["microbatches"]),
-                (float(row["t_F"]), float(row["t_I"]), float(row["t_W"])),
-                float(row["t_comm"]),
-                float(row["memory_limit"]),
-                float(row["best_peer_makespan"]),
-            )
-            for row in csv.DictReader(file)
-        ]
-
-
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 4], ids=str)
 def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
     """The whole grid, with 8 ranks, too, is `benchmarks/planner.py`."""
@@ -308,8 +277,8 @@ def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
         pytest.skip("too slow without numba")
     found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit, placements=PLACEMENTS, budget=budget)
     check_schedule(found.schedule, memory_limit=cell.limit)
-    assert found.makespan <= cell.best + 1e-9
-    assert found.lower_bound <= cell.best
+    assert found.makespan <= cell.peer + 1e-9
+    assert found.lower_bound <= cell.peer
 
 
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 8 and cell.limit == 5.5], ids=str)
@@ -319,7 +288,7 @@ def test_no_peer_is_better_on_eight_ranks_without_further_arguments(cell: Cell) 
         pytest.skip("too slow without numba")
     found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit)
     check_schedule(found.schedule, memory_limit=cell.limit)
-    assert found.makespan <= cell.best + 1e-9
+    assert found.makespan <= cell.peer + 1e-9
 
 
 def test_per_stage_costs_and_links() -> None:

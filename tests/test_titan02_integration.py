@@ -138,7 +138,7 @@ def test_float32_for_want_of_fsdp(with_titan: Callable[..., Any]) -> None:
 
 def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
-    import live_bytes
+    import harness
     from torch.utils._pytree import tree_leaves
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
@@ -164,7 +164,7 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     x = torch.randn(1, tokens // tp, told.dim, requires_grad=True)
     frequencies = model.freqs_cis[:tokens]
     block(x, frequencies, None, None).sum().backward()  # all gradients are there
-    with live_bytes.meter(torch.device("cpu")) as bytes_:
+    with harness.meter(torch.device("cpu")) as bytes_:
         with gradients.record() as pending:
             y = block(x, frequencies, None, None)
             after_f = bytes_.live

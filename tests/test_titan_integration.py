@@ -297,7 +297,7 @@ def test_the_place_of_every_gpu(with_titan: Callable[..., Any], name: str, pp: i
 
 def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
-    from live_bytes import meter
+    from harness import meter
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.models.common.attention import ScaledDotProductAttention
 

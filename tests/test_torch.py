@@ -146,14 +146,15 @@ def section() -> Section:
     ]
     names = ["schedule", *(f"{checkpointing}, {COMPILING[compiled]}" for checkpointing, compiled in columns)]
     release = ".".join(torch.__version__.split(".")[:2])
-    about = _ABOUT.format(torch=seen_with("torch"), by=_BY.get(release, "`make test-torch`"))
+    own = _OWN.format(torch=seen_with("torch"), by=_BY.get(release, "`make test-torch`"))
     table = Table("Schedule, activation checkpointing, torch.compile, FSDP2", "", names, lines)
-    return Section(f"torch {release} alone", about, [table])
+    return Section(f"torch {release} alone", own, _ABOUT, [table])
 
 
 _BY = {"2.13": "`make test-oldest`, which CI runs"}
+_OWN = "Tested with {torch} by {by}."
 _ABOUT = """\
-Tested with {torch} by {by}: a training loop without a framework, `zbpipe.build_pipeline_schedule`, four ranks.
+A training loop without a framework, `zbpipe.build_pipeline_schedule`, four ranks.
 
 "Works" means: in the second of two steps all gradients (within 1e-4) and losses (within 1e-5) are those of the same
 model in one piece, without compiler and checkpointing. Four microbatches, float32. "Compiled" means every block, by

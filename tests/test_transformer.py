@@ -10,7 +10,7 @@ import activation_memory
 import llama
 import pytest
 import torch
-from split_backward import Contender, Size
+from split_backward import Contender, OpBytes, Size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -67,7 +67,7 @@ def test_a_stage_takes_what_the_arithmetic_says(checkpointing: Checkpointing, mo
     wrap = partial(checkpoint_wrapper, early_stop=False, context_fn=contexts)
     monkeypatch.setitem(llama._WRAPPERS, "selective", wrap)
     job = activation_memory.Job(checkpointing.value, 1, 1, SIZE.blocks, "cpu", 60)
-    measured: dict[str, activation_memory.OpBytes] = {}
+    measured: dict[str, OpBytes] = {}
     contenders: tuple[Contender, ...] = ("unsplit", "zbpipe")
     for contender in contenders:
         found = activation_memory.op_bytes(SIZE, job, contender)

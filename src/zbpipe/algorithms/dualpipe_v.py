@@ -17,7 +17,7 @@ from zbpipe.registry import register
     placement="v",
     stages_per_rank=2,
     source="torch",
-    summary="DeepSeek's cut-in-half schedule; p + 1/2 activations, and what waits for W",
+    summary="DeepSeek's cut-in-half schedule; p + 1/2 activations, and deferred gradients",
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """The drawing needs 2p microbatches; with fewer, it is the one for 2p without the ops of those that are missing.

@@ -1,7 +1,7 @@
 """V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
 Half of 1F1B's activations and about half of its bubble: for models that do not fit otherwise, or for longer sequences.
-With checkpointing, what waits for W comes on top and outweighs that on few ranks; VHalfLean lets less wait.
+With checkpointing, deferred gradients come on top and outweigh that on few ranks; VHalfLean defers less.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
@@ -10,7 +10,7 @@ from zbpipe.registry import register
 
 
 @register(
-    "VHalf", placement="v", stages_per_rank=2, summary="half of 1F1B's activations and bubble, and what waits for W"
+    "VHalf", placement="v", stages_per_rank=2, summary="half of 1F1B's activations and bubble, and deferred gradients"
 )
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Blocks with offsets 2 and 1. At most (p + 2) // 2 microbatches' activations per rank.

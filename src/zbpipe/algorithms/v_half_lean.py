@@ -1,8 +1,8 @@
-"""VHalf made lean: half of 1F1B's activations under any checkpointing, with what waits for W among them.
+"""VHalf made lean: half of 1F1B's activations under any checkpointing, deferred gradients included.
 
 For models that do not fit with ZBVLean. V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
-section 4.2) holds half of 1F1B's activations where nothing weighs more while it waits for W. Here W waits only where
-there is room for it in that half; where there is none, I and W run as one op B.
+section 4.2) holds half of 1F1B's activations without checkpointing. Here W waits only where there is room for it in
+that half; where there is none, I and W run as one op B.
 """
 
 from zbpipe.algorithms._lean import usual_costs, within_share
@@ -16,7 +16,7 @@ from zbpipe.registry import register
     "VHalfLean",
     placement="v",
     stages_per_rank=2,
-    summary="the shortest step found in half of 1F1B's activations, with what waits for W among them",
+    summary="the shortest step found in half of 1F1B's activations, with deferred gradients among them",
     by_checkpointing=True,
 )
 def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:

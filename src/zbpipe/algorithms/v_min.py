@@ -1,7 +1,7 @@
 """V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
 A third of 1F1B's activations, and two thirds of its bubble where F, I and W take equal time. Where checkpointing makes
-I longer, a step takes longer than 1F1B's, and what waits for W comes on top; VMinLean lets less wait.
+I longer, a step takes longer than 1F1B's, and deferred gradients come on top; VMinLean defers less.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
@@ -13,7 +13,7 @@ from zbpipe.registry import register
     "VMin",
     placement="v",
     stages_per_rank=2,
-    summary="a third of 1F1B's activations, and what waits for W; long where I is",
+    summary="a third of 1F1B's activations, and deferred gradients; long where I is",
 )
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """Blocks with offsets 1 and 1. At most (p + 4) // 3 microbatches' activations per rank.

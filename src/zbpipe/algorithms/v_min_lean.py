@@ -1,9 +1,9 @@
-"""VMin made lean: a third of 1F1B's activations under any checkpointing, with what waits for W among them.
+"""VMin made lean: a third of 1F1B's activations under any checkpointing, deferred gradients included.
 
 For what does not fit otherwise. V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2)
-holds a third of 1F1B's activations where nothing weighs more while it waits for W. Here W waits only where there is
-room for it in that third; where there is none, I and W run as one op B. With whole backwards it takes half of 1F1B's
-activations to keep ranks busy, so under full checkpointing a step is long.
+holds a third of 1F1B's activations without checkpointing. Here W waits only where there is room for it in that third;
+where there is none, I and W run as one op B. With whole backwards it takes half of 1F1B's activations to keep ranks
+busy, so under full checkpointing a step is long.
 """
 
 from zbpipe.algorithms._lean import usual_costs, within_share
@@ -17,7 +17,7 @@ from zbpipe.registry import register
     "VMinLean",
     placement="v",
     stages_per_rank=2,
-    summary="the shortest step found in a third of 1F1B's activations, with what waits for W among them",
+    summary="the shortest step found in a third of 1F1B's activations, with deferred gradients among them",
     by_checkpointing=True,
 )
 def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:

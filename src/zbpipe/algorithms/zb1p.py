@@ -1,8 +1,8 @@
 """ZB-1p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
 
-At most p activations, and what waits for W counts among them. Without checkpointing that is 1F1B's memory, and with
-equal times it is ZBH1: use it with measured times that are far from equal. With checkpointing there is room for few W
-that wait, and so a long step.
+At most p activations, deferred gradients included. Without checkpointing that is 1F1B's memory, and with equal times it
+is ZBH1: use it with measured times that are far from equal. With checkpointing there is room for few deferred
+gradients, and so a long step.
 """
 
 from zbpipe.algorithms.zbh1 import zbh1
@@ -12,7 +12,7 @@ from zbpipe.planner.search import best_within
 from zbpipe.registry import register
 
 
-@register("ZB1P", summary="searched for the costs, in p activations with what waits for W")
+@register("ZB1P", summary="searched for the costs, in p activations with deferred gradients")
 def zb1p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best found that holds at most p activations per rank.
 

@@ -1,6 +1,6 @@
 """ZB-2p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
 
-Like ZB1P with at most 2p activations, what waits for W among them: for memory to spare.
+Like ZB1P with at most 2p activations, deferred gradients included: for memory to spare.
 """
 
 from zbpipe.algorithms.zbh1 import zbh1
@@ -11,7 +11,7 @@ from zbpipe.planner.search import best_within
 from zbpipe.registry import register
 
 
-@register("ZB2P", summary="searched for the costs, in 2p activations with what waits for W")
+@register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")
 def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahead: bool = False) -> Schedule:
     """The best found that holds at most 2p activations per rank.
 

@@ -1,8 +1,8 @@
 """ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): 1F1B's order, with dW split off.
 
 One stage per rank and as many activations as 1F1B, a third of its bubble if F, I and W take equal time. Without
-checkpointing that is 1F1B's memory. With checkpointing, what waits for W weighs more than activations, and ZBH1Lean is
-what stays within 1F1B's memory.
+checkpointing that is 1F1B's memory. With checkpointing, deferred gradients take more memory than activations, and
+ZBH1Lean stays within 1F1B's memory.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
@@ -10,7 +10,7 @@ from zbpipe.ir import Placement, Schedule
 from zbpipe.registry import register
 
 
-@register("ZBH1", summary="1F1B's activations, and what waits for W; a third of its bubble, one stage a rank")
+@register("ZBH1", summary="1F1B's activations, and deferred gradients; a third of its bubble, one stage a rank")
 def zbh1(ranks: int, microbatches: int) -> Schedule:
     """1F1B's order of F and I. Rank r starts its W r microbatches late: as many as its warm-up is shorter than p.
 

@@ -1,7 +1,7 @@
 """ZB-H2 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): ZB-H1 with a longer warm-up.
 
-For one stage per rank and much memory to spare, that of 2p - 1 microbatches, which with checkpointing weigh most while
-they wait for W: no rank idles between its first op and its last if F, I and W take equal time. The skew at the start
+For one stage per rank and much memory to spare, that of 2p - 1 microbatches, whose deferred gradients weigh most with
+checkpointing: no rank idles between its first op and its last if F, I and W take equal time. The skew at the start
 costs time unless each rank starts its next step at once.
 """
 

@@ -1,9 +1,9 @@
 """ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6): two stages per rank, in a V.
 
 Nothing but the skew at the start is left of the bubble if F, I and W take equal time. Without checkpointing it takes
-the memory of 1F1B. With checkpointing, what waits for W weighs more than activations: ZBV takes about twice 1F1B's
-memory under TorchTitan's selective checkpointing, and many times as much under full. The one to try first is ZBVLean,
-which stays within 1F1B's memory.
+the memory of 1F1B. With checkpointing, deferred gradients take more memory than activations: ZBV takes about twice
+1F1B's memory under TorchTitan's selective checkpointing, and many times as much under full. The one to try first is
+ZBVLean, which stays within 1F1B's memory.
 
 Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first stage and the last one: the
 backward of a microbatch starts where its forward began, and each rank can fill its idle time with the W of either
@@ -24,7 +24,7 @@ F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
     "ZBV",
     placement="v",
     stages_per_rank=2,
-    summary="no bubble if F, I and W take equal time; 1F1B's activations, and what waits for W",
+    summary="no bubble if F, I and W take equal time; 1F1B's activations, and deferred gradients",
 )
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """The schedule drawn in the paper's figure 6, for any number of ranks and microbatches.

@@ -1,8 +1,8 @@
 """ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, whatever the checkpointing.
 
 **The one to try first.** ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) takes 1F1B's activations,
-but with checkpointing what waits for W weighs more than these. Here W waits only where there is room for it in 1F1B's
-memory, which counts all that waits and what ops need while they run. Where there is none, I and W run as one op B.
+but with checkpointing deferred gradients take more memory than these. Here W waits only where there is room for it in
+1F1B's memory, deferred gradients and working memory included. Where there is none, I and W run as one op B.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 @click.command(cls=Command, context_settings=_TITANS)
 @_titan_options
-@click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside of TorchTitan (docs/estimate.md).")
+@click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/estimate.md).")
 @click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
 @click.option("--device", metavar="NAME", help="H100, H200, B200, MI300X, MI325X or MI355X.")
 @click.option("--tflops", type=float, metavar="X", help="What a GPU sustains in training, in place of the table's.")
@@ -46,7 +46,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
     "--link",
     callback=_link,
     metavar="GB/S",
-    help="From a GPU to other nodes in one direction, or two numbers: inside of a node, between nodes.",
+    help="From a GPU to other nodes in one direction, or two numbers: within a node, between nodes.",
 )
 @click.option("--costs-file", type=_EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
 @click.option(

@@ -91,7 +91,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     default=0.95,
     show_default=True,
     metavar="Q",
-    help="With --jitter: the share of the steps that the time to minimise is not exceeded by.",
+    help="With --jitter: quantile of the step time to minimise (0.95 = 95th percentile).",
 )
 @click.option(
     "--most-loss",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @cost_options()
 @json_option
 def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
-    """List all schedules, with those of installed packages, their step times and memory beside 1F1B's.
+    """List all schedules, with those of installed packages, their step times and memory relative to 1F1B.
 
     \b
     Examples:

@@ -1,9 +1,9 @@
 """What GPUs can do, by their makers' data sheets, and how much of it training sustains. As of November 2026.
 
 The figures of the makers are dense BF16 peaks, bandwidths in one direction, and memory as torch sees it. The sustained
-share is no maker's: it is what the matrix products and attention of large Llama models reach inside of a training step,
+share is no maker's: it is what the matrix products and attention of large Llama models reach within a training step,
 norms, rotary embeddings and activation functions included. It is the least certain number of an estimate, the same for
-all schedules: it moves all rows together, and the gains hardly at all. `--tflops` replaces it.
+all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class _Job:
             if self.measured is None:
                 yield f"speed: {device.name} sustains {rate}, {share} ({where})"
             yield (
-                f"links: {device.inside / 1e9:.0f} GB/s inside of a node, {device.between / 1e9:.0f} between"
+                f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
             )
         ranks, microbatches = self.workload.degrees.pipeline, self.workload.microbatches

@@ -1,4 +1,4 @@
-"""A model outside of TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/estimate.md describes it."""
+"""A model outside TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/estimate.md describes it."""
 
 from __future__ import annotations
 

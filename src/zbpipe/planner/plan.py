@@ -94,7 +94,7 @@ def plan(
             of the named schedules, are then annealed in many random steps at once, which takes two to three times as
             long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
             vary. For stages, not for layers.
-        quantile: with `robust`, the share of the steps that counts: 0.95 looks at the time that 95 % do not exceed.
+        quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
         most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:
             0.01 is one percent. Default: by any amount.
         progress: called with the share of the work that is done, and the shortest time so far.

@@ -1,4 +1,4 @@
-"""The optimizer step of TorchTitan's trainer without a pipeline-wide stop. Imports no torchtitan."""
+"""The optimizer step of TorchTitan's trainer without a pipeline-wide barrier. Imports no torchtitan."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
-    lines more, for its copies out to the host and in again. Of what would fill several screens there is one line per
-    rank alone, as high in each column as the rank is busy then.
+    lines more, for its copies out to the host and in again. Large timelines are condensed
+    to one line per rank, as high in each column as the rank is busy then.
 
         >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
         >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())

@@ -47,7 +47,7 @@ def record(timeline: Timeline, yardstick: float | None = None) -> dict[str, Any]
 
 
 def report(timeline: Timeline, yardstick: float | None = None) -> str:
-    """The record for people: the summary, the memory beside 1F1B's, what bounds the makespan, and a table of the ranks.
+    """The record for people: the summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
 
     >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
     ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
@@ -260,7 +260,7 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
 
 
 _QUANTILES = ("p50", "p95")
-_OF_QUANTILES = "; p50 and p95: seconds that so many percent of the steps do not exceed, where times vary"
+_OF_QUANTILES = "; p50 and p95: median and 95th percentile of the step in seconds, where times vary"
 _LEGEND = (
     "from: whose class runs it; stages: per rank; memory: of the worst rank, to 1F1B's; peak: the same in the unit of"
     " --memory-limit"
