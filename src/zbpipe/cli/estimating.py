@@ -52,6 +52,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--schedule", "only", multiple=True, metavar="NAME", help="Only this one, 1F1B and plans. Can be repeated."
 )
+@click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
 @json_option
 @click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
@@ -66,6 +67,7 @@ def estimate(
     link: tuple[float, ...] | None,
     costs_file: Path | None,
     only: tuple[str, ...],
+    ranks: bool,
     search: bool,
     as_json: bool,
     html_file: Path | None,
@@ -75,25 +77,32 @@ def estimate(
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
     rank, beside plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the table
-    says where all figures come from. Further options are TorchTitan's.
+    says where all figures come from. Further options are TorchTitan's, with 0.2 for example --job.config_file; a job's
+    --zbpipe.memory-limit counts with --ranks.
 
     \b
     Examples:
       zbpipe estimate --module titan_integration.llama3 --config llama3_70b --gpus 64 --device MI300X
       zbpipe estimate --module llama3 --config llama3_8b --gpus 64 --device H100 --search
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
+      zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
     from zbpipe.costs_file import load_costs
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.search import search as searched
 
-    _require(device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file")
+    _require(
+        ranks or device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file"
+    )
     _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before TorchTitan is imported, which takes seconds
     workload = _workload(module, config, layers, gpus, arguments)
+    if ranks:
+        _show_ranks(workload, arguments, as_json)
+        return
     costs = None if costs_file is None else load_costs(costs_file)
     if search and device is not None:
         all_found = searched(workload, device, tflops=tflops, link=link)
@@ -107,18 +116,45 @@ def estimate(
 def _workload(
     module: str | None, config: str | None, layers: Path | None, gpus: int, arguments: Sequence[str]
 ) -> Workload:
-    _require(bool(layers) != bool(module and config), "name either --module and --config, or a file of --layers")
     if layers is not None:
         from zbpipe.estimation.layers_file import load_layers
 
-        _require(
-            not arguments, f"unknown options: {' '.join(arguments)}; a file of --layers takes none of TorchTitan's"
-        )
+        unknown = _titans(module, config, arguments)
+        _require(not unknown, f"unknown options: {' '.join(unknown)}; a file of --layers takes none of TorchTitan's")
         return load_layers(layers, gpus)
     from zbpipe.titan.workload import read
 
     with in_one_line(ImportError), _without_warnings():
-        return read(str(module), str(config), gpus, arguments)
+        return read(_job(module, config, arguments), gpus)
+
+
+def _titans(module: str | None, config: str | None, arguments: Sequence[str]) -> list[str]:
+    """TorchTitan's arguments as it takes them itself."""
+    named = (("--module", module), ("--config", config))
+    return [*(word for name, value in named if value is not None for word in (name, value)), *arguments]
+
+
+def _job(module: str | None, config: str | None, arguments: Sequence[str]) -> list[str]:
+    """The same; they have to name a job."""
+    is_named = bool(module and config) or any(each.startswith(("--job.config_file", "--model.")) for each in arguments)
+    _require(
+        is_named, "name the job: --module and --config, or with TorchTitan 0.2 --job.config_file; or a file of --layers"
+    )
+    return _titans(module, config, arguments)
+
+
+def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
+    from zbpipe.estimation.ranks import memory_by_rank
+    from zbpipe.runtime.arguments import limit
+    from zbpipe.titan.command_line import parse
+    from zbpipe.views.estimates import rank_lines, rank_record
+
+    found = memory_by_rank(workload, limit(parse(arguments)[0].memory_limit))
+    if as_json:
+        print_json(rank_record(found))
+        return
+    for line in rank_lines(found):
+        click.echo(line)
 
 
 @contextmanager
@@ -172,12 +208,12 @@ def measure(module: str | None, config: str | None, steps: int, output: Path, ar
     from zbpipe.costs_file import dump_costs, require_ending
     from zbpipe.views.report import costs as costs_table
 
-    _require(bool(module and config), "name the job: --module and --config")
+    job = _job(module, config, arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.titan.alone import measure as measured
+        from zbpipe.titan.measure_stages import measure as measured
 
-        costs = measured(str(module), str(config), arguments, steps)
+        costs = measured(job, steps)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")
