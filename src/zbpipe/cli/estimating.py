@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, options, print_json
+from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-_titan_options = options(
-    click.option("--module", metavar="MODULE", help="TorchTitan's."),
-    click.option("--config", metavar="NAME", help="TorchTitan's."),
-)
 _titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN'S OPTIONS]")
 
 
@@ -37,7 +33,6 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@_titan_options
 @click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside of TorchTitan (docs/estimate.md).")
 @click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
 @click.option("--device", metavar="NAME", help="H100, H200, B200, MI300X, MI325X or MI355X.")
@@ -58,8 +53,6 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
 @_titan_arguments
 def estimate(
-    module: str | None,
-    config: str | None,
     layers: Path | None,
     gpus: int,
     device: str | None,
@@ -77,8 +70,8 @@ def estimate(
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
     rank, beside plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the table
-    says where all figures come from. Further options are TorchTitan's, with 0.2 for example --job.config_file; a job's
-    --zbpipe.memory-limit counts with --ranks.
+    says where all figures come from. Further options are TorchTitan's: --module and --config, or --job.config_file for
+    TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
 
     \b
     Examples:
@@ -99,7 +92,7 @@ def estimate(
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before TorchTitan is imported, which takes seconds
-    workload = _workload(module, config, layers, gpus, arguments)
+    workload = _workload(layers, gpus, arguments)
     if ranks:
         _show_ranks(workload, arguments, as_json)
         return
@@ -113,34 +106,24 @@ def estimate(
     _show(all_found, as_json, html_file, search)
 
 
-def _workload(
-    module: str | None, config: str | None, layers: Path | None, gpus: int, arguments: Sequence[str]
-) -> Workload:
+def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workload:
     if layers is not None:
         from zbpipe.estimation.layers_file import load_layers
 
-        unknown = _titans(module, config, arguments)
-        _require(not unknown, f"unknown options: {' '.join(unknown)}; a file of --layers takes none of TorchTitan's")
+        _require(
+            not arguments, f"unknown options: {' '.join(arguments)}; a file of --layers takes none of TorchTitan's"
+        )
         return load_layers(layers, gpus)
     from zbpipe.titan.workload import read
 
+    _require_job(arguments)
     with in_one_line(ImportError), _without_warnings():
-        return read(_job(module, config, arguments), gpus)
+        return read(arguments, gpus)
 
 
-def _titans(module: str | None, config: str | None, arguments: Sequence[str]) -> list[str]:
-    """TorchTitan's arguments as it takes them itself."""
-    named = (("--module", module), ("--config", config))
-    return [*(word for name, value in named if value is not None for word in (name, value)), *arguments]
-
-
-def _job(module: str | None, config: str | None, arguments: Sequence[str]) -> list[str]:
-    """The same; they have to name a job."""
-    is_named = bool(module and config) or any(each.startswith(("--job.config_file", "--model.")) for each in arguments)
-    _require(
-        is_named, "name the job: --module and --config, or with TorchTitan 0.2 --job.config_file; or a file of --layers"
-    )
-    return _titans(module, config, arguments)
+def _require_job(arguments: Sequence[str]) -> None:
+    ways = "--module and --config, --job.config_file for TorchTitan 0.2, or a file of --layers"
+    _require(bool(arguments), f"name the job: {ways}")
 
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
@@ -191,15 +174,14 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@_titan_options
 @click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="To time, for each stage.")
 @click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
 @_titan_arguments
-def measure(module: str | None, config: str | None, steps: int, output: Path, arguments: tuple[str, ...]) -> None:
+def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
 
     Times F, I, W and B, and what they keep and need, without any other rank; writes the cost file that `estimate` and
-    `plan` take with --costs-file. Further options are TorchTitan's. It also works on the CPU.
+    `plan` take with --costs-file. Further options are TorchTitan's: --module and --config. It also works on the CPU.
 
     \b
     Example:
@@ -208,12 +190,12 @@ def measure(module: str | None, config: str | None, steps: int, output: Path, ar
     from zbpipe.costs_file import dump_costs, require_ending
     from zbpipe.views.report import costs as costs_table
 
-    job = _job(module, config, arguments)
+    _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
         from zbpipe.titan.measure_stages import measure as measured
 
-        costs = measured(job, steps)
+        costs = measured(arguments, steps)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -226,23 +227,14 @@ def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _
 def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
     """Refuse a list that leaves out a module with weights: TorchTitan would train without it."""
     named = {name for part in modules for name in part}
-    unknown = named - {name for name, _ in model.named_modules()}
-    left = {
-        name
-        for name, module in model.named_children()
-        if any(True for _ in module.parameters()) and not _is_named(name, module, named)
-    }
+    unknown = named - dict(model.named_modules()).keys()
+    weights = (name for name, _ in model.named_parameters())
+    left = {name.rpartition(".")[0] for name in weights if not name.startswith(tuple(f"{each}." for each in named))}
     if unknown or left:
         raise ValueError(
             f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have, and leaves out"
             f" {sorted(left)}: the head is 'output' in torchtitan 0.2, and 'lm_head' in 0.3"
         )
-
-
-def _is_named(name: str, module: nn.Module, named: set[str]) -> bool:
-    if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
-        return all(f"{name}.{key}" in named for key, _ in module.named_children())
-    return name in named
 
 
 def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
@@ -261,7 +253,7 @@ def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callab
             logger.info(
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
-            mesh = _ARankAStage(pp_mesh, index, placement.num_stages)
+            mesh = _as_rank(index, placement.num_stages, pp_mesh)
             with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_placed_in_a_loop):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
@@ -271,25 +263,12 @@ def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callab
     return split
 
 
-class _ARankAStage:
+def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
     """Stands in for the mesh of the pipeline, as if each stage had a rank of its own and this were that of `stage`.
 
     So TorchTitan builds this stage and no other, whatever the rank.
     """
-
-    def __init__(self, mesh: DeviceMesh, stage: int, num_stages: int) -> None:
-        self._mesh = mesh
-        self._stage = stage
-        self._num_stages = num_stages
-
-    def get_local_rank(self) -> int:
-        return self._stage
-
-    def size(self) -> int:
-        return self._num_stages
-
-    def get_group(self, *which: Any) -> torch.distributed.ProcessGroup:
-        return self._mesh.get_group(*which)
+    return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
 def _placed_in_a_loop(name: str) -> type[_torch.PipelineSchedule]:
