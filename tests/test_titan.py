@@ -41,20 +41,6 @@ needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")
 TIMEOUT = 200
 
 
-def test_a_csv_file_in_the_schedule_field_by_torchrun(titan: Titan, tmp_path: Path) -> None:
-    """`test_matrix.py` has the schedules with a name."""
-    table = tmp_path / "mine.csv"
-    table.write_text(zbpipe.generate("VHalf", 2, 4).to_csv())
-    arguments = [*SHORT, *flavor().settings, *start_from(titan.seed()), *pipeline(str(table))]
-    outcome = train_on_cpu(arguments, num_ranks=2, folder=tmp_path / "job", timeout=TIMEOUT)
-    log = (tmp_path / "job" / "output.log").read_text()
-    print(log)
-    assert_trains_alike(outcome, titan.without_pipeline())
-    assert log.count("no accelerator found, so this trains on the CPU") == 1
-    assert f"Using zbpipe's pipeline schedule {table} with 4 microbatches" in log
-    assert f"Applied {flavor().applied['selective']} activation checkpointing" in log  # TorchTitan's default
-
-
 def table(file: Path, schedule: zbpipe.Schedule) -> str:
     file.write_text(schedule.to_csv())
     return str(file)
@@ -804,80 +790,54 @@ def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(seen: Seen) -> 
     assert IS_02 or "add --module and --config" in seen.help_text
 
 
-def looked_at() -> list[list[int]]:
-    """Of the steps 3 to 9 of a resumed job that logs every fourth: those recorded, and those whose record is told."""
-    from zbpipe.titan import monitor
+class _Processor:
+    """Logs every fourth step."""
 
-    recorded, told = [], []
+    parallel_dims = None
 
-    class Processor:
-        def should_log(self, step: int) -> bool:
-            return step == 1 or step % 4 == 0
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
 
-        def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-            told.append((extra_metrics or {})["of"])
+    def should_log(self, step: int) -> bool:
+        return step == 1 or step % 4 == 0
 
-    class Pipeline:
-        armed, record = True, None
-
-        def collect(self) -> dict[str, Any]:
-            return {"of": self.record}
-
-    pipeline: Any = Pipeline()
-    monitor.report(pipeline, Processor, lambda dims: -1, to_come=1)
-    processor: Any = Processor()
-    processor.parallel_dims = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbpipe.titan.monitor.dist.get_rank", lambda: 0)
-        for step in range(3, 10):
-            if pipeline.armed:
-                recorded.append(step)
-                pipeline.record = step
-            if processor.should_log(step):
-                processor.log(step)
-    return [recorded, told]
+    def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.logged.append(extra_metrics or {})
 
 
-def test_only_steps_that_are_logged_are_told() -> None:
-    """The first one after a restart is looked at in any case: nobody has asked by then."""
-    assert looked_at() == [[3, 4, 8], [4, 8]]
+class _Pipeline:
+    armed, record = True, 0
+
+    def collect(self) -> dict[str, Any]:
+        return {"of": self.record}
 
 
-def test_a_job_that_builds_twice_reports_its_last_pipeline_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchTitan's class of metrics is wrapped once, whatever is built."""
-    logged: list[dict[str, Any]] = []
+@pytest.mark.parametrize(("to_come", "recorded"), [(1, [3, 4, 8]), (0, [4, 8])])
+def test_only_steps_that_are_logged_are_told(
+    monkeypatch: pytest.MonkeyPatch, to_come: int, recorded: list[int]
+) -> None:
+    """0.2 asks when the step has run, so the first one after a restart is recorded in any case: nobody has asked yet.
 
-    class Processor:
-        parallel_dims = None
-
-        def should_log(self, step: int) -> bool:
-            return step % 2 == 0
-
-        def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-            logged.append(extra_metrics or {})
-
-    class Pipeline:
-        armed, asked = False, 0
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def collect(self) -> dict[str, Any]:
-            self.asked += 1
-            return {"number": self.number}
-
+    A job that builds twice reports its last pipeline, and TorchTitan's class of metrics is wrapped once.
+    """
+    kind: Any = type("Processor", (_Processor,), {})
     monkeypatch.setattr("zbpipe.titan.monitor.dist.get_rank", lambda: 0)
-    built: list[Any] = [Pipeline(number) for number in range(2)]
+    replaced, pipeline = _Pipeline(), _Pipeline()
     wrapped = []
-    for each in built:
-        monitor.report(each, Processor, lambda dims: -1, to_come=0)
-        wrapped.append((Processor.should_log, Processor.log))
+    for each in (replaced, pipeline):
+        monitor.report(each, kind, lambda dims: -1, to_come)  # type: ignore[arg-type]
+        wrapped.append((kind.should_log, kind.log))
     assert wrapped[0] == wrapped[1]
-    assert Processor().should_log(2)
-    Processor().log(2)
-    assert [each.armed for each in built] == [False, True]
-    assert [each.asked for each in built] == [0, 1]
-    assert logged == [{"number": 1}]
+    processor, found = kind(), []
+    for step in range(3, 10):
+        is_logged = to_come == 0 and processor.should_log(step)
+        if pipeline.armed:
+            found.append(step)
+            pipeline.record = step
+        if is_logged or (to_come == 1 and processor.should_log(step)):
+            processor.log(step)
+    assert found == recorded
+    assert processor.logged == [{"of": 4}, {"of": 8}]
 
 
 def read_text(num_shards: int) -> list[list[list[int]]]:

@@ -26,6 +26,8 @@ _SIZES = {"bfloat16": 2, "float32": 4}
 
 STYLE_OF_BLOCKS = {"fused_qkv": not HAS_JOB_CONFIG, "keeps_scattered": HAS_JOB_CONFIG}
 """How a Llama block differs between versions; see `zbpipe.transformer.Block`."""
+HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
+"""The modules behind the blocks."""
 
 
 def parsed(arguments: list[str]) -> Any:
@@ -114,11 +116,6 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
     """What a block's forward takes besides its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
-
-
-def head_of(model: nn.Module) -> tuple[str, str]:
-    """The modules behind the blocks: the norm and the head."""
-    return ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
 
 
 def chunks_of_loss(config: Any) -> int:

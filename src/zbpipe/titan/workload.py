@@ -118,6 +118,8 @@ class _Counted:
     blocks: tuple[_Layer, ...]
     head: _Layer
     """Norm and head."""
+    chunks: int
+    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
     dim: int
     """Of the hidden states."""
     checkpointing: Checkpointing
@@ -139,10 +141,11 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
 
     parallelism, training, tokens = config.parallelism, config.training, _tokens(config)
     sizes = models.sizes(config, degrees.fsdp)
+    on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
     accumulates = bool(training.global_batch_size > training.local_batch_size * degrees.data)
     return Workload(
         name,
-        _on_one_gpu(tokens, models.chunks_of_loss(config), degrees.tensor, counted, sizes),
+        tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
         degrees,
         training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         tokens,
@@ -175,13 +178,6 @@ def _words(counted: _Counted, degrees: Degrees) -> str:
     return f"{how_much}; {words}"
 
 
-def _on_one_gpu(tokens: int, chunks: int, tensor: int, counted: _Counted, sizes: models.Sizes) -> tuple[LayerWork, ...]:
-    """The layers on one of `tensor` GPUs."""
-    gpu = _OnOneGpu(tokens, counted, tensor, sizes)
-    found = [gpu.embedding(), *map(gpu.block, counted.blocks), gpu.head(chunks)]
-    return tuple(map(partial(_work, counted.checkpointing), counted.layers, found))
-
-
 @dataclass(frozen=True)
 class _OnOneGpu:
     """Bytes of the layers of one microbatch on one GPU."""
@@ -191,29 +187,29 @@ class _OnOneGpu:
     tensor: int
     sizes: models.Sizes
 
-    def embedding(self) -> LayerBytes:
+    def layers(self) -> list[LayerBytes]:
+        head = self._head_in_chunks() if self.counted.chunks else self._head_in_one()
+        return [self._embedding(), *map(self._block, self.counted.blocks), head]
+
+    def _embedding(self) -> LayerBytes:
         """What it gives belongs to the first block. Its gradient is made whole in I, and cannot wait."""
         gradient = self._gradient(self.counted.embedding)
         return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
-    def block(self, layer: _Layer) -> LayerBytes:
+    def _block(self, layer: _Layer) -> LayerBytes:
         """As counted, shared by tensor parallelism as a Llama block as wide is; or that block."""
         alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
         return of_llama[1] if layer.bytes is None else _scaled(layer.bytes, *of_llama)
 
-    def head(self, chunks: int) -> LayerBytes:
-        """Norm, head and loss."""
-        return self._head_in_chunks(chunks) if chunks else self._head_in_one()
-
-    def _head_in_chunks(self, chunks: int) -> LayerBytes:
+    def _head_in_chunks(self) -> LayerBytes:
         """F runs the head's whole backward, for a part of the tokens at a time.
 
         F leaves the norm's input, its result, which all GPUs of TP have whole, and the result's gradient, which it adds
         up in float32. I begins with that gradient.
         """
-        result, logits = self._hidden, self._num_logits // chunks
+        result, logits = self._hidden, self._num_logits // self.counted.chunks
         kept = result // self.tensor + 2 * result
         # The cross-entropy of torch, or that of TorchTitan over the parts of TP.
         each = self.sizes.computed + (3 if self.tensor == 1 else 4) * _FP32
@@ -349,8 +345,9 @@ def _counted(config: Any) -> _Counted:
             _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
         )
     embedding = _Layer(("tok_embeddings",), Operations(0, 0, 0), _parameters(model.get_submodule("tok_embeddings")))
-    head = _head(model, models.head_of(model), tokens, models.chunks_of_loss(config))
-    return _Counted(embedding, tuple(found), head, whole.config.dim, how, per_token)
+    chunks = models.chunks_of_loss(config)
+    head = _head(model, models.HEAD, tokens, chunks)
+    return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
 
 
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:
