@@ -67,7 +67,7 @@ def train_and_write() -> None:
     """A rank of the job: TorchTitan on one core, with this schedule's steps written down."""
     rank, folder = int(os.environ["LOCAL_RANK"]), Path(os.environ[FOLDER])
     os.sched_setaffinity(0, {rank})
-    from zbpipe.titan import command_line, plug_in, versions
+    from zbpipe.titan import command_line, plug_in
 
     options, rest = command_line.parse(sys.argv[1:])
     plug_in(options)
@@ -88,7 +88,7 @@ def train_and_write() -> None:
         (folder / f"{rank}.json").write_text(json.dumps(figures))
 
     plug.complete = watched
-    versions.installed().load().train()
+    plug.train()
 
 
 def _metered(found: dict[str, float]) -> Any:
@@ -162,7 +162,7 @@ def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, f
         for each in running:
             each.kill()
     on_cpu = ["--training.mixed_precision_param", "float32", *arguments]
-    job = workload.read(JOB[1], JOB[3], RANKS, on_cpu)
+    job = workload.read([*JOB, *on_cpu], RANKS)
     steps = []
     for file in files:
         found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)

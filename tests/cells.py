@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from compatibility import Row
-from titan_jobs import LLAMA, Titan, assert_trains_alike, pipeline
+from titan_jobs import LLAMA, Titan, assert_trains_alike, flavor, pipeline
 
 from zbpipe.titan.versions import installed
 
@@ -36,18 +36,6 @@ class Cell:
     stages_that_compute_in_i: int = 0
 
 
-@dataclass(frozen=True)
-class Flavor:
-    """How the jobs of one version of TorchTitan differ from those of another."""
-
-    applied: Mapping[str, str]
-    """What the log calls the kinds of checkpointing."""
-    settings: tuple[str, ...] = ()
-    """Of all jobs."""
-    sums: bool = False
-    """Whether a pipeline's gradients are those of the sum of the loss over all tokens, and not of its mean."""
-
-
 def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
     """Every schedule with every kind of checkpointing, with and without the compiler."""
     return {
@@ -58,9 +46,9 @@ def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
     }
 
 
-def train_as_without_a_pipeline(titan: Titan, cell: Cell, flavor: Flavor) -> None:
+def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
     """Run the job of `cell`, and compare it."""
-    settings = (*flavor.settings, *cell.settings)
+    settings = cell.settings
     expected = titan.without_pipeline(*settings, num_ranks=cell.ranks_per_stage, model=cell.model)
     job = titan.train(
         *settings,
@@ -71,20 +59,19 @@ def train_as_without_a_pipeline(titan: Titan, cell: Cell, flavor: Flavor) -> Non
         model=cell.model,
     )
     print(job.log)
-    norm_scale = job.steps[0]["n_tokens_seen"] if flavor.sums and job.steps else 1
-    assert_trains_alike(job, expected, **cell.tolerances, norm_scale=norm_scale)
-    _assert_is_what_was_asked_for(job.log, cell, flavor)
+    assert_trains_alike(job, expected, **cell.tolerances)
+    _assert_is_what_was_asked_for(job.log, cell)
     # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
     assert job.log.count("Recompiling function") == cell.recompilations
     assert "recompile_limit" not in job.log
     assert job.log.count("computes these weight gradients in I, not in W") == cell.stages_that_compute_in_i
 
 
-def _assert_is_what_was_asked_for(log: str, cell: Cell, flavor: Flavor) -> None:
+def _assert_is_what_was_asked_for(log: str, cell: Cell) -> None:
     source = "zbpipe's pipeline" if f"Using zbpipe's pipeline schedule {cell.schedule}" in log else "pipeline"
     assert f"Using {source} schedule {cell.schedule} with 4 microbatches" in log
     assert ("Compiling each TransformerBlock" in log) == cell.compiled
-    applied = flavor.applied.get(cell.checkpointing)
+    applied = flavor().applied.get(cell.checkpointing)
     assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)
     assert ("activation checkpointing to the model" in log) == (applied is not None)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zbpipe import Placement
-from zbpipe.titan import cut
+from zbpipe.titan import layer_split
 from zbpipe.transformer import LLAMA_3_8B, Checkpointing
 
 DIM, VOCABULARY = 8, 100
@@ -54,7 +54,7 @@ def cutting(
     seq_len: int = 4,
     per_stage: int | None = None,
     ends: tuple[int, int] = (1, 1),
-) -> cut.Cut:
+) -> layer_split.Cut:
     with torch.device("meta"):
         model = Decoder()
     parallelism = SimpleNamespace(
@@ -62,7 +62,7 @@ def cutting(
         pipeline_parallel_first_stage_less_layers=ends[0],
         pipeline_parallel_last_stage_less_layers=ends[1],
     )
-    return cut.cutting(titans, Placement.v(2), parallelism, cut.Model(model, model, seq_len), how)
+    return layer_split.cutting(titans, Placement.v(2), parallelism, layer_split.Model(model, model, seq_len), how)
 
 
 def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +94,7 @@ def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
 )
 def test_what_is_recomputed_counts_for_the_blocks_alone(how: str, again: float) -> None:
     names: list[Any] = titans(1, BLOCKS)[0]
-    first, *blocks, head = cut.layers_of(Decoder(), names, 32.0, Checkpointing(how))
+    first, *blocks, head = layer_split.layers_of(Decoder(), names, 32.0, Checkpointing(how))
     assert first.seconds == 0
     assert [block.seconds for block in blocks] == pytest.approx([224 * (3 + again)] * BLOCKS)
     assert head.seconds == 3 * DIM * VOCABULARY
@@ -102,10 +102,10 @@ def test_what_is_recomputed_counts_for_the_blocks_alone(how: str, again: float) 
 
 
 def test_a_token_goes_to_some_experts() -> None:
-    assert cut.products(Experts()) == DIM * 8 + DIM * 3 * DIM * 2
+    assert layer_split.products(Experts()) == DIM * 8 + DIM * 3 * DIM * 2
 
 
 def test_long_sequences_cost_attention() -> None:
     with torch.device("meta"):
         model = Decoder()
-    assert cut.attention_products(cut.Model(model, model, 1000)) == BLOCKS * DIM * 1000
+    assert layer_split.attention_products(layer_split.Model(model, model, 1000)) == BLOCKS * DIM * 1000

@@ -333,7 +333,7 @@ def test_given_rates_take_the_place_of_the_tables(file: Path) -> None:
         (("--device", "H100", "--link", "fast"), "'fast' is no bandwidth in GB/s"),
         (("--device", "H100", "--link", "1,2,3"), "give one number for links between nodes, or two"),
         (("--device", "H100", "--parallelism.x", "2"), "unknown options: --parallelism.x 2"),
-        (("--device", "H100", "--module", "llama3", "--config", "x"), "name either --module and --config"),
+        (("--device", "H100", "--module", "llama3", "--config", "x"), "a file of --layers takes none of TorchTitan's"),
         (("--device", "H100", "--schedule", "ZBW"), "unknown schedule 'ZBW'; did you mean 'ZBV'?"),
     ],
 )

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
+from zbpipe.frameworks.installation import known
 from zbpipe.runtime import _torch
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.titan import plug
 
 CPU = torch.device("cpu")
 
@@ -91,15 +91,15 @@ def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
         trained(str(file))
 
 
-def test_a_framework_and_titan_read_a_file_once_a_job(tmp_path: Path) -> None:
+def test_a_framework_reads_a_file_once_a_job(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text(zbpipe.generate("ZBV", 2, 4).to_csv())
     zbpipe.install()
     try:
-        shown, known = schedules.get_schedule_class(str(file)), plug.known(str(file))
+        shown, algorithm = schedules.get_schedule_class(str(file)), known(str(file))
         file.unlink()
         assert schedules.get_schedule_class(str(file)) is shown
-        assert plug.known(str(file)) is known
+        assert known(str(file)) is algorithm
     finally:
         zbpipe.uninstall()
 

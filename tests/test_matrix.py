@@ -14,10 +14,10 @@ import compatibility
 import pytest
 import torch
 import torch.distributed as dist
-from cells import COMPILING, SCHEDULES, Cell, Flavor, matrix, row, train_as_without_a_pipeline
+from cells import COMPILING, SCHEDULES, Cell, matrix, row, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage, loss_fn
-from titan_jobs import DEEPSEEK, Job, Titan, pipeline, require_titan
+from titan_jobs import DEEPSEEK, Job, Titan, flavor, pipeline, require_titan
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,7 +27,6 @@ import zbpipe
 require_titan("0.3.0")
 pytestmark = pytest.mark.timeout(900)
 
-FLAVOR = Flavor({"selective": "SelectiveAC", "full": "FullAC"})
 MATRIX = matrix()
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 _REPLICATED = (
@@ -37,10 +36,6 @@ _REPLICATED = (
 _HYBRID = (*_REPLICATED[:2], *_SHARDED)
 _TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
 _BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
-_VALIDATION = (
-    *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
-    *("--validator.dataloader.dataset", "python_stdlib"),
-)
 COMBINATIONS = {
     **{name: Cell(name, name) for name in ("ZBH2", "ZB1P", "ZB2P", "VMin")},
     **{f"{name} p=4": Cell(name, name, pipeline_ranks=4) for name in ("ZBV", "ZBH1", "VHalf")},
@@ -67,7 +62,7 @@ COMBINATIONS = {
         compiled=True,
         recompilations=1,
     ),
-    "validation": Cell("ZBV, TorchTitan's validation after each step", settings=_VALIDATION),
+    "validation": Cell("ZBV, TorchTitan's validation after each step", settings=flavor().validation),
 }
 CELLS = MATRIX | COMBINATIONS
 
@@ -83,7 +78,7 @@ IN_SHORT = {"ZBV selective eager", "VHalf full eager"}
     "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.matrix) for name in CELLS]
 )
 def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
-    train_as_without_a_pipeline(titan, CELLS[name], FLAVOR)
+    train_as_without_a_pipeline(titan, CELLS[name])
     seen[name] = "works"
 
 

@@ -17,7 +17,7 @@ from zbpipe.runtime.split.stage import split_class
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(each for folder in ("src/zbpipe", "titan_integration") for each in (ROOT / folder).rglob("*.py"))
-ROOMS = ("runtime/_torch/", "titan/_titan02.py", "titan/_titan03.py")
+ROOMS = ("runtime/_torch/", "titan/plug.py", "titan/models.py")
 """The files that may use private names."""
 ALLOWED = {
     # What frameworks keep under private names of their own, and which frameworks/automodel.py lists.

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,49 @@ def require_titan(*names: str) -> str:
     if found not in names:
         pytest.skip(f"torchtitan {found} is installed, and this is for {' or '.join(names)}", allow_module_level=True)
     return found
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """How the jobs of one version of TorchTitan differ from those of another."""
+
+    applied: Mapping[str, str]
+    """The names of the kinds of checkpointing in the log."""
+    settings: tuple[str, ...]
+    """Of all jobs."""
+    validation: tuple[str, ...]
+    """To validate after each step."""
+    has_mean_loss: bool
+    """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
+
+
+# Gradients of the sum are clipped to the same norm as those of the mean. By default 0.2 checkpoints every second block.
+_FLAVORS = {
+    "0.2.2": Flavor(
+        {"selective": "selective", "full": "full"},
+        ("--training.max_norm", "0.1", "--activation_checkpoint.selective_ac_option", "op"),
+        (
+            *("--validation.enable", "--validation.freq", "1", "--validation.steps", "1"),
+            *("--validation.dataset", "python_stdlib", "--validation.local_batch_size", "4"),
+            *("--validation.seq_len", "64"),
+        ),
+        has_mean_loss=False,
+    ),
+    "0.3.0": Flavor(
+        {"selective": "SelectiveAC", "full": "FullAC"},
+        (),
+        (
+            *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
+            *("--validator.dataloader.dataset", "python_stdlib"),
+        ),
+        has_mean_loss=True,
+    ),
+}
+
+
+def flavor() -> Flavor:
+    """That of the installed version."""
+    return _FLAVORS[installed().name]
 
 
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
@@ -98,7 +142,7 @@ class Titan:
         """
         seed = self.seed(model)
         start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
-        return self._run((*SHORT, *start, *arguments), num_ranks, model, functorch or {})
+        return self._run((*SHORT, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
         """What the pipelines are compared with: run once, and kept."""
@@ -190,25 +234,27 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
     )
 
 
-def assert_trains_alike(
-    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, norm_scale: float = 1.0
-) -> None:
-    """The same loss and the same norm of the gradients in every step, within these relative tolerances.
+def assert_trains_alike(job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4) -> None:
+    """A pipeline has the loss and the norm of the gradients of a job without one, within these relative tolerances.
 
-    With `norm_scale` the gradients of `job` are larger by this factor. Float32 differs by the order of its sums: by
-    less than 1e-6 in these jobs, compiled or not.
+    Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not.
     """
     assert (job.error, expected.error) == (None, None)
     found, wanted = _values(job, "loss_metrics/global_avg_loss"), _values(expected, "loss_metrics/global_avg_loss")
     assert len(found) == STEPS
     assert found == pytest.approx(wanted, rel=losses)
     # The optimizer does not mind a wrong scale of all gradients, so the losses alone would not show it.
-    grad_norms = [norm / norm_scale for norm in _values(job, "grad_norm")]
-    assert grad_norms == pytest.approx(_values(expected, "grad_norm"), rel=norms)
+    assert grad_norms(job) == pytest.approx(_values(expected, "grad_norm"), rel=norms)
     validation = "validation_metrics/loss"
     assert _values(job, validation) == pytest.approx(_values(expected, validation), rel=losses)
     # It learned something, so equal losses mean something.
     assert found[-1] < found[0] - 0.5
+
+
+def grad_norms(job: JobOutcome) -> list[float]:
+    """Of the gradients of the mean of the loss, in all steps of a pipeline."""
+    scale = 1 if flavor().has_mean_loss else job.steps[0]["n_tokens_seen"]
+    return [norm / scale for norm in _values(job, "grad_norm")]
 
 
 def _values(outcome: JobOutcome, name: str) -> list[float]:

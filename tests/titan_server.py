@@ -32,14 +32,11 @@ def import_titan() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
     import zbpipe.titan.train  # noqa: F401
-    from zbpipe.titan import versions
+    from zbpipe.titan import plug, versions
 
-    version = versions.installed()
-    version.load()
-    importlib.import_module(MODELS[version.name])
+    importlib.import_module(MODELS[versions.installed().name])
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
-    trainer = sys.modules.get("torchtitan.trainer") or sys.modules["torchtitan.train"]
-    trainer.time = _WithoutSleep()  # type: ignore[attr-defined]
+    sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 
 
 class _WithoutSleep:

@@ -351,7 +351,7 @@ class FirstRun:
         rows.append((*row, receives, transport))
 
     def _memory(self, job: Job, outcome: Outcome) -> None:
-        """Compare the GiB of each rank with what `zbpipe.titan.memory` calculates."""
+        """Compare the GiB of each rank with what `zbpipe estimate` calculates."""
         measured = {rank: max(step.memory for step in steps) for rank, steps in outcome.ranks.items() if steps}
         if not any(gib > 0 for gib in measured.values()):
             return
@@ -367,13 +367,13 @@ class FirstRun:
         self.report.add(fits, f"{job}: memory", f"rank {rank} reserves {gib:.1f} GiB, calculated {needed:.1f}")
 
     def _expected_memory(self, job: Job) -> list[float]:
-        """In GiB, by pipeline rank; empty for a config that `zbpipe.titan.memory` cannot calculate."""
+        """In GiB, by pipeline rank; empty for a config that `zbpipe estimate` cannot calculate."""
         dry = self._env({"DRY_RUN": "1"})
         command = subprocess.run([str(self._script)], env=dry, capture_output=True, text=True, check=False).stdout
         config = command.splitlines()[-1].split("zbpipe.titan.train ", 1)[-1].split()
         said = subprocess.run(
             [
-                *(sys.executable, "-m", "zbpipe.titan.memory", "--gpus", str(self._ranks), *config),
+                *(sys.executable, "-m", "zbpipe", "estimate", "--ranks", "--json", "--gpus", str(self._ranks), *config),
                 *("--parallelism.pipeline_parallel_schedule", job.schedule, *self._arguments.trainer),
             ],
             env=dry | {"PYTHONPATH": self._settings.get("PYTHONPATH", "")},
@@ -381,7 +381,7 @@ class FirstRun:
             text=True,
             check=False,
         )
-        return [float(total) for total in re.findall(r"^ *\d+ .* (\d+\.\d)$", said.stdout, re.MULTILINE)]
+        return [rank["total"] / 2**30 for rank in json.loads(said.stdout)["ranks"]] if said.returncode == 0 else []
 
     def _trace(self, file: Path) -> None:
         try:

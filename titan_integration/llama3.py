@@ -1,6 +1,6 @@
 """Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
 
-Everything that is not set here is as in TorchTitan's own config of the model. `zbpipe.titan.memory` does the
+Everything that is not set here is as in TorchTitan's own config of the model. `zbpipe estimate --ranks` does the
 arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, with what an op
 needs while it runs.
 
@@ -39,7 +39,7 @@ class Hardware(NamedTuple):
     gpus: int
     """The fewest; with a multiple of it, FSDP shards the rest, and each GPU needs less memory."""
     kind: str
-    """The smallest kind, one of `zbpipe.titan.memory.GPUS`."""
+    """The smallest kind, one of `zbpipe.estimation.devices.DEVICES`."""
 
 
 HARDWARE = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, options, print_json
+from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-_titan_options = options(
-    click.option("--module", metavar="MODULE", help="TorchTitan's."),
-    click.option("--config", metavar="NAME", help="TorchTitan's."),
-)
 _titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN'S OPTIONS]")
 
 
@@ -37,7 +33,6 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@_titan_options
 @click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/estimate.md).")
 @click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
 @click.option("--device", metavar="NAME", help="H100, H200, B200, MI300X, MI325X or MI355X.")
@@ -52,13 +47,12 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--schedule", "only", multiple=True, metavar="NAME", help="Only this one, 1F1B and plans. Can be repeated."
 )
+@click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
 @json_option
 @click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
 @_titan_arguments
 def estimate(
-    module: str | None,
-    config: str | None,
     layers: Path | None,
     gpus: int,
     device: str | None,
@@ -66,6 +60,7 @@ def estimate(
     link: tuple[float, ...] | None,
     costs_file: Path | None,
     only: tuple[str, ...],
+    ranks: bool,
     search: bool,
     as_json: bool,
     html_file: Path | None,
@@ -75,25 +70,32 @@ def estimate(
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
     rank, beside plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the table
-    says where all figures come from. Further options are TorchTitan's.
+    says where all figures come from. Further options are TorchTitan's: --module and --config, or --job.config_file for
+    TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
 
     \b
     Examples:
       zbpipe estimate --module titan_integration.llama3 --config llama3_70b --gpus 64 --device MI300X
       zbpipe estimate --module llama3 --config llama3_8b --gpus 64 --device H100 --search
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
+      zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
     from zbpipe.costs_file import load_costs
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.search import search as searched
 
-    _require(device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file")
+    _require(
+        ranks or device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file"
+    )
     _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before TorchTitan is imported, which takes seconds
-    workload = _workload(module, config, layers, gpus, arguments)
+    workload = _workload(layers, gpus, arguments)
+    if ranks:
+        _show_ranks(workload, arguments, as_json)
+        return
     costs = None if costs_file is None else load_costs(costs_file)
     if search and device is not None:
         all_found = searched(workload, device, tflops=tflops, link=link)
@@ -104,10 +106,7 @@ def estimate(
     _show(all_found, as_json, html_file, search)
 
 
-def _workload(
-    module: str | None, config: str | None, layers: Path | None, gpus: int, arguments: Sequence[str]
-) -> Workload:
-    _require(bool(layers) != bool(module and config), "name either --module and --config, or a file of --layers")
+def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workload:
     if layers is not None:
         from zbpipe.estimation.layers_file import load_layers
 
@@ -117,8 +116,28 @@ def _workload(
         return load_layers(layers, gpus)
     from zbpipe.titan.workload import read
 
+    _require_job(arguments)
     with in_one_line(ImportError), _without_warnings():
-        return read(str(module), str(config), gpus, arguments)
+        return read(arguments, gpus)
+
+
+def _require_job(arguments: Sequence[str]) -> None:
+    ways = "--module and --config, --job.config_file for TorchTitan 0.2, or a file of --layers"
+    _require(bool(arguments), f"name the job: {ways}")
+
+
+def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
+    from zbpipe.estimation.ranks import memory_by_rank
+    from zbpipe.runtime.arguments import limit
+    from zbpipe.titan.command_line import parse
+    from zbpipe.views.estimates import rank_lines, rank_record
+
+    found = memory_by_rank(workload, limit(parse(arguments)[0].memory_limit))
+    if as_json:
+        print_json(rank_record(found))
+        return
+    for line in rank_lines(found):
+        click.echo(line)
 
 
 @contextmanager
@@ -155,15 +174,14 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@_titan_options
 @click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="To time, for each stage.")
 @click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
 @_titan_arguments
-def measure(module: str | None, config: str | None, steps: int, output: Path, arguments: tuple[str, ...]) -> None:
+def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
 
     Times F, I, W and B, and what they keep and need, without any other rank; writes the cost file that `estimate` and
-    `plan` take with --costs-file. Further options are TorchTitan's. It also works on the CPU.
+    `plan` take with --costs-file. Further options are TorchTitan's: --module and --config. It also works on the CPU.
 
     \b
     Example:
@@ -172,12 +190,12 @@ def measure(module: str | None, config: str | None, steps: int, output: Path, ar
     from zbpipe.costs_file import dump_costs, require_ending
     from zbpipe.views.report import costs as costs_table
 
-    _require(bool(module and config), "name the job: --module and --config")
+    _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.titan.alone import measure as measured
+        from zbpipe.titan.measure_stages import measure as measured
 
-        costs = measured(str(module), str(config), arguments, steps)
+        costs = measured(arguments, steps)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

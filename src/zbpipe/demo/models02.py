@@ -19,14 +19,14 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from zbpipe.demo import python_text
 from zbpipe.demo.json_lines import JsonLines
 from zbpipe.demo.launch import METRICS
-from zbpipe.titan import _titan02
+from zbpipe.titan import plug
 
 
 def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, **kwargs: Any) -> MetricsProcessor:
     """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
     processor = MetricsProcessor(job_config, parallel_dims)
     name = job_config.parallelism.pipeline_parallel_schedule
-    if dist.get_rank() == _titan02.rank_with_loss(parallel_dims, name):
+    if dist.get_rank() == plug.rank_with_loss(parallel_dims, name):
         processor.logger = JsonLines(processor.logger, Path(job_config.job.dump_folder) / METRICS)
     return processor
 

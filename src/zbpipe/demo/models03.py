@@ -19,7 +19,7 @@ from torchtitan.trainer import Trainer
 
 from zbpipe.demo import python_text
 from zbpipe.demo.json_lines import JsonLines
-from zbpipe.titan import _titan03
+from zbpipe.titan import plug
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
     def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
         self.logger: BaseLogger
         super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
-        has_loss = dist.get_rank() == _titan03.rank_with_loss(parallel_dims, pp_schedule)
+        has_loss = dist.get_rank() == plug.rank_with_loss(parallel_dims, pp_schedule)
         if config.json_lines and has_loss:
             self.logger = JsonLines(self.logger, Path(config.json_lines))
 

@@ -145,8 +145,7 @@ class _Job:
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         timeline = simulate(schedule, costs)
         seconds = timeline.makespan + self._sharding(schedule.placement, split)
-        memories = self._memories(timeline, split)
-        worst = max(memories, key=lambda memory: memory.total)
+        worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         return self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
 
@@ -180,15 +179,6 @@ class _Job:
         if isinstance(known, CostModel) and known.num_stages % placement.num_stages == 0:
             return merged(known, placement.num_stages)
         return self.measured.on(placement)
-
-    def _memories(self, timeline: Timeline, split: Split) -> Iterator[Memory]:
-        """By rank."""
-        placement, workload = timeline.schedule.placement, self.workload
-        shards, each = workload.degrees.fsdp, workload.parameter_bytes
-        counts = workload.parameters_by_rank(placement, split)
-        for count, held in zip(counts, peak_parts(timeline), strict=True):
-            own = count / workload.degrees.tensor
-            yield _memory(own * each.weights(shards), own * each.optimizer(shards), held, placement.num_stages - 1)
 
     def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:
         """By rank what the weights leave, less some messages; None where no device sets a limit.
@@ -256,6 +246,16 @@ class _Job:
             " nothing; without a pipeline, communication of a layer runs beside the computation of another, and what"
             " takes longer counts"
         )
+
+
+def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
+    """By rank, what each of its GPUs holds at its worst moment."""
+    placement = timeline.schedule.placement
+    shards, each = workload.degrees.fsdp, workload.parameter_bytes
+    counts = workload.parameters_by_rank(placement, split)
+    for count, held in zip(counts, peak_parts(timeline), strict=True):
+        own = count / workload.degrees.tensor
+        yield _memory(own * each.weights(shards), own * each.optimizer(shards), held, placement.num_stages - 1)
 
 
 def _memory(weights: float, optimizer: float, held: Held, last_stage: int) -> Memory:

@@ -178,6 +178,19 @@ class Workload:
         costs = LayerCosts(tuple(Layer(each.modules, each.f, each.i, each.w, 0.0) for each in self.layers))
         return split_of(balanced(costs, placement))
 
+    def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
+        """Of the layers, in bytes, as if each were a stage; `times` gives those of F, I and W."""
+        layers = self.layers
+        working = [dict(layer.working) for layer in layers]
+        f, i, w = zip(*map(times, layers), strict=True)
+        return CostModel(
+            *(f, i, w),
+            tuple(layer.activations for layer in layers),
+            freed_by_i=tuple(1 - layer.waits / layer.activations if layer.activations else 0.0 for layer in layers),
+            message_bytes=self.message_bytes,
+            working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
+        )
+
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
         """Of all GPUs that share a rank's stages."""
         stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
@@ -195,7 +208,7 @@ class Rates:
 
     def layer_costs(self, workload: Workload) -> CostModel:
         """Of the layers, in seconds and bytes, as if each were a stage."""
-        layers, tensor = workload.layers, workload.degrees.tensor
+        tensor = workload.degrees.tensor
         hidden = workload.message_bytes * tensor
         way = self.device.bandwidth(tensor, apart=1)
         collective = hidden * (tensor - 1) / tensor / way + self.device.latency * (tensor > 1)
@@ -203,17 +216,10 @@ class Rates:
         def seconds(operations: float, transfers: int = 0) -> float:
             return operations / tensor / self.operations + transfers * collective
 
-        kept = tuple(layer.activations for layer in layers)
-        working = [dict(layer.working) for layer in layers]
-        return CostModel(
-            tuple(seconds(layer.f, layer.transfers[0]) for layer in layers),
-            tuple(seconds(layer.i, layer.transfers[1]) for layer in layers),
-            tuple(seconds(layer.w) for layer in layers),
-            kept,
-            freed_by_i=tuple(1 - layer.waits / layer.activations if layer.activations else 0.0 for layer in layers),
-            message_bytes=workload.message_bytes,
-            working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
-        )
+        def times(layer: LayerWork) -> tuple[float, float, float]:
+            return seconds(layer.f, layer.transfers[0]), seconds(layer.i, layer.transfers[1]), seconds(layer.w)
+
+        return workload.layer_costs(times)
 
     def costs(self, workload: Workload, placement: Placement, split: Split) -> CostModel:
         """Of the stages, with the links between neighbours."""

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 
 from zbpipe import registry
 from zbpipe.frameworks import automodel
-from zbpipe.frameworks.faces import face_of
+from zbpipe.frameworks.proxies import proxy_of
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import arguments, job
 from zbpipe.runtime.options import ForTorch, Options
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class _Installation:
     """What replaces torch's `get_schedule_class` while zbpipe is installed."""
 
-    def __init__(self, schedule: str | None, everywhere: bool, options: Options) -> None:
+    def __init__(self, schedule: str | None, everywhere: bool, options: Options, torchs_too: bool) -> None:
         self.torchs = schedules.get_schedule_class
         self.replacement = self.get_schedule_class
         """One object, so that `uninstall` finds it again."""
@@ -36,7 +36,8 @@ class _Installation:
         self._schedule = schedule
         self._everywhere = everywhere
         self._options = options
-        self._faces: dict[str, Any] = {}
+        self._proxies_of_torchs = torchs_too and options != Options()
+        self._proxies: dict[str, Any] = {}
         self._tables: dict[str, Algorithm] = {}
         """By path what the file held when the job first asked for it."""
 
@@ -47,18 +48,27 @@ class _Installation:
             ValueError: there is no such schedule, or the options do not fit it.
         """
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
-        algorithm = None if str(name).lower() in _ABSTRACT else self._tables.get(name) or registry.resolve(name)
-        if algorithm is not None and algorithm.table is not None:
-            self._tables[name] = algorithm
+        algorithm = self.known(name)
         self._log(schedule_name, name, algorithm)
         if algorithm is None or algorithm.source == "torch":
             automodel.restore()
-            return self.torchs(name)
-        automodel.adapt(algorithm)
-        if algorithm.name not in self._faces:
+            if algorithm is None or not self._proxies_of_torchs:
+                return self.torchs(name)
+        else:
+            automodel.adapt(algorithm)
+        if algorithm.name not in self._proxies:
             job.require_sense(algorithm, self._options, str)
-            self._faces[algorithm.name] = face_of(algorithm, self._options)
-        return self._faces[algorithm.name]
+            self._proxies[algorithm.name] = proxy_of(algorithm, self._options)
+        return self._proxies[algorithm.name]
+
+    def known(self, name: str) -> Algorithm | None:
+        """See the function `known`."""
+        if str(name).lower() in _ABSTRACT:
+            return None
+        algorithm = self._tables.get(name) or registry.resolve(name)
+        if algorithm.table is not None:
+            self._tables[name] = algorithm
+        return algorithm
 
     def _log(self, asked: str, name: str, algorithm: Algorithm | None) -> None:
         """Log each name once; frameworks ask several times."""
@@ -69,7 +79,7 @@ class _Installation:
         logger.info(
             "the job asks for the schedule %s and gets %s's %s", asked, "torch" if is_torchs else "zbpipe", name
         )
-        if is_torchs and (self._schedule is not None or self._options != Options()):
+        if is_torchs and not self._proxies_of_torchs and (self._schedule is not None or self._options != Options()):
             unused = f"schedule={self._schedule!r} and its options" if self._schedule else "the options"
             logger.warning(
                 "the job asks for torch's own schedule %s and gets it; %s of zbpipe.install have no effect. Name one of"
@@ -90,7 +100,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Then `torch.distributed.pipelining.schedules.get_schedule_class` also knows zbpipe's names, `Auto`, names that other
     packages have registered, all in any case, and paths of CSV files. Modules that had imported the function get the
     new one; the log names them. Frameworks place the stages right, because they get classes that look like those of
-    torch that they know (see `zbpipe.frameworks.faces`). torch's names still give torch's own classes.
+    torch that they know (see `zbpipe.frameworks.proxies`). torch's names still give torch's own classes.
 
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.
@@ -108,8 +118,10 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     install_with(_options(options), schedule, everywhere=everywhere)
 
 
-def install_with(options: Options, schedule: str | None = None, *, everywhere: bool = False) -> None:
-    """`install` with an `Options`.
+def install_with(
+    options: Options, schedule: str | None = None, *, everywhere: bool = False, torchs_too: bool = False
+) -> None:
+    """`install` with an `Options`, which also hold for torch's own schedules if `torchs_too`.
 
     Raises:
         ValueError: an unknown schedule, or options that do not fit it.
@@ -121,7 +133,7 @@ def install_with(options: Options, schedule: str | None = None, *, everywhere: b
     if schedule is not None:
         job.require_sense(registry.resolve(schedule), options, str)
     uninstall()
-    _installed = _Installation(schedule, everywhere, options)
+    _installed = _Installation(schedule, everywhere, options, torchs_too)
     found = _replace(_installed.torchs, _installed.replacement)
     logger.info("zbpipe.install: replaced torch's get_schedule_class in %s", ", ".join(found))
 
@@ -143,6 +155,20 @@ def uninstall() -> None:
     found = _replace(_installed.replacement, _installed.torchs)
     _installed = None
     logger.info("zbpipe.uninstall: torch's get_schedule_class is back in %s", ", ".join(found))
+
+
+def known(name: str) -> Algorithm | None:
+    """The schedule of that name; None for the abstract classes of torch's that frameworks use with a CSV file.
+
+    While zbpipe is installed, a file is read once: it may be changed or gone while the job runs.
+
+    >>> known("zbv").name, known("PipelineScheduleMulti")
+    ('ZBV', None)
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    return (_installed or _Installation(None, False, Options(), False)).known(name)
 
 
 def asked_for() -> tuple[str, ...]:

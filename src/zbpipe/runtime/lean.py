@@ -70,9 +70,14 @@ class LeanSchedule(RegisteredSchedule):
         self._unsure = None  # not before: a rank that refuses this step asks again in the next one
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", self.algorithm.name, agreed)
-        if agreed is not self.checkpointing:
-            self.checkpointing = agreed
-            self.remake(usual_costs(self.placement, agreed))
+        self.make_for(agreed)
+
+    def make_for(self, checkpointing: Checkpointing) -> None:
+        """Make the schedule anew for what all ranks know, unless it is made for measured costs."""
+        self._unsure = None
+        if self.checkpointing is not None and self.checkpointing is not checkpointing:
+            self.checkpointing = checkpointing
+            self.remake(usual_costs(self.placement, checkpointing))
 
 
 def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:

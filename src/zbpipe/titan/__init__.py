@@ -41,11 +41,13 @@ def plug_in(options: Options | None = None) -> None:
         raise ValueError(f"plug_in takes options as zbpipe.titan.command_line.parse makes them, got {options!r}")
     if _plugged:
         raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in only once")
-    version = versions.installed()
+    versions.installed()
     on_cpu = cpu.is_needed()
     if on_cpu:
         if os.environ.get("RANK", "0") == "0":
             print(cpu.NOTICE, file=sys.stderr, flush=True)
         cpu.stand_in()
     _plugged.append(options or Options())
-    version.load().plug_in(_plugged[0], on_cpu)
+    from zbpipe.titan import plug  # not before: TorchTitan chooses its device when it is imported
+
+    plug.plug_in(_plugged[0], on_cpu)

@@ -6,15 +6,13 @@ import logging
 from functools import cache
 from typing import Any
 
+from zbpipe.frameworks.installation import known
 from zbpipe.passes import default_costs
-from zbpipe.registry import Algorithm, resolve
+from zbpipe.registry import Algorithm
 from zbpipe.running_ahead import LEAST_GAIN, gain
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.validation import require_valid
-
-NAMES_FOR_TITANS_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-"""What TorchTitan's schedule field holds if its `pipeline_parallel_schedule_csv` is used."""
 
 _DEFAULT_SECONDS = 300
 """TorchTitan's default limit for the first step."""
@@ -22,22 +20,6 @@ _MANY_STAGES = 4
 """With so many stages, each has 75 seconds to compile forward and backward."""
 
 logger = logging.getLogger(__name__)
-
-
-_tables: dict[str, Algorithm] = {}
-"""By path what the file held when the job first asked for it: it may be changed or gone while the job runs."""
-
-
-def look_up(name: str) -> Algorithm:
-    """The schedule of that name; a file is read once in a process, which is a job.
-
-    >>> look_up("zbv").name
-    'ZBV'
-    """
-    algorithm = _tables.get(name) or resolve(name)
-    if algorithm.table is not None:
-        _tables[name] = algorithm
-    return algorithm
 
 
 def check(config: Any, options: Options) -> None:
@@ -52,13 +34,13 @@ def check(config: Any, options: Options) -> None:
             option does not fit the schedule or the number of steps, or names a file that cannot be written.
     """
     name = config.parallelism.pipeline_parallel_schedule
-    if name in NAMES_FOR_TITANS_CSV:
+    algorithm = known(name)
+    if algorithm is None:
         if options != Options():
             raise ValueError(
                 f"zbpipe's options have no effect on TorchTitan's own {name}: give the CSV file as the schedule instead"
             )
         return
-    algorithm = look_up(name)
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if options.optimizer_step == "validated":

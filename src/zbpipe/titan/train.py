@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import zbpipe.titan
 from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
-from zbpipe.titan import versions
 from zbpipe.titan.command_line import asks_for_help, help_text, parse
 
 
@@ -39,8 +38,10 @@ def _train() -> None:
     if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
         print(help_text(), flush=True)  # TorchTitan's own help comes after it
     zbpipe.titan.plug_in(options)
+    from zbpipe.titan import plug  # not before: TorchTitan chooses its device when it is imported
+
     with shared_with_other_ranks():
-        versions.installed().load().train()
+        plug.train()
     # TorchTitan turns the collection off and leaves its trainer in circles. The interpreter would free the process
     # groups while it ends, which aborts the process now and then.
     gc.collect()

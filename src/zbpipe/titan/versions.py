@@ -1,30 +1,12 @@
-"""Which TorchTitan is installed, and the module that knows its private names. Imports neither torch nor torchtitan."""
+"""Which TorchTitan is installed, and whether zbpipe knows it. Imports neither torch nor torchtitan."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
-
-if TYPE_CHECKING:
-    from zbpipe.runtime.options import Options
-
-
-class Plug(Protocol):
-    """The functions of the module for one version of TorchTitan."""
-
-    def plug_in(self, options: Options, on_cpu: bool) -> None:
-        """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
-
-    def train(self) -> None:
-        """Run TorchTitan's `train.py` with the rest of the command line."""
-
-    def rank_with_loss(self, parallel_dims: Any, pp_schedule: str) -> int:
-        """The rank that reports loss and metrics."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +18,12 @@ class Version:
     """The first release, and the first one after the last."""
     torch: tuple[int, int]
     """The oldest torch that it runs on."""
-    plug: str
-    """The module that knows its private names."""
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
 
     def checkpoint(self, kind: str) -> list[str]:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
-
-    def load(self) -> Plug:
-        """Import its plug, and with it TorchTitan, which chooses its device when it is imported."""
-        return cast(Plug, importlib.import_module(self.plug))
 
 
 def installed() -> Version:
@@ -103,14 +79,12 @@ KNOWN = (
         "0.2.2",
         releases=((0, 2, 2), (0, 3)),
         torch=(2, 11),
-        plug="zbpipe.titan._titan02",
         checkpointing=("--activation_checkpoint.mode", "{}"),
     ),
     Version(
         "0.3.0",
         releases=((0, 3), (0, 4)),
         torch=(2, 14),
-        plug="zbpipe.titan._titan03",
         checkpointing=("activation-checkpoint:{}",),
     ),
 )

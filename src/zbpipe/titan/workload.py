@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
+from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.ir import COMPUTATIONS, OpKind
+from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.layer_bytes import LayerBytes, layer_bytes
 from zbpipe.runtime.measure.operations import Operations, operations
-from zbpipe.titan import cpu, cut, memory
+from zbpipe.titan import command_line, cpu, layer_split
 from zbpipe.titan.versions import installed
 from zbpipe.transformer import LLAMA_3_8B, Block, Checkpointing
 
-_BF16 = 2
+if TYPE_CHECKING:
+    from zbpipe.titan import models
+
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
 """What modules raise that look at values, which meta tensors have not."""
 _IN_BLOCK = 4
@@ -28,55 +31,67 @@ _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL:
 """Of these, how many I repeats: selective checkpointing keeps what was scattered."""
 
 
-def read(
-    module: str, config: str, gpus: int, arguments: Sequence[str] = (), *, degrees: Degrees | None = None
-) -> Workload:
-    """The workload of a TorchTitan job, as `--module`, `--config` and TorchTitan's other arguments say it.
+def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None) -> Workload:
+    """The workload of a TorchTitan job, as its command line says it.
 
-        workload = zbpipe.titan.workload.read("titan_integration.llama3", "llama3_70b", gpus=64)
+        job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
+        workload = zbpipe.titan.workload.read(job, gpus=64)
         zbpipe.estimate(workload, "MI300X")
 
     Args:
-        module: TorchTitan's `--module`.
-        config: its `--config`.
+        arguments: TorchTitan's, with 0.2 for example ["--job.config_file", "job.toml"]; zbpipe's own are left out.
         gpus: of the whole job; FSDP uses those that the other degrees leave.
-        arguments: further ones, for example ["--parallelism.pipeline_parallel_degree", "8"].
         degrees: others than those of the config.
 
     Raises:
-        ImportError: TorchTitan is not installed, or a version whose configs this does not read.
+        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
         ValueError: what TorchTitan or zbpipe refuses: an unknown module or config, GPUs that are not a multiple of the
-            degrees, a checkpointing of the user's own.
+            degrees, a checkpointing that the compiler chooses.
     """
-    found = parse(module, config, arguments)
-    return of_config(found, memory.degrees_of(found, gpus) if degrees is None else degrees, f"{module} {config}")
+    found = parse(arguments)
+    name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
+    return of_config(found, degrees_of(found, gpus) if degrees is None else degrees, name)
 
 
-def parse(module: str, config: str, arguments: Sequence[str]) -> Any:
-    """The `Trainer.Config` of a command line; see `read` for what it raises."""
-    if installed().name != "0.3.0":
-        raise ImportError(
-            f"zbpipe reads the configs of torchtitan 0.3 here, and this is {installed().name}: describe the model with"
-            " --layers FILE"
-        )
+_NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
+"""TorchTitan's arguments that name a job."""
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """TorchTitan's config of a command line; see `read` for what it raises."""
+    installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
-    from zbpipe.titan import _titan03
+    from zbpipe.titan import models
 
     try:
-        return _titan03.parsed(["--module", module, "--config", config, *arguments])
+        return models.parsed(command_line.parse(arguments)[1])
     except ImportError as error:
-        raise ValueError(f"--module {module}: {error}") from None
+        raise ValueError(f"--module: {error}") from None
+
+
+def degrees_of(config: Any, num_gpus: int) -> Degrees:
+    """Those of the config; FSDP uses the GPUs that the others leave.
+
+    Raises:
+        ValueError: the GPUs are not a multiple of the product of the other degrees.
+    """
+    parallelism = config.parallelism
+    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    each = pipeline * tensor * parallelism.data_parallel_replicate_degree
+    fsdp, rest = divmod(num_gpus, each)
+    if rest or not fsdp:
+        raise ValueError(
+            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
+            f" {(fsdp + 1) * each}"
+        )
+    return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
 
 
 def of_config(config: Any, degrees: Degrees, name: str) -> Workload:
-    """The workload of a `Trainer.Config` on these degrees; see `read`."""
-    from zbpipe.titan import _titan03
-
-    built = _titan03.built_on_meta(config)
-    how = _titan03.checkpointing_of(config.activation_checkpoint)
-    counted = _counted(built, config, how)
-    make = partial(_workload, config, name=name, how=how, counted=counted)
+    """The workload of TorchTitan's config on these degrees; see `read`."""
+    counted = _counted(config)
+    make = partial(_workload, config, name=name, counted=counted)
     return replace(make(degrees), remade=make)
 
 
@@ -87,49 +102,61 @@ class _Layer:
     modules: tuple[str, ...]
     operations: Operations
     parameters: int
-    products: float
+    products: float = 0.0
     """Weights with which each token is multiplied; of experts those to which it goes."""
-    bytes: LayerBytes | None
+    bytes: LayerBytes | None = None
     """None where it was not run."""
+    heads_share: float = 0.5
+    """Heads of keys and values for each head of queries."""
 
 
 @dataclass(frozen=True)
 class _Counted:
     """A model, counted once for all degrees."""
 
-    layers: tuple[_Layer, ...]
+    embedding: _Layer
+    blocks: tuple[_Layer, ...]
+    head: _Layer
+    """Norm and head."""
+    chunks: int
+    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    dim: int
+    """Of the hidden states."""
+    checkpointing: Checkpointing
     operations: float
     """Of the model, for each token, as TorchTitan counts them for MFU."""
-    on_meta: bool
-    """Whether its blocks ran on meta tensors."""
+
+    @property
+    def layers(self) -> tuple[_Layer, ...]:
+        return (self.embedding, *self.blocks, self.head)
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether all blocks ran on meta tensors."""
+        return all(block.bytes is not None for block in self.blocks)
 
 
-def _workload(config: Any, degrees: Degrees, *, name: str, how: Checkpointing, counted: _Counted) -> Workload:
-    parallelism, training = config.parallelism, config.training
-    tokens = _tokens(config)
-    layers, words = _with_bytes(config, degrees, how, counted)
+def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
+    from zbpipe.titan import models
+
+    parallelism, training, tokens = config.parallelism, config.training, _tokens(config)
+    sizes = models.sizes(config, degrees.fsdp)
+    on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
+    accumulates = bool(training.global_batch_size > training.local_batch_size * degrees.data)
     return Workload(
         name,
-        layers,
+        tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
         degrees,
         training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         tokens,
-        message_bytes=memory.SIZES[training.mixed_precision_param]
-        * tokens
-        * config.model_spec.model.dim
-        / degrees.tensor,
+        message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
         operations=counted.operations,
-        words=words,
+        words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
-        checkpointing=how,
-        parameter_bytes=ParameterBytes(
-            memory.SIZES[training.mixed_precision_param],
-            memory.SIZES[training.mixed_precision_reduce],
-            memory.SIZES[training.dtype],
-            memory.accumulates(config, degrees),
-        ),
-        ends=cut.ends_of_user(parallelism),
-        cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in layers]),
+        checkpointing=counted.checkpointing,
+        parameter_bytes=replace(sizes.parameters, accumulates=accumulates),
+        ends=layer_split.ends_of_user(parallelism),
+        cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
     )
 
 
@@ -140,49 +167,125 @@ def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]
     return tuple(sum(layer[0] in part for layer in layers) for part in parts)
 
 
-def _with_bytes(
-    config: Any, degrees: Degrees, how: Checkpointing, counted: _Counted
-) -> tuple[tuple[LayerWork, ...], str]:
-    """The layers on one GPU, and in words where this comes from."""
+def _words(counted: _Counted, degrees: Degrees) -> str:
+    """Where operations and bytes come from."""
     counts = "operations of F, I and W counted on meta tensors" if counted.on_meta else "operations from the weights"
+    how = counted.checkpointing
     how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
-    if _is_llama(config):
-        there = copy.copy(config)
-        there.parallelism = replace(config.parallelism, tensor_parallel_degree=degrees.tensor)
-        costs = memory.layer_costs(memory.Model.of(there), there)
-        found = [
-            LayerBytes(
-                int(costs.activations[n]), int(costs.waits(n)), {k: int(costs.working_of(n, k)) for k in COMPUTATIONS}
-            )
-            for n in range(costs.num_stages)
-        ]
-        words = "bytes as zbpipe.titan.memory calculates them"
-    else:
-        found = [
-            _as_llama(config, layer.products, how, degrees.tensor)
-            if layer.bytes is None
-            else _shared(layer.bytes, degrees.tensor)
-            for layer in counted.layers
-        ]
-        words = "bytes counted on meta tensors" + (", roughly shared by TP" if degrees.tensor > 1 else "")
-        if any(layer.bytes is None for layer in counted.layers):
-            words = "bytes of Llama blocks as wide with as many weights in use, because these look at values"
-    return tuple(map(partial(_work, how), counted.layers, found)), f"{how_much}; {words}"
+    words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
+    if not counted.on_meta:
+        words = "bytes of Llama blocks as wide with as many weights in use, because these look at values"
+    return f"{how_much}; {words}"
 
 
-def _is_llama(config: Any) -> bool:
-    """Whether `zbpipe.titan.memory` knows its bytes: it counts in bfloat16."""
-    is_known = type(config.model_spec.model.layers[0]).__qualname__.startswith("Llama3")
-    return is_known and config.training.mixed_precision_param == "bfloat16"
+@dataclass(frozen=True)
+class _OnOneGpu:
+    """Bytes of the layers of one microbatch on one GPU."""
+
+    tokens: int
+    counted: _Counted
+    tensor: int
+    sizes: models.Sizes
+
+    def layers(self) -> list[LayerBytes]:
+        head = self._head_in_chunks() if self.counted.chunks else self._head_in_one()
+        return [self._embedding(), *map(self._block, self.counted.blocks), head]
+
+    def _embedding(self) -> LayerBytes:
+        """What it gives belongs to the first block. Its gradient is made whole in I, and cannot wait."""
+        gradient = self._gradient(self.counted.embedding)
+        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+
+    def _block(self, layer: _Layer) -> LayerBytes:
+        """As counted, shared by tensor parallelism as a Llama block as wide is; or that block."""
+        alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
+        size = self.sizes.computed * self.tokens
+        of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
+        return of_llama[1] if layer.bytes is None else _scaled(layer.bytes, *of_llama)
+
+    def _head_in_chunks(self) -> LayerBytes:
+        """F runs the head's whole backward, for a part of the tokens at a time.
+
+        F leaves the norm's input, its result, which all GPUs of TP have whole, and the result's gradient, which it adds
+        up in float32. I begins with that gradient.
+        """
+        result, logits = self._hidden, self._num_logits // self.counted.chunks
+        kept = result // self.tensor + 2 * result
+        # The cross-entropy of torch, or that of TorchTitan over the parts of TP.
+        each = self.sizes.computed + (3 if self.tensor == 1 else 4) * _FP32
+        # While the head's weight gradient is made, there are the logits and their gradient.
+        most = max(each * logits, 2 * self.sizes.computed * logits + self._gradient(self.counted.head))
+        accumulated = _FP32 * self.tokens * self.counted.dim
+        return LayerBytes(
+            kept, 0, {OpKind.F: accumulated + max(most, result) - result, OpKind.I: result, OpKind.B: result}
+        )
+
+    def _head_in_one(self) -> LayerBytes:
+        """F leaves the norm's input and result, all logits, and their log-softmax in float32.
+
+        The head's dW waits like that of any other linear layer, with its x and the logits' gradient.
+        """
+        result, logits = self._hidden, self._num_logits
+        kept_by_f = result // self.tensor + result + (self.sizes.computed + _FP32) * logits
+        kept_by_i = result + self.sizes.computed * logits
+        # Logits in float32; two gradients of such. The last of these goes, then come those of head and norm.
+        in_f, in_i = _FP32 * logits, 2 * _FP32 * logits
+        in_b = max(in_i, self._gradient(self.counted.head))
+        return LayerBytes(kept_by_f, kept_by_i, {OpKind.F: in_f, OpKind.I: in_i, OpKind.B: in_b})
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of a hidden state."""
+        return self.sizes.computed * self.tokens * self.counted.dim
+
+    @property
+    def _num_logits(self) -> int:
+        return int(self.tokens * self.counted.head.products / self.counted.dim / self.tensor)
+
+    def _gradient(self, layer: _Layer) -> int:
+        """Bytes of the gradient of embedding or head, as it is computed and while it is added up."""
+        return int((self.sizes.computed + self.sizes.parameters.summed) * layer.parameters / self.tensor)
 
 
-def _as_llama(config: Any, products: float, how: Checkpointing, tensor: int) -> LayerBytes:
-    """What one of `tensor` GPUs would hold of a Llama block as wide, with as many weights for each token."""
-    dim = config.model_spec.model.dim
-    attention = LLAMA_3_8B.dim * (2 * LLAMA_3_8B.queries + LLAMA_3_8B.keys_and_values) * (dim / LLAMA_3_8B.dim) ** 2
-    hidden = max(products - attention, 0) / (3 * dim)
-    block = Block(dim, dim, dim * LLAMA_3_8B.keys_and_values // LLAMA_3_8B.dim, round(hidden))
-    size = memory.SIZES[config.training.mixed_precision_param] * _tokens(config)
+_FP32 = 4
+
+
+def _scaled(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
+    """What was counted on one GPU, on one of those that share a block of which this one has `whole` and `shared`."""
+
+    def scaled(size: int, whole: int, shared: int) -> int:
+        return size * shared // whole if whole else 0
+
+    working = {kind: scaled(size, whole.working[kind], shared.working[kind]) for kind, size in counted.working.items()}
+    activations = scaled(counted.activations, whole.activations, shared.activations)
+    return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)
+
+
+def _as_llama(dim: int, layer: _Layer) -> Block:
+    """A Llama block as wide, with as many weights for each token."""
+    from zbpipe.titan import models
+
+    keys_and_values = round(2 * dim * layer.heads_share)
+    hidden = max(layer.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
+    return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
+
+
+def _heads_share(block: nn.Module) -> float:
+    """Heads of keys and values for each head of queries; where the block does not show it, as in Llama."""
+    for module in block.modules():
+        keys, queries, queries_a_key = (plain_attribute(module, name) for name in ("n_kv_heads", "n_heads", _FUSED))
+        if queries_a_key:
+            return float(1 / queries_a_key)
+        if keys and queries:
+            return float(keys / queries)
+    return LLAMA_3_8B.keys_and_values / 2 / LLAMA_3_8B.queries
+
+
+_FUSED = "heads_per_kv"
+"""Of the one product for queries, keys and values in TorchTitan 0.3."""
+
+
+def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) -> LayerBytes:
     working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
     return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
 
@@ -190,12 +293,6 @@ def _as_llama(config: Any, products: float, how: Checkpointing, tensor: int) -> 
 def _tokens(config: Any) -> int:
     """Of a microbatch."""
     return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
-
-
-def _shared(found: LayerBytes, tensor: int) -> LayerBytes:
-    """What one of `tensor` GPUs holds: sequences are cut, but x or dY of each product are whole."""
-    working = {kind: int(size / tensor) for kind, size in found.working.items()}
-    return LayerBytes(int(found.activations / tensor), int(found.waits * (1 + 1 / tensor) / 2), working)
 
 
 def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
@@ -215,72 +312,64 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
     )
 
 
-def _counted(model: nn.Module, config: Any, how: Checkpointing) -> _Counted:
+def _counted(config: Any) -> _Counted:
     """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
-    modules, training = dict(model.named_children()), config.training
-    tokens = _tokens(config)
-    dim = config.model_spec.model.dim
-    whole = cut.Model(model, config.model_spec.model, training.seq_len)
-    attention = cut.attention_products(whole) / max(len(list(modules["layers"].children())), 1)
-    per_token = float(config.model_spec.model.get_nparams_and_flops(model, training.seq_len)[1])
-    products = {name: cut.products(block) for name, block in modules["layers"].named_children()}
-    parameters = {name: _parameters(block) for name, block in modules["layers"].named_children()}
-    if config.activation_checkpoint is not None:
-        config.activation_checkpoint.build(dump_folder="").apply(model)
+    from zbpipe.titan import models
+
+    whole = models.built_on_meta(config)
+    model, tokens = whole.module, _tokens(config)
+    blocks = dict(model.get_submodule("layers").named_children())
+    attention = layer_split.attention_products(whole) / max(len(blocks), 1)
+    per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
+    products = {name: layer_split.products(block) for name, block in blocks.items()}
+    parameters = {name: _parameters(block) for name, block in blocks.items()}
+    how = models.apply_checkpointing(config, model)
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
-    blocks = []
+    found = []
     for name, block in model.get_submodule("layers").named_children():
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
+            dtype = next(block.parameters()).dtype
             x = torch.empty(
-                tokens // training.seq_len,
-                training.seq_len,
-                dim,
+                *(tokens // whole.seq_len, whole.seq_len, whole.config.dim),
                 device="meta",
-                dtype=next(block.parameters()).dtype,
+                dtype=dtype,
                 requires_grad=True,
             )
-            known[kind] = _on_meta(block, x) or (
+            known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
                 _by_products(products[name] + attention, tokens, how),
                 None,
             )
-        blocks.append(_Layer((f"layers.{name}",), known[kind][0], parameters[name], products[name], known[kind][1]))
-    head = _head(modules, tokens, getattr(config.loss, "num_chunks", 0))
-    embedding = _Layer(
-        ("tok_embeddings",), Operations(0, 0, 0), _parameters(modules["tok_embeddings"]), 0, LayerBytes(0, 0, {})
-    )
-    return _Counted((embedding, *blocks, head), per_token, all(found is not None for _, found in known.values()))
+        operations, size = known[kind]
+        found.append(
+            _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
+        )
+    embedding = _Layer(("tok_embeddings",), Operations(0, 0, 0), _parameters(model.get_submodule("tok_embeddings")))
+    chunks = models.chunks_of_loss(config)
+    head = _head(model, models.HEAD, tokens, chunks)
+    return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
 
 
-def _on_meta(block: nn.Module, x: torch.Tensor) -> tuple[Operations, LayerBytes] | None:
+def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:
     """None if the block cannot run on meta tensors."""
     try:
-        return operations(block, x, None), layer_bytes(block, x, None)
+        return operations(block, x, *args), layer_bytes(block, x, *args)
     except _ON_META:
         return None
 
 
 def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
     """From the weights that each token is multiplied with: two operations for each."""
-    layer = cut.layer(["block"], 2 * products * tokens, how)
+    layer = layer_split.layer(["block"], 2 * products * tokens, how)
     return Operations(layer.f, layer.i, layer.w)
 
 
-def _head(modules: dict[str, Any], tokens: int, chunks: int) -> _Layer:
-    """Norm and head. A loss in chunks runs the head's whole backward in F; 0 chunks: it is in one."""
-    forward = 2.0 * cut.products(modules["lm_head"]) * tokens
+def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:
+    """Norm and head. A loss in chunks runs the head's whole backward in F."""
+    products = layer_split.products(model.get_submodule(names[1]))
+    forward = 2.0 * products * tokens
     counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
-    logits = forward / max(modules["lm_head"].in_features, 1)  # twice a logit: its bytes in bfloat16
-    hidden = _BF16 * tokens * modules["lm_head"].in_features
-    held = (
-        LayerBytes(3 * hidden, 0, {OpKind.F: int(7 * logits / chunks)})
-        if chunks
-        else LayerBytes(
-            int(2 * hidden + 3 * logits), int(hidden + logits), {OpKind.F: int(2 * logits), OpKind.I: int(4 * logits)}
-        )
-    )
-    parameters = sum(_parameters(modules[name]) for name in ("norm", "lm_head"))
-    return _Layer(("norm", "lm_head"), counts, parameters, cut.products(modules["lm_head"]), held)
+    return _Layer(names, counts, sum(_parameters(model.get_submodule(name)) for name in names), products)
 
 
 def _parameters(module: nn.Module) -> int:

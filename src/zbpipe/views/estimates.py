@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from zbpipe.estimation.devices import GIB
+from zbpipe.estimation.devices import GIB, USABLE
+from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Step
 from zbpipe.views.html import filled
 from zbpipe.views.report import table
@@ -122,6 +123,27 @@ def _step(found: Estimate, step: Step) -> dict[str, Any]:
         "gain_over_1f1b": found.gain(step, found.usual),
         "gain_over_fsdp": found.gain(step, found.without_pipeline),
     }
+
+
+def rank_lines(found: JobMemory) -> Iterator[str]:
+    """A table with the memory of each rank, and the devices that are large enough."""
+    rows = [
+        (str(rank), f"{count / 1e9:.2f}B", *(_gib(getattr(memory, part)) for part in _PARTS), _gib(memory.total))
+        for rank, (count, memory) in enumerate(zip(found.parameters, found.memories, strict=True))
+    ]
+    yield from table(("rank", "parameters", *_PARTS.values(), "GiB"), rows, left=0)
+    yield f"a microbatch of an average rank's share, the unit of a memory limit: {found.unit / GIB:.2f} GiB"
+    fits = ", ".join(found.fits) or "no GPU"
+    yield f"worst rank: {found.worst / GIB:.1f} GiB, which with {1 - USABLE:.0%} left free fits: {fits}"
+
+
+def rank_record(found: JobMemory) -> dict[str, Any]:
+    """For JSON: bytes."""
+    ranks = [
+        {"parameters": count, **vars(memory), "total": memory.total}
+        for count, memory in zip(found.parameters, found.memories, strict=True)
+    ]
+    return {"ranks": ranks, "unit_of_memory_limit": found.unit, "fits": found.fits}
 
 
 def page(found: Estimate) -> str:

@@ -1,8 +1,8 @@
-"""The classes that frameworks get for the names of zbpipe's schedules.
+"""The proxy classes that frameworks get for the names of schedules.
 
 Frameworks on torch's schedules all do the same. They give a rank one stage if the class is a `PipelineScheduleSingle`
-and two or more otherwise, place the stages in a V if it is `ScheduleZBVZeroBubble`, and then call it. So they get a
-class that looks like one of torch's; calling it builds zbpipe's schedule.
+and two or more otherwise, place the stages in a V if it is `ScheduleZBVZeroBubble`, and then call it. A proxy class
+looks like one of torch's; calling it builds the schedule with zbpipe's options.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import list_for_visualizer
 
 
-class Face(ABCMeta):
-    """Classes that stand for a schedule. One for a V is equal to torch's V-shaped class."""
+class Proxy(ABCMeta):
+    """Classes that stand for a schedule. A proxy equals the class of torch's whose placement it has."""
 
     algorithm: Algorithm
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
-        """zbpipe's schedule instead of an object of this class. The arguments are those of torch's class.
+        """The schedule instead of an object of this class. The arguments are those of torch's class.
 
         Raises:
             ValueError: stages that do not fit the schedule, or options that do not fit the job.
@@ -49,22 +49,32 @@ class Face(ABCMeta):
         return built
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or (other is ScheduleZBVZeroBubble and ScheduleZBVZeroBubble in cls.__bases__)
+        is_abstract = other in (PipelineScheduleSingle, PipelineScheduleMulti)
+        return cls is other or (other is cls.__bases__[0] and not is_abstract)
 
     def __hash__(cls) -> int:
         return hash(cls.__bases__[0])
 
 
-def face_of(algorithm: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
-    """The class that frameworks get for one of zbpipe's schedules.
+def proxy_of(algorithm: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
+    """The class that frameworks get for a schedule.
 
     Args:
         algorithm: of the schedule.
         options: for the schedule, besides what the framework gives.
     """
+    base = _torch.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
     content = {"algorithm": algorithm, "options": options, "__module__": __name__}
-    face = Face(algorithm.class_name, (_nearest(algorithm),), content)
-    return cast(type[_torch.PipelineSchedule], face)
+    proxy = Proxy(algorithm.class_name, (base,), content)
+    return cast(type[_torch.PipelineSchedule], proxy)
+
+
+def placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
+    """Whether frameworks that get the proxy class place the stages as the schedule does."""
+    ranks = placement.num_ranks
+    if _nearest(algorithm) is ScheduleZBVZeroBubble:
+        return placement == Placement.v(ranks, 2)
+    return placement == Placement.loop(ranks, max(placement.num_stages // ranks, 1))
 
 
 def _nearest(algorithm: Algorithm) -> type[_torch.PipelineSchedule]:

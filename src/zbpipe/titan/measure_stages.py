@@ -27,7 +27,7 @@ from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, combined, seconds_by_kind
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.titan import cpu
-from zbpipe.titan.part import Part
+from zbpipe.titan.stage_under_test import StageUnderTest
 from zbpipe.titan.workload import of_config, parse
 
 logger = logging.getLogger(__name__)
@@ -39,37 +39,37 @@ _SCHEDULES = ("ZBH1", "1F1B")
 """I and W apart, and together."""
 
 
-def measure(module: str, config: str, arguments: Sequence[str] = (), steps: int = 3) -> JobCosts:
+def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
     """Costs of all stages of a job's schedule, measured here without any other rank.
 
     Args:
-        module: TorchTitan's `--module`.
-        config: its `--config`.
-        arguments: further ones; tensor parallelism and data parallelism are left out.
+        arguments: TorchTitan's; tensor parallelism and data parallelism are left out.
         steps: to time, for each stage and schedule.
 
     Raises:
-        ImportError: TorchTitan is not installed, or a version whose configs this does not read.
+        ImportError: TorchTitan is not installed, or it is 0.2.
         ValueError: what TorchTitan or zbpipe refuses.
     """
-    found = parse(module, config, arguments)
-    from zbpipe.titan import _titan03  # not before: TorchTitan chooses its device when it is imported
+    found = parse(arguments)
+    from zbpipe.titan import models, plug  # not before: TorchTitan chooses its device when it is imported
 
+    if plug.HAS_JOB_CONFIG:
+        raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
     ranks = found.parallelism.pipeline_parallel_degree
     algorithm = resolve(found.parallelism.pipeline_parallel_schedule)
     placement = algorithm.place(ranks)
     if cpu.is_needed():
-        _titan03.adapt_to_cpu(found)
-    workload = of_config(found, Degrees(ranks), config)
+        plug.adapt_to_cpu(found)
+    workload = of_config(found, Degrees(ranks), "")
     split = workload.split(placement, algorithm)
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
-    with _alone() as device:
-        tables = [_table(_titan03.part(found, names[n], device), n, split, steps) for n in range(len(split))]
+    with _process_group() as device:
+        tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]
     return replace(combined(tables, placement), transport=None)
 
 
 @contextmanager
-def _alone() -> Iterator[torch.device]:
+def _process_group() -> Iterator[torch.device]:
     """A process group of this process, and its device."""
     device = torch.device("cpu") if cpu.is_needed() else torch.accelerator.current_accelerator()
     assert device is not None, "there is one, or the CPU is needed"
@@ -81,18 +81,18 @@ def _alone() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _table(part: Part, stage: int, split: Split, steps: int) -> RankTable:
+def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankTable:
     """What one stage takes."""
     is_first, is_last = stage == 0, stage == len(split) - 1
     logger.info("measuring stage %d of %d", stage, len(split))
-    records = [_records(part, name, is_first, is_last, steps) for name in _SCHEDULES]
+    records = [_records(built, name, is_first, is_last, steps) for name in _SCHEDULES]
     timed = [record for each in records for record in each[1:]]
     memory = [each[0] for each in records]
 
     def keyed(values: Mapping[Any, int]) -> dict[tuple[int, str], int]:
         return {(stage, str(op.kind)): size for op, size in values.items()}
 
-    width, dtype = part.hidden
+    width, dtype = built.hidden
     # The mean: what a step of many ops takes has their slow ones in it.
     seconds = seconds_by_kind(timed, fmean)
     return RankTable(
@@ -100,41 +100,41 @@ def _table(part: Part, stage: int, split: Split, steps: int) -> RankTable:
         kept={key: size for each in reversed(memory) for key, size in keyed(each.kept).items()},
         most={key: size for each in reversed(memory) for key, size in keyed(each.most).items()},
         links={},
-        message_bytes=0 if is_last else part.tokens[0] * part.tokens[1] * width * dtype.itemsize,
+        message_bytes=0 if is_last else built.tokens[0] * built.tokens[1] * width * dtype.itemsize,
     )
 
 
-def _records(part: Part, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
+def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
     """Of a step for memory, and of some for times."""
     made: list[StepRecord] = []
     schedule = build_pipeline_schedule(
         name,
-        PipelineStage(part.module, 0, 1, part.device),
+        PipelineStage(built.module, 0, 1, built.device),
         _MICROBATCHES,
-        part.loss if is_last else _given_gradient,
+        built.loss if is_last else _given_gradient,
         scale_grads=False,
     )
     wanted = [*[Wanted.NOTHING] * _WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps]
     collect(schedule, wanted, made.extend)
     for _ in wanted:
         schedule.step(
-            arg_mbs=[(_input(part, is_first),) for _ in range(_MICROBATCHES)],
-            kwarg_mbs=[dict(part.keywords) for _ in range(_MICROBATCHES)],
-            target_mbs=[_tokens(part) for _ in range(_MICROBATCHES)],
+            arg_mbs=[(_input(built, is_first),) for _ in range(_MICROBATCHES)],
+            kwarg_mbs=[dict(built.keywords) for _ in range(_MICROBATCHES)],
+            target_mbs=[_tokens(built) for _ in range(_MICROBATCHES)],
             return_outputs=False,  # as in TorchTitan: logits would stay
         )
     return made
 
 
-def _input(part: Part, is_first: bool) -> Tensor:
+def _input(built: StageUnderTest, is_first: bool) -> Tensor:
     if is_first:
-        return _tokens(part)
-    width, dtype = part.hidden
-    return torch.randn(*part.tokens, width, dtype=dtype, device=part.device, requires_grad=True)
+        return _tokens(built)
+    width, dtype = built.hidden
+    return torch.randn(*built.tokens, width, dtype=dtype, device=built.device, requires_grad=True)
 
 
-def _tokens(part: Part) -> Tensor:
-    return torch.randint(part.vocabulary, part.tokens, device=part.device)
+def _tokens(built: StageUnderTest) -> Tensor:
+    return torch.randint(built.vocabulary, built.tokens, device=built.device)
 
 
 class _Given(torch.autograd.Function):

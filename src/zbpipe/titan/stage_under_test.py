@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Part(NamedTuple):
+class StageUnderTest(NamedTuple):
     """A stage of a job, ready to train."""
 
     module: nn.Module

@@ -1,0 +1,87 @@
+"""The memory that each rank of a job needs, with the job's own schedule: whether it fits, before it is launched.
+
+It counts weights, gradients, optimizer, and what the schedule holds at its worst moment: activations, deferred
+gradients, messages, and working memory. Modules that are compiled need less. It does not count buffers of the
+communication library, copies that FSDP makes to reduce gradients at the end of a step, or fragmentation. `USABLE`
+leaves room for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zbpipe.costs import CostModel, least_room
+from zbpipe.estimation.devices import DEVICES
+from zbpipe.estimation.estimate import memories_by_rank
+from zbpipe.estimation.result import Memory
+from zbpipe.estimation.workload import Workload
+from zbpipe.ir import Placement, Schedule
+from zbpipe.layer_costs import joined
+from zbpipe.limits import Limit
+from zbpipe.registry import Algorithm, resolve
+from zbpipe.simulation import simulate
+from zbpipe.transformer import usual_costs
+from zbpipe.yardstick import in_unit_of
+
+_AS_1F1B = Limit.parse("1x")
+"""What Auto takes by default."""
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """What the GPUs of a job need, by pipeline rank."""
+
+    parameters: tuple[float, ...]
+    """The number of parameters in each rank's stages, over all GPUs that share them."""
+    memories: tuple[Memory, ...]
+    """On each GPU."""
+    unit: float
+    """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1."""
+
+    @property
+    def worst(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
+    def fits(self) -> list[str]:
+        """The devices of the table that are large enough."""
+        return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
+
+
+def memory_by_rank(workload: Workload, limit: Limit | None = None) -> JobMemory:
+    """What each rank of a job needs with the job's own schedule.
+
+    Args:
+        workload: of the job, on its degrees.
+        limit: for schedules that fit themselves to one. With `Auto` a plan may use it all.
+    """
+    algorithm = resolve(workload.schedule)
+    placement = algorithm.place(workload.degrees.pipeline)
+    split = workload.split(placement, algorithm)
+    costs = joined(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
+    timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
+    memories = tuple(memories_by_rank(workload, timeline, split))
+    if algorithm.name == "Auto":
+        memories = tuple(_with_plan(memories, placement, costs, workload, limit or _AS_1F1B))
+    parameters = workload.parameters_by_rank(placement, split)
+    return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
+
+
+def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: Limit | None) -> Schedule:
+    """As the job makes it before anything is measured."""
+    ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
+    made_for = usual_costs(placement, known) if algorithm.by_checkpointing and known is not None else None
+    unit = made_for or CostModel.uniform(placement)
+    room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
+    return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=room)
+
+
+def _with_plan(
+    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: Limit
+) -> Iterator[Memory]:
+    """The same with all that a plan may hold, where that is more: it counts as activations."""
+    room = in_unit_of(costs, limit, placement.num_ranks, workload.microbatches)
+    for memory, least in zip(memories, least_room(placement, costs), strict=True):
+        empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)
+        yield max(memory, replace(empty, activations=max(room, least)), key=lambda each: each.total)
