@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Mode = Literal["eager", "checkpointed", "compiled"]
-EVERY_MODE: tuple[Mode, ...] = ("eager", "checkpointed", "compiled")
+Modes = tuple[Mode, ...]
+EVERY_MODE: Modes = ("eager", "checkpointed", "compiled")
+ONLY_EAGER: Modes = ("eager",)
+ONLY_CHECKPOINTED: Modes = ("checkpointed",)
+ONLY_COMPILED: Modes = ("compiled",)
+NOT_REPEATED: Modes = ("eager", "compiled")
 WIDTH, TOKENS = 8, 4
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -31,7 +36,8 @@ class Case:
     name: str
     build: Callable[[int], nn.Module]
     """Makes the stage of that index, with the seed and the default dtype (float64) that are set."""
-    modes: tuple[Mode, ...] = EVERY_MODE
+    modes: Modes = ("eager", "checkpointed")
+    """Not compiled unless the case says so: that takes twenty times as long as running."""
     tolerance: float = 1e-9
     """Error over the largest number of the expected gradient."""
     samples: int = 1
@@ -64,15 +70,6 @@ class Case:
     """The mode of torch in which the first step's batch is evaluated after that step: gradients stay as they are."""
     second_schedule: str | None = None
     """Runs the second step, on the same stages."""
-
-
-def compiled_only(names: Collection[str], cases: Sequence[Case]) -> tuple[Case, ...]:
-    """`cases`, of which these alone are compiled: it takes twenty times as long as running."""
-    assert {*names} <= {case.name for case in cases}, "a name of no model"
-    return tuple(
-        case if case.name in names else replace(case, modes=tuple(mode for mode in case.modes if mode != "compiled"))
-        for case in cases
-    )
 
 
 class Stage(nn.Module):
