@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import Checkpointing, batch, build_stage, reference
@@ -19,7 +20,7 @@ def train(
     microbatches: tuple[int, ...],
     checkpointing: Checkpointing,
     broken: bool = False,
-    **options: object,
+    **options: Any,
 ) -> list[Result]:
     """Two steps for each number of microbatches on this rank; the second step's losses and gradients."""
     if broken:

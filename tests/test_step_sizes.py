@@ -1,4 +1,4 @@
-"""Steps with another number of microbatches, or another shape, than the first: like the model without pipeline."""
+"""Steps with another number of microbatches than the first: what is refused, and what is made once."""
 
 from __future__ import annotations
 
@@ -11,82 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, without_pipeline
-from pipelines import Pipeline, Result, assert_like
+from models import batch
 from ranks import run_ranks
 from test_faults import MICROBATCHES, Job, renew_group
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
-
-USUAL = 4
-# (microbatches, rows, length); the first step is as the schedule was built, without `microbatches=`.
-STEPS = ((4, 8, 6), (2, 4, 6), (7, 14, 6), (4, 8, 6), (2, 8, 6), (1, 2, 5), (4, 8, 5), (2, 8, 6), (3, 6, 6))
-NAMES = ("ZBV", "ZBH1", "ZBVLean", "ZB2P", "Table", "Plan", "Auto")
 
 
 def data(rows: int, length: int) -> tuple[Tensor, Tensor]:
     tokens, targets = batch(MICROBATCHES * 2)
     return tokens[:rows, :length], targets[:rows, :length]
-
-
-def build(name: str) -> Pipeline:
-    num_ranks = dist.get_world_size()
-    schedule: Any = name
-    if name == "Table":
-        schedule = zbpipe.generate("1F1B", num_ranks, USUAL)
-    if name == "Plan":
-        schedule = zbpipe.plan(
-            num_ranks, USUAL, CostModel.uniform(Placement.v(num_ranks)), budget=1e4, placements=["v"]
-        )
-    pipeline = Pipeline(schedule, USUAL)
-    if name == "Table":  # other numbers have to be adopted
-        for number in {number for number, *_ in STEPS} - {USUAL}:
-            pipeline.schedule.adopt(zbpipe.generate("1F1B", num_ranks, number))
-    return pipeline
-
-
-def train(names: tuple[str, ...]) -> dict[str, list[Result]]:
-    """By schedule what each of `STEPS` gives on this rank."""
-    results: dict[str, list[Result]] = {}
-    for name in names:
-        pipeline = build(name)
-        results[name] = []
-        for number, rows, length in STEPS:
-            tokens, targets = data(rows, length)
-            pipeline.zero_grad()
-            given = {} if (number, rows, length) == STEPS[0] else {"microbatches": number}
-            losses = pipeline.run(tokens, target=targets, **given)
-            assert _torch.num_microbatches(pipeline.schedule) == USUAL
-            results[name].append((losses, pipeline.gradients()))
-    return results
-
-
-def expected_of(num_stages: int, number: int, rows: int, length: int) -> Result:
-    return without_pipeline(num_stages, number, *data(rows, length))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "names"),
-    [
-        (1, ("ZBV",)),
-        (2, ("ZBV", "ZBH1", "Table", "Plan")),
-        (3, ("ZBVLean", "Auto")),
-        pytest.param(1, NAMES, marks=pytest.mark.zoo),
-        pytest.param(2, NAMES, marks=pytest.mark.zoo),
-        pytest.param(3, NAMES, marks=pytest.mark.zoo),
-    ],
-)
-def test_gradients_of_steps_of_other_sizes(num_ranks: int, names: tuple[str, ...]) -> None:
-    per_rank = run_ranks(num_ranks, train, names, timeout=300)
-    for name in names:
-        num_stages = num_ranks * (1 if name in ("ZBH1", "ZB2P", "Table") else 2)
-        for step, size in enumerate(STEPS):
-            assert_like([results[name][step] for results in per_rank], expected_of(num_stages, *size), (name, size))
 
 
 def step(job: Job, rows: int, length: int = 6, **given: Any) -> None:
@@ -145,22 +82,6 @@ def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> Non
     assert "3 on rank 0, none on rank 1" in first["forgotten"]
     assert first["forgotten"] in second["forgotten"]
     assert first["next"] == second["next"] == ""
-
-
-def evaluate() -> list[float]:
-    """Eval and step in turn, each with another number of microbatches."""
-    job = Job("ZBV")
-    losses = []
-    for number, how in ((6, "step"), (3, "eval"), (2, "step"), (3, "eval"), (6, "step")):
-        tokens, targets = data(2 * number, 6)
-        losses += job.run(tokens, target=targets, how=how, microbatches=number)
-    return losses
-
-
-def test_eval_and_steps_in_turn() -> None:
-    found = [loss for losses in run_ranks(2, evaluate) for loss in losses]
-    expected = [loss for number in (6, 3, 2, 3, 6) for loss in expected_of(4, number, 2 * number, 6)[0]]
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
