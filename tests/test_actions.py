@@ -37,26 +37,33 @@ NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
 def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = False) -> str:
     """The table that torch makes of our schedule, as its `_dump_csv` writes it."""
-    runtime = lowered_runtime(generate(name, ranks, microbatches), defer_pp_recv)
+    runtime = lowered_runtime(generate(name, ranks, microbatches), _defer_pp_recv=defer_pp_recv)
     rows = runtime.pipeline_order_with_comms
     return "\n".join(",".join(map(str, rows[rank])) for rank in range(ranks))
 
 
-def lowered_runtime(schedule: Schedule, defer_pp_recv: bool = False, **options: Any) -> Any:
-    """One of torch's schedules that has the tables of ours, and nothing more."""
+def bare_runtime(schedule: Schedule, **options: Any) -> Any:
+    """One of torch's schedules for so many ranks, stages and microbatches, and nothing more."""
     runtime: Any = object.__new__(_PipelineScheduleRuntime)
     runtime.__dict__.update(
         pp_group_size=schedule.num_ranks,
         _num_stages=schedule.placement.num_stages,
         _n_microbatches=schedule.num_microbatches,
         _stages=[],
-        _defer_pp_recv=defer_pp_recv,
+        pipeline_order={},
+        _defer_pp_recv=False,
         _max_active_stages=3,
         _unshard_lookahead="full",
         _defer_reduce_grad_wait=False,
         _max_outstanding_sends=None,
     )
     runtime.__dict__.update(options)
+    return runtime
+
+
+def lowered_runtime(schedule: Schedule, **options: Any) -> Any:
+    """One that has the tables of ours."""
+    runtime = bare_runtime(schedule, **options)
     lower(runtime, schedule)
     return runtime
 
