@@ -28,6 +28,7 @@ from models import (
     loss_fn,
     reference,
 )
+from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -45,9 +46,6 @@ from zbpipe.runtime.split.products import (
     WeightProducts,
 )
 from zbpipe.runtime.split.stage import is_split
-
-# One float32 sum in another order (see test_gradients.py).
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
