@@ -72,6 +72,15 @@ class Case:
     """Runs the second step, on the same stages."""
 
 
+ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
+"""On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
+
+
+def one_by_one(name: str, build: Callable[[int], nn.Module], *, most_ranks: int = 1, **options: Any) -> Case:
+    """A model that keeps something from one microbatch to the next."""
+    return Case(name, build, schedules=ONE_BY_ONE, most_ranks=most_ranks, **options)
+
+
 class Stage(nn.Module):
     """Parts, and a function that uses them as its forward."""
 

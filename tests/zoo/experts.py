@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpipe import GROUPED_MM, WeightProduct
-from zoo.case import EVERY_MODE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, stage
-from zoo.inplace import ONE_BY_ONE
+from zoo.case import EVERY_MODE, ONE_BY_ONE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, one_by_one, stage
 from zoo.precision import of
 
 EXPERTS = 5
@@ -267,19 +266,15 @@ CASES = (
             ("grouped_mm in half precision, declared without a bias", in_half(public), OWN, EVERY_MODE),
         )
     ),
-    Case(
+    one_by_one(
         "ends of groups in a buffer, compiled",
         lambda index: Ragged(in_half(in_buffer)).float(),
         batch=of(torch.float32),
         tolerance=0.05,
         modes=ONLY_COMPILED,
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
         samples=3,
     ),
-    Case(
-        "tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY_EAGER, schedules=ONE_BY_ONE, most_ranks=1
-    ),
+    one_by_one("tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY_EAGER),
     Case("nested, strided", stage(nested(torch.strided)), modes=ONLY_EAGER),
     Case("nested, jagged", stage(nested(torch.jagged)), modes=ONLY_EAGER),
     Case("sparse x", stage(sparse_input, c=linear()), modes=ONLY_EAGER),

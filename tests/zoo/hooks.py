@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
 
-from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, Stage, linear, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, Stage, linear, one_by_one, parameter, stage
 
 
 def plain(s: Any, x: Tensor) -> Tensor:
@@ -322,12 +322,7 @@ CASES = (
             pos=parameter(TOKENS, WIDTH),
         ),
     ),
-    Case(
-        "a hook that removes itself",
-        with_hooks(removed_after_one),
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
-        most_ranks=1,
-    ),
+    one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
     Case(
         "a hook after accumulation",
         with_hooks(lambda s: s.a.weight.register_post_accumulate_grad_hook(clipped)),
@@ -364,33 +359,22 @@ CASES = (
     Case("a backward that overwrites", stage(lambda s, x: s.b(Overwrites.apply(s.a(x))))),
     Case("a backward that overwrites, on a fork", stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x)))),
     Case("a backward that overwrites, before a residual", stage(beside_a_residual(Overwrites.apply))),
-    Case(
+    one_by_one(
         "a backward that keeps",
         with_hooks(lambda s: setattr(s, "kept", []), lambda s, x: Keeps.apply(s.a(x), s.kept) + s.b(torch.tanh(x))),
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
         most_ranks=2,
     ),
-    Case(
+    one_by_one(
         "a backward that keeps a part of its gradient",
         with_hooks(
             lambda s: setattr(s, "kept", []),
             lambda s, x: s.b(x) + Keeps.apply(F.pad(s.a(x[:, :2]), (0, 0, 0, TOKENS - 2)), s.kept),
         ),
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
         most_ranks=2,
     ),
-    Case(
-        "an input that is kept",
-        with_hooks(lambda s: setattr(s, "kept", []), keeps_input),
-        modes=ONLY_EAGER,
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
-        most_ranks=1,
-    ),
-    Case(
-        "a hook that keeps y's gradient",
-        with_hooks(lambda s: setattr(s, "kept", []), hook_that_keeps),
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
-        most_ranks=2,
+    one_by_one("an input that is kept", with_hooks(lambda s: setattr(s, "kept", []), keeps_input), modes=ONLY_EAGER),
+    one_by_one(
+        "a hook that keeps y's gradient", with_hooks(lambda s: setattr(s, "kept", []), hook_that_keeps), most_ranks=2
     ),
     Case("a backward with one buffer", stage(lambda s, x: s.b(OneBuffer.apply(s.a(x), s.memory)), memory=memory)),
     Case("a reversed gradient", stage(lambda s, x: s.b(torch.tanh(Reversed.apply(s.a(x)))))),

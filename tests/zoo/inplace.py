@@ -18,12 +18,10 @@ from zoo.case import (
     Case,
     buffer,
     linear,
+    one_by_one,
     parameter,
     stage,
 )
-
-ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
-"""On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
 
 
 def residual(s: Any, x: Tensor) -> Tensor:
@@ -199,14 +197,10 @@ CASES = (
     Case("dY scaled by NumPy", written(scaled_by_numpy)),
     Case("x scaled through .data in a backward", stage(x_written), modes=ONLY_EAGER),
     Case("dY of two scaled through .data", stage(two_uses)),
-    Case(
-        "a workspace of NumPy's",
-        stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)),
-        modes=ONLY_EAGER,
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+    one_by_one(
+        "a workspace of NumPy's", stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
-    Case("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER, schedules=ONE_BY_ONE, most_ranks=1),
+    one_by_one("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER),
     Case("relu_", stage(lambda s, x: s.b(s.a(x).relu_()))),
     Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True)), modes=EVERY_MODE),
     Case("SiLU in place", stage(lambda s, x: s.b(F.silu(1 * s.a(x), inplace=True)))),
@@ -233,29 +227,13 @@ CASES = (
         stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
         no_gradient=("a.weight", "a.bias"),
     ),
-    Case(
-        "a workspace",
-        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
-        modes=ONLY_EAGER,
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+    one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER),
+    one_by_one(
+        "a workspace with gradients", stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
-    Case(
-        "a workspace with gradients",
-        stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)),
-        modes=ONLY_EAGER,
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
-    ),
-    Case(
-        "a workspace, compiled",
-        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
-        modes=ONLY_COMPILED,
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
-    ),
+    one_by_one("a workspace, compiled", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_COMPILED),
     Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=NOT_REPEATED),
-    Case("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=ONLY_EAGER, schedules=ONE_BY_ONE, most_ranks=1),
+    one_by_one("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=ONLY_EAGER),
     Case(
         "an input that is overwritten",
         stage(reused_input, c=frozen_linear),
