@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from zoo import BY_NAME
 from zoo.case import Case
+from zoo.hooks import Overwrites
 from zoo.runner import Setting, outcome
 
 import zbpipe
@@ -142,18 +143,6 @@ def test_nothing_is_copied_that_nobody_else_holds(one_rank: None, monkeypatch: p
     assert copied == [0, 1, 1, 1, 1, 1]
 
 
-class Scaled(torch.autograd.Function):
-    """A backward that writes into the gradient it gets."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy.mul_(2)
-
-
 class Fork(nn.Module):
     """`early` gets dY first, then a branch writes into it."""
 
@@ -162,7 +151,7 @@ class Fork(nn.Module):
         self.early, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        late = Scaled.apply(self.late(x))
+        late = Overwrites.apply(self.late(x))
         return late + self.early(x)
 
 
@@ -170,7 +159,7 @@ def test_what_changes_only_later_is_an_error_that_names_the_layer(one_rank: None
     module = Fork()
     schedule = pipeline(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scaled, "backward", staticmethod(lambda ctx, dy: 2 * dy))
+        patch.setattr(Overwrites, "backward", staticmethod(lambda ctx, dy: 2 * dy))
         step(schedule, module)
     message = (
         r"stage 0, microbatch 0: the gradient of the output \(dY\) of layer early \(Linear\) was changed in place"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
 
-from zoo.case import ONLY_EAGER, WIDTH, Case, stage
+from zoo.case import ONLY_EAGER, WIDTH, Case, plain, stage
 
 
 def _refuse(self: Any) -> Any:
@@ -132,10 +132,6 @@ class Computed(nn.Linear):
     @weight.setter
     def weight(self, value: Any) -> None:
         self._parameters["weight"] = value
-
-
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
 
 
 class Counting(nn.Module):

@@ -102,6 +102,10 @@ def stage(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[
     return lambda index: Stage(forward, {"a": linear(), "b": linear(), **parts})
 
 
+def plain(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.tanh(s.a(x)))  # type: ignore[no-any-return]
+
+
 def bare(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[int], nn.Module]:
     """Builds `Stage`s of `parts` alone."""
     return lambda index: Stage(forward, parts)

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
 
-from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, Stage, linear, one_by_one, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, Stage, linear, one_by_one, parameter, plain, stage
+
+POSITIONS = parameter(TOKENS, WIDTH)
 
 
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
+def at_position(s: Any, x: Tensor) -> Tensor:
+    return s.b(s.a(x) + s.pos[None])
 
 
 def forked(s: Any, x: Tensor) -> Tensor:
@@ -316,11 +318,7 @@ CASES = (
     ),
     Case(
         "a hook on pos in place",
-        with_hooks(
-            lambda s: s.pos.register_hook(doubled_in_place),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
+        with_hooks(lambda s: s.pos.register_hook(doubled_in_place), at_position, pos=POSITIONS),
     ),
     one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
     Case(
@@ -334,11 +332,7 @@ CASES = (
     ),
     Case(
         "a hook after accumulation on pos",
-        with_hooks(
-            lambda s: s.pos.register_post_accumulate_grad_hook(clipped),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
+        with_hooks(lambda s: s.pos.register_post_accumulate_grad_hook(clipped), at_position, pos=POSITIONS),
     ),
     Case("a hook that counts", with_hooks(counts_gradients), modes=ONLY_EAGER),
     Case("a hook on several", with_hooks(several_at_once)),
@@ -347,11 +341,7 @@ CASES = (
     Case("a node hook on the bias", with_hooks(lambda s: on_node(s.a.bias, halves_after_accumulation(s.a.bias)))),
     Case(
         "a node pre-hook in place on pos",
-        with_hooks(
-            lambda s: on_node(s.pos, doubles_what_comes, before=True),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
+        with_hooks(lambda s: on_node(s.pos, doubles_what_comes, before=True), at_position, pos=POSITIONS),
     ),
     Case("saved as copies", stage(saved_as_copies), modes=ONLY_EAGER),
     Case("saved on the CPU", stage(saved_on_cpu), modes=ONLY_EAGER),

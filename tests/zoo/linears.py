@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, bare, buffer, frozen, linear, parameter, stage
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, bare, buffer, frozen, linear, parameter, plain, stage
 
 
 class Doubled(nn.Linear):
@@ -95,8 +95,8 @@ def many(count: int) -> nn.ModuleList:
 
 
 CASES = (
-    Case("plain", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), modes=EVERY_MODE),
-    Case("plain, three samples", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), samples=3),
+    Case("plain", stage(plain), modes=EVERY_MODE),
+    Case("plain, three samples", stage(plain), samples=3),
     Case("no bias", bare(lambda s, x: s.a(torch.tanh(x)), a=linear(bias=False))),
     Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), modes=EVERY_MODE),
     Case("linear after linear", stage(lambda s, x: s.b(s.a(x)))),
@@ -108,13 +108,9 @@ CASES = (
     ),
     Case("a subclass that multiplies twice", bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: Scaled(WIDTH, WIDTH))),
     Case("a weight by keyword", bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: ByKeywords(WIDTH, WIDTH))),
-    Case("wrapped in a closure", stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=wrapped_in_a_closure)),
-    Case(
-        "a forward on the instance",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=replaced_on_the_instance),
-        modes=EVERY_MODE,
-    ),
-    Case("a lazy layer", stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=lazy)),
+    Case("wrapped in a closure", stage(plain, a=wrapped_in_a_closure)),
+    Case("a forward on the instance", stage(plain, a=replaced_on_the_instance), modes=EVERY_MODE),
+    Case("a lazy layer", stage(plain, a=lazy)),
     Case("called by the parent", stage(lambda s, x: s.b(F.linear(x, s.a.weight, s.a.bias)))),
     Case(
         "called by the parent and itself",

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import EVERY_MODE, ONLY_COMPILED, TOKENS, WIDTH, Batch, Case, Modes, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_COMPILED, TOKENS, WIDTH, Batch, Case, Modes, parameter, plain, stage
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 """A few units of the last place, over four microbatches."""
-
-
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
 
 
 def of(dtype: torch.dtype) -> Callable[[int], Batch]:

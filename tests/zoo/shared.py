@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Batch, Case, linear, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Batch, Case, linear, plain, stage
 
 VOCABULARY = 12
 
@@ -65,7 +65,7 @@ class Recurrent(nn.Module):
 
 
 def tied(index: int) -> nn.Module:
-    module = stage(lambda s, x: s.b(torch.tanh(s.a(x))))(index)
+    module = stage(plain)(index)
     module.b.weight = module.a.weight
     return module
 
@@ -186,10 +186,10 @@ CASES = (
         schedules=V_SHAPED,
         options={"scale_grads": False},
     ),
-    Case("a layer of two stages", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), share=share_layer, schedules=V_SHAPED),
+    Case("a layer of two stages", stage(plain), share=share_layer, schedules=V_SHAPED),
     Case(
         "a layer of two stages, not scaled",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x)))),
+        stage(plain),
         share=share_layer,
         schedules=V_SHAPED,
         options={"scale_grads": False},
