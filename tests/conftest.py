@@ -1,5 +1,6 @@
 """What tests share."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,21 @@ def one_rank() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two tables of the zoo under their names, float64, and no word of what stays in I."""
+    from zoo.runner import register_tables
+
+    from zbpipe import registry
+
+    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    register_tables()
+    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from zbpipe import GROUPED_MM
 
 Checkpointing = Literal["none", "full", "selective"]
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
@@ -57,6 +60,26 @@ class TiedStage(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.block(self.embedding(tokens)))
+
+
+class Experts(nn.Module):
+    """SwiGLU of groups of rows, as TorchTitan's: weights (experts, out, in), products in bfloat16."""
+
+    weight_products: ClassVar[Any] = {torch._grouped_mm: GROUPED_MM}
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(experts, hidden, dim) / 4) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden) / 4)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        assert not isinstance(self.up, DTensor)
+        h = F.silu(self._multiply(x.bfloat16(), self.gate.bfloat16().transpose(-2, -1), ends))
+        h = h * self._multiply(x.bfloat16(), self.up.bfloat16().mT, ends)
+        return self._multiply(h, self.down.transpose(-2, -1).to(torch.bfloat16), ends).type_as(x)
+
+    def _multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=ends)
 
 
 def build_stage(index: int, num_stages: int, checkpointing: Checkpointing = "none", seed: int = 0) -> nn.Module:

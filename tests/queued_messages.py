@@ -1,4 +1,4 @@
-"""Tables of actions that were moved about, and machines that run the messages of a table: one made of tokens, one real.
+"""Tables of actions that were moved about, and what runs their messages: a machine made of tokens, and real ranks.
 
 Neither looks for circles: they go on until all is over, or nothing more can be done.
 """
@@ -6,9 +6,8 @@ Neither looks for circles: they go on until all is over, or nothing more can be 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from datetime import timedelta
-from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from zbpipe import simulate, testing
 from zbpipe.actions import COMPUTE, Action, Rows
 from zbpipe.passes import default_costs, free_sends_early, place_receives, with_messages
+from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives
 
 
@@ -143,78 +143,40 @@ def tables(draw: st.DrawFn, ranks: int | None = None, max_microbatches: int = 4)
         rows = free_sends_early(rows, placement)
     eagerness = draw(st.sampled_from([None, 0.0, 0.5, 0.9]))
     # A seed, because what hypothesis draws one by one is too often the first choice, and then no queue blocks.
-    return rows if eagerness is None else in_any_order(rows, Random(draw(st.integers(0, 2**32))), eagerness)
+    return rows if eagerness is None else in_any_order(rows, timeline, Random(draw(st.integers(0, 2**32))), eagerness)
 
 
-Way = tuple[int, int]
-"""From one rank to another."""
+def in_any_order(rows: Rows, timeline: Timeline, random: Random, eagerness: float) -> Rows:
+    """The computations of `rows` as in `timeline`, and their messages at times that `random` chooses.
 
-
-def in_any_order(rows: Rows, random: Random, eagerness: float) -> Rows:
-    """The same computations, their messages in an order that `random` chooses, one after the other.
-
-    `eagerness` is how often a message that was sent is received at once. If all are, no queue is blocked.
+    A message is sent after it was made, received after that, and then used, so the table is sound. `eagerness` is how
+    often a message is received as soon as it was sent. If all are, no queue is blocked.
     """
-    moves = _Moves(rows, lambda: random.random() < eagerness)
-    while choices := moves.choices():
-        random.choice(choices)()
-    return tuple(map(tuple, moves.done))
+    starts = {Action(*span.op): span.start for row in timeline.spans for span in row}
+    placed: list[list[tuple[float, Action]]] = [[] for _ in rows]
+    ways: dict[tuple[int, int], list[tuple[float, float, Message, Action]]] = defaultdict(list)
+    for rank, action, message in messages_of(rows):
+        if action.kind in COMPUTE:
+            placed[rank].append((starts[action], action))
+            if message is not None:
+                made = min(starts[each] for each in makers(message.send) if each in starts)
+                ways[message.sender, message.receiver].append((made, starts[action], message, action))
+    for (sender, receiver), messages in ways.items():
+        sent = received = 0.0
+        messages.sort()
+        for number, (made, _, message, user) in enumerate(messages):
+            latest = min(used for _, used, *_ in messages[number:])
+            sent = random.uniform(max(made, sent), latest)
+            at_once = random.random() < eagerness
+            received = max(sent, received) if at_once else random.uniform(max(sent, received), latest)
+            kind = message.send.kind
+            placed[sender].append((sent, message.send))
+            placed[receiver].append((received, user._replace(kind=kind.replace("SEND", "RECV"))))
+            waited = random.uniform(received, timeline.makespan)
+            placed[sender].append((waited, message.send._replace(kind=f"WAIT_{kind}")))
+    return tuple(tuple(action for _, action in sorted(row, key=lambda each: each[0])) for row in placed)
 
 
-class _Moves:
-    """What the ranks may do next, until all computations of `rows` are done."""
-
-    def __init__(self, rows: Rows, receives_at_once: Callable[[], bool]) -> None:
-        self.done: list[list[Action]] = [[] for _ in rows]
-        self._receives_at_once = receives_at_once
-        self._users: dict[Message, Action] = {}
-        self._left: list[deque[tuple[Action, Message | None]]] = [deque() for _ in rows]
-        for rank, action, message in messages_of(rows):
-            if action.kind in COMPUTE:
-                self._left[rank].append((action, message))
-                if message is not None:
-                    self._users[message] = action
-        self._made_by = {
-            (each.sender, each.send.stage, each.send.kind[-1], each.send.microbatch): each for each in self._users
-        }
-        self._to_send: dict[Way, deque[Message]] = defaultdict(deque)
-        self._to_receive: dict[Way, deque[Message]] = defaultdict(deque)
-        self._received: set[Message] = set()
-        self._to_wait: list[Message] = []
-
-    def choices(self) -> list[Callable[[], None]]:
-        ready = [
-            rank for rank, row in enumerate(self._left) if row and (row[0][1] is None or row[0][1] in self._received)
-        ]
-        return [
-            *(partial(self._compute, rank) for rank in ready),
-            *(partial(self._send, way) for way, messages in self._to_send.items() if messages),
-            *(partial(self._receive, way) for way, messages in self._to_receive.items() if messages),
-            *(partial(self._wait, message) for message in self._to_wait),
-        ]
-
-    def _compute(self, rank: int) -> None:
-        action, _ = self._left[rank].popleft()
-        self.done[rank].append(action)
-        kind = {"F": "F", "I": "B", "B": "B"}.get(action.kind, "")
-        if message := self._made_by.get((rank, action.stage, kind, action.microbatch)):
-            self._to_send[message[:2]].append(message)
-
-    def _send(self, way: Way) -> None:
-        message = self._to_send[way].popleft()
-        self.done[message.sender].append(message.send)
-        self._to_receive[way].append(message)
-        if self._receives_at_once():
-            while self._to_receive[way]:
-                self._receive(way)
-
-    def _receive(self, way: Way) -> None:
-        message = self._to_receive[way].popleft()
-        kind = message.send.kind.replace("SEND", "RECV")
-        self.done[message.receiver].append(self._users[message]._replace(kind=kind))
-        self._received.add(message)
-        self._to_wait.append(message)
-
-    def _wait(self, message: Message) -> None:
-        self._to_wait.remove(message)
-        self.done[message.sender].append(message.send._replace(kind=f"WAIT_{message.send.kind}"))
+def makers(send: Action) -> list[Action]:
+    """The computations that may make the message."""
+    return [send._replace(kind=kind) for kind in (["F"] if send.kind == "SEND_F" else ["I", "B"])]

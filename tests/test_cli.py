@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from commands import answer, json_of, run
 from pages import page_data
 
 import zbpipe
@@ -41,20 +41,6 @@ SIMULATE_KEYS = {
 }
 HUGE = 10**20 - 1
 COMMANDS = ("list", "show", "simulate", "compare", "plan", "export", "validate")
-
-
-def run(line: str) -> Result:
-    return CliRunner().invoke(cli.main, shlex.split(line))
-
-
-def answer(line: str) -> str:
-    result = run(line)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def json_of(line: str) -> Any:
-    return json.loads(answer(f"{line} --json"))
 
 
 @pytest.fixture
@@ -563,7 +549,7 @@ def test_errors_are_one_line_with_exit_code_2(here: Path, line: str, words: str)
     dump_costs(JobCosts(CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)), here / "mine.toml")
     (here / "far.csv").write_text("0F99999999\n")
     (here / "twice.csv").write_text("0F0,0B0,1F0,1B0\n1F0,1B0\n")
-    result = CliRunner().invoke(cli.main, shlex.split(line), prog_name="zbpipe")
+    result = run(line)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1

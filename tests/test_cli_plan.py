@@ -6,21 +6,21 @@ import json
 import os
 import pty
 import re
-import shlex
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from documents import blocks
 from ranks import run_ranks
 from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Placement, cli, dump_costs
+from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Placement, dump_costs
 from zbpipe.transformer import typical_costs
 
 QUICK = "--budget 2e5"
@@ -41,17 +41,15 @@ SIMULATE_KEYS = {
 
 
 def run(line: str) -> Result:
-    return CliRunner().invoke(cli.main, shlex.split(f"plan {line}"), prog_name="zbpipe")
+    return commands.run(f"plan {line}")
 
 
 def answer(line: str) -> str:
-    result = run(line)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return commands.answer(f"plan {line}")
 
 
 def json_of(line: str) -> Any:
-    return json.loads(answer(f"{line} {QUICK} --json"))
+    return commands.json_of(f"plan {line} {QUICK}")
 
 
 @pytest.fixture

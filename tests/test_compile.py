@@ -15,6 +15,7 @@ from models import (
     WIDTH,
     Block,
     Checkpointing,
+    Experts,
     batch,
     build_stage,
     checkpointed,
@@ -27,15 +28,16 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import GROUPED_MM, PendingGradient, WeightGradients, WeightProduct, WeightProducts
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProduct, WeightProducts
 from zbpipe.runtime.split.slots import WeightWithSlots
 from zbpipe.runtime.split.stage import require_memory_that_lasts
+
+Call = Callable[[nn.Module, Tensor], Tensor]
 
 IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
 """Kinds of checkpointing; `make test` tries the first."""
@@ -75,9 +77,11 @@ def prepare(module: nn.Module) -> WeightGradients:
     return store
 
 
-def run(module: nn.Module, x: Tensor, store: WeightGradients | None = None) -> list[PendingGradient]:
+def run(
+    module: nn.Module, x: Tensor, store: WeightGradients | None = None, call: Call = lambda module, x: module(x)
+) -> list[PendingGradient]:
     """Forward and backward of the sum of squares, as I if there is a store."""
-    loss = module(x).square().sum()
+    loss = call(module, x).square().sum()
     if store is None:
         loss.backward()
         return []
@@ -93,8 +97,36 @@ def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
             torch.testing.assert_close(found.grad, expected.grad, **TOLERANCE)
 
 
+def assert_close_gradients(module: nn.Module, plain: nn.Module) -> None:
+    """bfloat16 rounds to 8 bits."""
+    for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None, name
+        assert found.grad.dtype == expected.grad.dtype  # type: ignore[union-attr]
+        assert (found.grad - expected.grad).norm() / expected.grad.norm() < 2**-6, name  # type: ignore[operator, union-attr]
+
+
 def rows_of_input() -> Tensor:
     return torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
+
+
+def train(
+    compiled: nn.Module,
+    plain: nn.Module,
+    microbatches: int = 3,
+    *,
+    call: Call = lambda module, x: module(x),
+    check: Callable[[nn.Module, nn.Module], None] = assert_same_gradients,
+) -> list[list[PendingGradient]]:
+    """By microbatch what waited for W; the gradients are those of `plain` after each."""
+    store, waited = prepare(compiled), []
+    for _ in range(microbatches):
+        x = rows_of_input()
+        waited.append(run(compiled, x, store, call))
+        for gradient in waited[-1]:
+            gradient.accumulate()
+        run(plain, x.detach().requires_grad_(), call=call)
+        check(compiled, plain)
+    return waited
 
 
 def compile_blocks(stage: nn.Module, backend: str) -> None:
@@ -108,17 +140,7 @@ def test_x_and_dy_of_every_layer_leave_the_region() -> None:
     blocks = nn.Sequential(FeedForward(), FeedForward(), FeedForward())
     plain = copy.deepcopy(blocks)
     compile_blocks(blocks, "aot_eager")
-    store = prepare(blocks)
-    for microbatch in range(4):
-        x = rows_of_input()
-        pending = run(blocks, x, store)
-        assert len(pending) == 9
-        before = [layer.weight.grad for layer in blocks.modules() if isinstance(layer, nn.Linear)]
-        assert all(grad is None for grad in before) == (microbatch == 0)
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
-        assert_same_gradients(blocks, plain)
+    assert [len(pending) for pending in train(blocks, plain, 4)] == [9] * 4
     # The first microbatch runs without the compiler; then one graph does for all blocks and all microbatches.
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -158,17 +180,8 @@ def test_a_checkpoint_that_begins_before_the_region() -> None:
     block = nn.Sequential(nn.LayerNorm(WIDTH), FeedForward())
     plain = copy.deepcopy(block)
     block[1].compile(backend="aot_eager", fullgraph=True)
-    store = prepare(block)
-    for _ in range(3):
-        x = rows_of_input()
-        loss = checkpoint(block, x, use_reentrant=False).square().sum()
-        with store.record() as pending:
-            loss.backward()
-        assert len(pending) == 3
-        for gradient in pending:
-            gradient.accumulate()
-        run(plain, x.detach().requires_grad_())
-    assert_same_gradients(block, plain)
+    waited = train(block, plain, call=lambda module, x: checkpoint(module, x, use_reentrant=False))
+    assert [len(pending) for pending in waited] == [3, 3, 3]
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -189,58 +202,12 @@ def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
     assert torch.equal(weight.grad, before)  # type: ignore[arg-type]
 
 
-def run_twice_with_all_deferred(compiled: nn.Module, plain: nn.Module, store: WeightGradients) -> None:
-    """Both on the same inputs; of a `FeedForward` all three products wait."""
-    for _ in range(2):
-        x = rows_of_input()
-        pending = run(compiled, x, store)
-        assert len(pending) == 3
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
-
-
 def test_a_module_that_torch_compile_wrapped() -> None:
     inner = FeedForward()
     plain = copy.deepcopy(inner)
     compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
-    store = prepare(compiled)
-    run_twice_with_all_deferred(compiled, plain, store)
-    assert_same_gradients(inner, plain)
+    assert [len(pending) for pending in train(compiled, plain)] == [3, 3, 3]
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_fsdp_around_a_module_that_torch_compile_wrapped(one_rank: None) -> None:
-    """As torchtitan 0.2 does it: FSDP gathers the weights before the region is called."""
-    inner = FeedForward()
-    plain = copy.deepcopy(inner)
-    compiled: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
-    fully_shard(compiled, mesh=init_device_mesh("cpu", (1,)))
-    compiled.set_force_sum_reduction_for_comms(True)
-    compiled.set_requires_gradient_sync(False)
-    store = prepare(compiled)
-    run_twice_with_all_deferred(compiled, plain, store)
-
-
-class Experts(nn.Module):
-    """As TorchTitan's: float32 weights, transposed and in bfloat16 in the products, which a method of theirs calls."""
-
-    weight_products: ClassVar[WeightProducts] = {torch._grouped_mm: GROUPED_MM}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate = (nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4) for _ in range(2))
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
-
-    def forward(self, x: Tensor, count: Tensor) -> Tensor:
-        assert not isinstance(self.up, DTensor)
-        ends = torch.cumsum(count, dim=0, dtype=torch.int32)
-        h = F.silu(self._multiply(x.bfloat16(), self.gate.bfloat16().transpose(-2, -1), ends))
-        h = h * self._multiply(x.bfloat16(), self.up.bfloat16().mT, ends)
-        return self._multiply(h, self.down.transpose(-2, -1).to(torch.bfloat16), ends).type_as(x)
-
-    def _multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weight, offs=ends)
 
 
 class Mixture(nn.Module):
@@ -249,26 +216,18 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = Experts()
+        self.experts = Experts(EXPERTS, WIDTH, 2 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         scores, chosen = self.router(flat).softmax(-1).max(-1)
         order = torch.argsort(chosen, stable=True)
         count = (chosen.unsqueeze(-1) == torch.arange(EXPERTS)).sum(0)
-        y = self.experts(flat[order], count)
+        y = self.experts(flat[order], torch.cumsum(count, dim=0, dtype=torch.int32))
         return x + torch.zeros_like(flat).index_add(0, order, y * scores[order].unsqueeze(-1)).view_as(x)
 
 
 EXPERTS = 4
-
-
-def assert_close_gradients(module: nn.Module, plain: nn.Module) -> None:
-    """bfloat16 rounds to 8 bits."""
-    for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None, name
-        assert found.grad.dtype == expected.grad.dtype  # type: ignore[union-attr]
-        assert (found.grad - expected.grad).norm() / expected.grad.norm() < 2**-6, name  # type: ignore[operator, union-attr]
 
 
 def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing = "none") -> list[list[nn.Module]]:
@@ -276,19 +235,10 @@ def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing 
     plain = nn.Sequential(build(), build())
     blocks = nn.Sequential(*(checkpointed(copy.deepcopy(block), checkpointing) for block in plain))
     compile_blocks(blocks, "aot_eager")
-    store = prepare(blocks)
-    waited = []
-    for _ in range(3):
-        x = rows_of_input()
-        pending = run(blocks, x, store)
-        waited.append([each.layer for each in pending])
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
-        assert_close_gradients(blocks, plain)
+    waited = train(blocks, plain, check=assert_close_gradients)
     # Nothing is left in the layers.
     assert not any(isinstance(each, WeightWithSlots) for layer in blocks.modules() for each in vars(layer).values())
-    return waited
+    return [[each.layer for each in pending] for pending in waited]
 
 
 @pytest.mark.parametrize("checkpointing", IN_TURN)
@@ -300,24 +250,31 @@ def test_products_of_experts_leave_the_region(checkpointing: Checkpointing) -> N
     assert not counters["graph_break"]
 
 
-def test_fsdp_around_a_region_with_experts(one_rank: None) -> None:
-    """The weights are there only when FSDP has gathered them, and are others than those that were learned from."""
+def compiled_in_place() -> Any:
     block = Mixture()
-    plain = copy.deepcopy(block)
     block.compile(backend="aot_eager")
+    return block
+
+
+def wrapped_by_torch_compile() -> Any:
+    """As torchtitan 0.2 does it."""
+    return torch.compile(FeedForward(), backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize(("build", "products"), [(compiled_in_place, 4), (wrapped_by_torch_compile, 3)])
+def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products: int) -> None:
+    """The weights are there only when FSDP has gathered them, and are others than those that were learned from."""
+    block = build()
+    plain = copy.deepcopy(block)
     fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
-    block.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    block.set_requires_gradient_sync(False)  # type: ignore[operator]
-    store = prepare(block)
-    for _ in range(3):
-        x = rows_of_input()
-        pending = run(block, x, store)
-        assert len(pending) == 4
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
-    block.unshard()  # type: ignore[operator]
-    assert_close_gradients(block, plain)
+    block.set_force_sum_reduction_for_comms(True)
+    block.set_requires_gradient_sync(False)
+
+    def check(block: Any, plain: nn.Module) -> None:
+        block.unshard()
+        assert_close_gradients(block, plain)
+
+    assert [len(pending) for pending in train(block, plain, check=check)] == [products] * 3
 
 
 class PerHead(nn.Module):
@@ -381,14 +338,14 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = Experts()
+        self.experts = Experts(EXPERTS, WIDTH, 2 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         (chosen,) = torch.where(flat[:, 0] > 0)
         rows = flat[chosen]
         count = (torch.arange(rows.shape[0]).unsqueeze(-1) % EXPERTS == torch.arange(EXPERTS)).sum(0)
-        y = self.experts(rows, count)
+        y = self.experts(rows, torch.cumsum(count, dim=0, dtype=torch.int32))
         return x + torch.zeros_like(flat).index_add(0, chosen, y).view_as(x)
 
 
@@ -406,16 +363,9 @@ def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:
     seen: list[str] = []
     block.gate.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("gate"))
     block.compile(backend="aot_eager", fullgraph=True)
-    store = prepare(block)
-    for _ in range(2):
-        x = rows_of_input()
-        pending = run(block, x, store)
-        assert [each.weight is block.down.weight for each in pending] == [True]
-        while pending:
-            pending.pop().accumulate()
-        run(plain, x.detach().requires_grad_())
+    waited = train(block, plain, 2)
+    assert [[each.weight for each in pending] for pending in waited] == [[block.down.weight]] * 2
     assert seen == ["gate", "gate"]
-    assert_same_gradients(block, plain)
 
 
 def test_other_shapes_and_no_gradients() -> None:
@@ -437,23 +387,16 @@ def test_other_shapes_and_no_gradients() -> None:
 
 
 def test_autocast() -> None:
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)  # type: ignore[no-any-return]
+
     block = FeedForward()
     plain = copy.deepcopy(block)
     block.compile(backend="aot_eager", fullgraph=True)
-    store = prepare(block)
-    for _ in range(2):
-        x = rows_of_input()
-        with torch.autocast("cpu", torch.bfloat16):
-            pending = run(block, x, store)
-            run(plain, x.detach().requires_grad_())
-        assert {each.x.dtype for each in pending} == {torch.bfloat16}
-        while pending:
-            pending.pop().accumulate()
-    for found, expected in zip(block.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        assert found.grad.dtype == torch.float32
-        error = (found.grad - expected.grad).norm() / expected.grad.norm()  # type: ignore[operator]
-        assert error < 2**-6  # bfloat16 rounds to 8 bits
+    waited = train(block, plain, 2, call=call, check=assert_close_gradients)
+    assert {each.x.dtype for pending in waited for each in pending} == {torch.bfloat16}
+    assert {each.grad.dtype for each in block.parameters()} == {torch.float32}  # type: ignore[union-attr]
 
 
 def pipeline(modules: list[nn.Module], microbatches: int, **options: Any) -> Any:

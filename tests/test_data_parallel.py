@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import batch, build_stage, loss_fn
+from pipelines import TOLERANCE, Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
@@ -29,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import zbpipe
-from zbpipe import registry
 from zbpipe.runtime import _torch
 
 QUARTERS, PIPELINE, DATA = 4, 2, 2
@@ -99,30 +99,24 @@ def _mesh(parallel: DataParallel) -> DeviceMesh:
 
 def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
     run = Run([], [], {})
-    num_stages = registry.resolve(training.schedule).place(PIPELINE).num_stages
-    indices = zbpipe.stage_indices(training.schedule, rank=mesh.get_local_rank("pp"), num_ranks=PIPELINE)
-    modules = {index: _module(index, num_stages) for index in indices}
-    for index, module in modules.items():
+
+    def build(index: int, num_stages: int) -> nn.Module:
+        module = _module(index, num_stages)
         for label, group in _groups(module):
             _parallelize(parallel, mesh, training, group)
             first = group[0] if isinstance(group, list) else group
             first.set_all_reduce_hook(partial(_note_reduction, run, index, label))
-    stages = [
-        PipelineStage(module, index, num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
-        for index, module in modules.items()
-    ]
-    schedule: Any = zbpipe.build_pipeline_schedule(
-        training.schedule, stages, training.microbatches, loss_fn, **training.options
-    )
-    for stage in stages:
+        return module
+
+    pipeline = Pipeline(training.schedule, training.microbatches, build, group=mesh.get_group("pp"), **training.options)
+    for stage in pipeline.stages:
         _watch(stage, run)
     for step in range(training.steps):
         tokens, targets = (t.chunk(DATA)[mesh.get_local_rank(1)] for t in batch(DATA * training.microbatches, step))
-        for module in modules.values():
-            module.zero_grad()
+        pipeline.zero_grad()
         run.events.append([])
-        schedule.step(*([tokens] if 0 in modules else []), target=targets if num_stages - 1 in modules else None)
-        run.gradients.append(_whole_gradients(modules.values()))
+        pipeline.run(tokens, target=targets)
+        run.gradients.append(_whole_gradients(pipeline.modules.values()))
     return run
 
 
@@ -202,10 +196,6 @@ def _microbatches(count: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """All of them, `count` a rank."""
     tokens, targets = batch(DATA * count, step)
     yield from zip(tokens.chunk(DATA * count), targets.chunk(DATA * count), strict=True)
-
-
-# Both add the same float32 numbers in another order (see test_gradients.py).
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from broken import Broken, broken_schedules
 from hypothesis import given
 from test_actions import lowered_runtime
 
@@ -34,10 +35,9 @@ def test_what_runs_ends_well(schedule: Schedule) -> None:
         assert validate_lowered(rows) + blocked_queues(rows) == []
 
 
-@given(testing.broken_schedules(base=testing.schedules(max_ranks=4, max_microbatches=6)))
-def test_what_is_broken_does_not(broken: testing.Broken) -> None:
-    if broken.rule != "memory":
-        assert not ends_well(broken.schedule), broken.rule
+@given(broken_schedules())
+def test_what_is_broken_does_not(broken: Broken) -> None:
+    assert not ends_well(broken.schedule), broken.rule
 
 
 def findings(schedule: Schedule) -> list[Any]:

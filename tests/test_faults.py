@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, build_stage, loss_fn
+from models import batch, loss_fn
+from pipelines import Pipeline
 from ranks import endings, join_group, run_ranks
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import _torch, failures, progress
@@ -30,26 +30,15 @@ MICROBATCHES = 6
 SHORT_TIMEOUT = 3.0
 
 
-class Job:
-    """This rank's part of a pipeline."""
+class Job(Pipeline):
+    """A pipeline of `MICROBATCHES`."""
 
-    def __init__(self, schedule: str = "ZBV", loss: Callable[..., torch.Tensor] = loss_fn, **options: Any) -> None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        indices = zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
-        self.num_stages = len(indices) * num_ranks
-        self.modules = {index: build_stage(index, self.num_stages) for index in indices}
-        stages = [
-            PipelineStage(module, index, self.num_stages, torch.device("cpu")) for index, module in self.modules.items()
-        ]
-        self.schedule: Any = zbpipe.build_pipeline_schedule(schedule, stages, MICROBATCHES, loss, **options)
+    def __init__(self, schedule: Any = "ZBV", loss: Callable[..., torch.Tensor] = loss_fn, **options: Any) -> None:
+        super().__init__(schedule, MICROBATCHES, loss=loss, **options)
 
     def step(self) -> None:
         tokens, targets = batch(MICROBATCHES)
-        self.schedule.step(
-            *([tokens] if 0 in self.modules else []),
-            target=targets if self.num_stages - 1 in self.modules else None,
-            losses=[],
-        )
+        self.run(tokens, target=targets)
 
 
 class OnCall:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from fifo import BACKENDS, spoil
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import batch, build_stage, gradients, loss_fn, reference
+from models import batch, reference
+from pipelines import Pipeline, Result, assert_like
 from queued_messages import gets_stuck, run_messages, tables
 from ranks import run_ranks
-from test_gradients import TOLERANCE
 from torch import Tensor
 from torch.distributed import config
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 import zbpipe
 from zbpipe import OpKind, Schedule, registry, testing
@@ -228,14 +228,7 @@ class Cell(NamedTuple):
         return registry.resolve(self.schedule).source == "zbpipe"
 
 
-class Run(NamedTuple):
-    """What a rank has in the end."""
-
-    losses: list[float]
-    gradients: dict[str, Tensor]
-
-
-def train(cell: Cell, group: dist.ProcessGroup) -> Run:
+def train(cell: Cell, group: dist.ProcessGroup) -> Result:
     """The run of a cell on this rank."""
     if cell.backend == GROUP_PER_EDGE:
         groups = dist.distributed_c10d._world.pg_names
@@ -258,29 +251,19 @@ def train(cell: Cell, group: dist.ProcessGroup) -> Run:
         return train_twice(cell, group)
 
 
-def train_twice(cell: Cell, group: dist.ProcessGroup) -> Run:
+def train_twice(cell: Cell, group: dist.ProcessGroup) -> Result:
     """Two steps, whose gradients add up, and a validation before them. Some of torch's schedules cannot do that."""
-    indices = zbpipe.stage_indices(cell.schedule, rank=dist.get_rank(group), num_ranks=cell.ranks)
-    modules = {index: build_stage(index, cell.num_stages) for index in indices}
-    cpu = torch.device("cpu")
-    stages = [PipelineStage(each, index, cell.num_stages, cpu, group=group) for index, each in modules.items()]
-    options = {"receives": cell.receives} if cell.is_ours else {}
-    runtime: Any = zbpipe.build_pipeline_schedule(
-        cell.schedule, stages, cell.microbatches, loss_fn, scale_grads=False, **options
-    )
-    losses: list[Tensor] = []
-    for seed, run in enumerate((runtime.step, runtime.eval, runtime.step)):
-        if run == runtime.eval and not cell.is_ours:
-            continue
-        tokens, targets = batch(cell.microbatches, seed)
-        inputs = [tokens] if 0 in modules else []
-        found: list[Tensor] = []
-        run(*inputs, target=targets if cell.num_stages - 1 in modules else None, losses=found)
-        losses += found
-    return Run([loss.item() for loss in losses], gradients(modules))
+    options: dict[str, Any] = {"receives": cell.receives} if cell.is_ours else {}
+    pipeline = Pipeline(cell.schedule, cell.microbatches, group=group, scale_grads=False, **options)
+    losses: list[float] = []
+    for seed, how in enumerate(("step", "eval", "step")):
+        if how == "step" or cell.is_ours:
+            tokens, targets = batch(cell.microbatches, seed)
+            losses += pipeline.run(tokens, target=targets, how=how)
+    return losses, pipeline.gradients()
 
 
-def train_all(cells: Sequence[Cell]) -> list[Run | None]:
+def train_all(cells: Sequence[Cell]) -> list[Result | None]:
     groups: dict[tuple[str, int], Any] = {
         key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
         for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
@@ -289,24 +272,18 @@ def train_all(cells: Sequence[Cell]) -> list[Run | None]:
     return [train(cell, groups[cell.backend, cell.ranks]) if dist.get_rank() < cell.ranks else None for cell in cells]
 
 
-def assert_trained_right(cells: Sequence[Cell], per_rank: list[list[Run | None]]) -> None:
+def assert_trained_right(cells: Sequence[Cell], per_rank: list[list[Result | None]]) -> None:
     for cell, *runs in zip(cells, *per_rank, strict=True):
         expected = expected_of(cell.num_stages, cell.microbatches, cell.is_ours)
-        assert [loss for run in runs if run for loss in run.losses] == pytest.approx(expected.losses, rel=1e-5), cell
-        found = {name: gradient for run in runs if run for name, gradient in run.gradients.items()}
-        assert found.keys() == expected.gradients.keys()
-        wrong = [
-            name for name, each in expected.gradients.items() if not torch.allclose(found[name], each, **TOLERANCE)
-        ]
-        assert not wrong, cell
+        assert_like([run for run in runs if run], expected, cell)
 
 
 @cache
-def expected_of(num_stages: int, microbatches: int, validates: bool) -> Run:
+def expected_of(num_stages: int, microbatches: int, validates: bool) -> Result:
     """Without pipeline."""
     first, validation, second = (reference(num_stages, microbatches, seed) for seed in range(3))
     summed = {name: microbatches * (gradient + second[1][name]) for name, gradient in first[1].items()}
-    return Run([*first[0], *(validation[0] if validates else ()), *second[0]], summed)
+    return [*first[0], *(validation[0] if validates else ()), *second[0]], summed
 
 
 def named_cells() -> list[Cell]:
@@ -349,9 +326,9 @@ class Trained(NamedTuple):
     """All cells, and by rank what came of them."""
 
     cells: list[Cell]
-    per_rank: list[list[Run | None]]
+    per_rank: list[list[Result | None]]
 
-    def chosen(self, cells: Sequence[Cell]) -> list[list[Run | None]]:
+    def chosen(self, cells: Sequence[Cell]) -> list[list[Result | None]]:
         return [[runs[self.cells.index(cell)] for cell in cells] for runs in self.per_rank]
 
 
@@ -373,10 +350,8 @@ def test_plans_and_tables(trained: Trained) -> None:
 
 @pytest.mark.parametrize("cell", UNAWAITED, ids=str)
 def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
-    gradients = [
-        gradient for ((run,),) in zip(trained.chosen([cell]), strict=True) for gradient in run.gradients.values()
-    ]
-    assert not all(gradient.isfinite().all() for gradient in gradients)
+    runs = [run for (run,) in trained.chosen([cell]) if run]
+    assert not all(gradient.isfinite().all() for _, gradients in runs for gradient in gradients.values())
 
 
 @pytest.mark.zoo

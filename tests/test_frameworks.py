@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from models import build_stage, loss_fn
+from models import without_pipeline
+from pipelines import assert_like
 from ranks import run_ranks
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
@@ -206,35 +206,13 @@ def all_trained() -> dict[str, list[Any]]:
     return dict(zip((*TRAINED, "everywhere", "wave"), map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def whole(num_stages: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Gradients and losses without a pipeline."""
-    from toy_framework import batch
-
-    stages = [build_stage(index, num_stages) for index in range(num_stages)]
-    losses = []
-    for tokens, targets in zip(*(each.split(1) for each in batch()), strict=True):
-        x: Any = tokens
-        for stage in stages:
-            x = stage(x)
-        losses.append(loss_fn(x, targets))
-    torch.stack(losses).sum().backward()
-    gradients = {
-        f"{index}.{name}": parameter.grad
-        for index, stage in enumerate(stages)
-        for name, parameter in stage.named_parameters()
-        if parameter.grad is not None
-    }
-    return gradients, [loss.item() for loss in losses]
-
-
 def assert_as_without_a_pipeline(ranks: list[Any], num_stages: int) -> None:
-    gradients, losses = whole(num_stages)
-    found = {name: gradient for _, _, own, _ in ranks for name, gradient in own.items()}
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient)
-    (reported,) = [own for *_, own in ranks if own]
-    assert reported == pytest.approx(losses, rel=1e-6)
+    """The gradients are those of the sum of the microbatches' losses."""
+    import toy_framework
+
+    losses, of_mean = without_pipeline(num_stages, toy_framework.MICROBATCHES, *toy_framework.batch())
+    expected = {name: toy_framework.MICROBATCHES * gradient for name, gradient in of_mean.items()}
+    assert_like([(own_losses, gradients) for *_, gradients, own_losses in ranks], (losses, expected))
 
 
 TRAINED = {

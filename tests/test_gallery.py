@@ -7,10 +7,9 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from test_actions import bare_runtime
 
 from zbpipe import Schedule, registry, validate
 
@@ -64,19 +63,7 @@ def test_torchs_loader_takes_every_table(table: Path) -> None:
     """`_load_csv` checks the order and adds sends and receives; TorchTitan loads its CSV files with it."""
     schedule = Schedule.from_csv(table.read_text())
     assert validate(schedule) == []
-    runtime: Any = object.__new__(_PipelineScheduleRuntime)
-    runtime.__dict__.update(
-        pp_group_size=schedule.num_ranks,
-        _num_stages=schedule.placement.num_stages,
-        _n_microbatches=schedule.num_microbatches,
-        _stages=[],
-        pipeline_order={},
-        _defer_pp_recv=False,
-        _max_active_stages=3,
-        _unshard_lookahead="full",
-        _defer_reduce_grad_wait=False,
-        _max_outstanding_sends=None,
-    )
+    runtime = bare_runtime(schedule)
     runtime._load_csv(str(table))
     assert tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.placement.num_stages)) == (
         schedule.placement.rank_of

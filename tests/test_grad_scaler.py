@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -39,7 +39,7 @@ def built(num_stages: int) -> list[nn.Linear]:
 
 
 def train(
-    parts: dict[int, nn.Linear], scaler: torch.amp.GradScaler, run: Callable[[Tensor, Tensor], None]
+    parts: dict[int, nn.Linear], scaler: torch.amp.GradScaler, run: Callable[[Tensor, Tensor], object]
 ) -> list[tuple[float, list[Tensor]]]:
     """After each step the scale and the weights."""
     hooks = [Overflow(index) for index in parts]
@@ -64,20 +64,15 @@ def train(
 
 
 def on_this_rank(name: str) -> list[tuple[float, list[Tensor]]]:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
-    num_stages = num_ranks * len(indices)
-    parts = {index: built(num_stages)[index] for index in indices}
-    stages = [PipelineStage(part, index, num_stages, torch.device("cpu")) for index, part in parts.items()]
     scaler = ShardedGradScaler(**SCALE)  # type: ignore[arg-type]
-    schedule: Any = zbpipe.build_pipeline_schedule(
-        name, stages, MICROBATCHES, lambda output, target: scaler.scale(mse_loss(output, target))
+    pipeline = Pipeline(
+        name,
+        MICROBATCHES,
+        lambda index, num_stages: built(num_stages)[index],
+        lambda output, target: scaler.scale(mse_loss(output, target)),
     )
-
-    def step(x: Tensor, target: Tensor) -> None:
-        schedule.step(*([x] if 0 in parts else []), target=target if num_stages - 1 in parts else None)
-
-    return train(parts, scaler, step)
+    parts: dict[int, Any] = pipeline.modules
+    return train(parts, scaler, lambda x, target: pipeline.run(x, target=target))
 
 
 @pytest.mark.parametrize("name", ["ZBV", "ZBH1"])

@@ -5,22 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from models import Checkpointing, batch, build_stage, gradients, loss_fn, reference
+from models import Checkpointing, batch, build_stage, reference
+from pipelines import Pipeline, Result, assert_like
 from ranks import run_ranks
-from torch.distributed.pipelining import PipelineStage
 
-import zbpipe
 from zbpipe import registry
 from zbpipe.runtime.split.products import PendingGradient
 
-# Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
-# fused multiply-add into .grad here, product and then sum there). Over 8 microbatches that moves the last bits only.
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 MICROBATCHES = (1, 2, 3, 8)
-
-Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def train(
@@ -28,35 +20,22 @@ def train(
     microbatches: tuple[int, ...],
     checkpointing: Checkpointing,
     broken: bool = False,
-    **options: object,
+    **options: Any,
 ) -> list[Result]:
     """Two steps for each number of microbatches on this rank; the second step's losses and gradients."""
     if broken:
         accumulate = PendingGradient.accumulate
         PendingGradient.accumulate = lambda self: accumulate(replace(self, dy=1.001 * self.dy))
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in microbatches:
-        num_stages = registry.resolve(schedule).place(num_ranks).num_stages
-        modules = {
-            index: build_stage(index, num_stages, checkpointing)
-            for index in zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
-        }
-        stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
-        runtime = zbpipe.build_pipeline_schedule(
-            schedule=schedule, stages=stages, n_microbatches=count, loss_fn=loss_fn, **options
+        pipeline = Pipeline(
+            schedule, count, lambda index, num_stages: build_stage(index, num_stages, checkpointing), **options
         )
         tokens, targets = batch(count)
-        losses: list[torch.Tensor] = []
         for _ in range(2):
-            for module in modules.values():
-                module.zero_grad()
-            runtime.step(
-                *([tokens] if 0 in modules else []),
-                target=targets if num_stages - 1 in modules else None,
-                losses=losses,
-            )
-        results.append(([loss.item() for loss in losses], gradients(modules)))
+            pipeline.zero_grad()
+            losses = pipeline.run(tokens, target=targets)
+        results.append((losses, pipeline.gradients()))
     return results
 
 
@@ -64,18 +43,7 @@ def assert_like_reference(
     per_rank: list[list[Result]], num_stages: int, microbatches: tuple[int, ...] = MICROBATCHES
 ) -> None:
     for position, count in enumerate(microbatches):
-        expected_losses, expected = reference(num_stages, count)
-        losses = [loss for results in per_rank for loss in results[position][0]]
-        found = {name: grad for results in per_rank for name, grad in results[position][1].items()}
-        assert losses == pytest.approx(expected_losses, rel=1e-6)
-        assert found.keys() == expected.keys()
-        for name, grad in expected.items():
-            torch.testing.assert_close(
-                found[name],
-                grad,
-                **TOLERANCE,
-                msg=lambda m, n=name, c=count: f"{n}, m={c}: {m}",  # type: ignore[misc]
-            )
+        assert_like([results[position] for results in per_rank], reference(num_stages, count), f"m={count}")
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
@@ -127,28 +95,15 @@ def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
 
 def evaluate_and_accumulate(names: tuple[str, ...], microbatches: int) -> dict[str, Result]:
     """Eval, step, eval, step: the losses of all four, and what the two steps have summed up."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = {}
     for name in names:
-        num_stages = registry.resolve(name).place(num_ranks).num_stages
-        modules = {
-            index: build_stage(index, num_stages)
-            for index in zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
-        }
-        stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
         # With scale_grads, torch would divide what the first step left once more.
-        runtime = zbpipe.build_pipeline_schedule(name, stages, microbatches, loss_fn, scale_grads=False)
+        pipeline = Pipeline(name, microbatches, scale_grads=False)
         losses: list[float] = []
-        for seed, run in enumerate((runtime.eval, runtime.step, runtime.eval, runtime.step)):
+        for seed, how in enumerate(("eval", "step", "eval", "step")):
             tokens, targets = batch(microbatches, seed)
-            found: list[torch.Tensor] = []
-            run(
-                *([tokens] if 0 in modules else []),
-                target=targets if num_stages - 1 in modules else None,
-                losses=found,
-            )
-            losses += [loss.item() for loss in found]
-        results[name] = losses, gradients(modules)
+            losses += pipeline.run(tokens, target=targets, how=how)
+        results[name] = losses, pipeline.gradients()
     return results
 
 
@@ -158,13 +113,10 @@ def test_validation_and_gradient_accumulation() -> None:
     for name in names:
         num_stages = registry.resolve(name).place(num_ranks).num_stages
         expected = [reference(num_stages, microbatches, seed) for seed in range(4)]
-        found_losses = [loss for results in per_rank for loss in results[name][0]]
-        assert found_losses == pytest.approx([loss for losses, _ in expected for loss in losses], rel=1e-6)
-        found = {key: grad for results in per_rank for key, grad in results[name][1].items()}
-        assert found.keys() == expected[0][1].keys()
-        for key, grad in found.items():
-            summed = microbatches * (expected[1][1][key] + expected[3][1][key])
-            torch.testing.assert_close(grad, summed, **TOLERANCE, msg=lambda m, n=f"{name}, {key}": f"{n}: {m}")  # type: ignore[misc]
+        summed = {key: microbatches * (expected[1][1][key] + expected[3][1][key]) for key in expected[0][1]}
+        assert_like(
+            [results[name] for results in per_rank], ([loss for losses, _ in expected for loss in losses], summed), name
+        )
 
 
 def train_from_file(table: str, microbatches: int) -> list[Result]:

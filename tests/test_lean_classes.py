@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Checkpointing, build_stage, checkpointed
+from pipelines import Pipeline
 from ranks import run_ranks
 from test_gradients import assert_like_reference, train
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import registry
@@ -75,32 +74,23 @@ def test_models_of_transformers_say_it() -> None:
 # --- one schedule on all ranks ---
 
 
-def build(name: str, wrapped: Checkpointing, **options: Any) -> tuple[LeanSchedule, dict[int, nn.Module]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    num_stages = registry.resolve(name).place(ranks).num_stages
-    indices = zbpipe.stage_indices(name, rank=rank, num_ranks=ranks)
-    modules = {index: build_stage(index, num_stages, wrapped) for index in indices}
-    stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
-    loss_fn = partial(nn.functional.cross_entropy)
-    runtime: Any = zbpipe.build_pipeline_schedule(
-        name, stages, 8, lambda logits, target: loss_fn(logits.flatten(0, 1), target.flatten()), **options
-    )
-    return runtime, modules
+def build(name: str, wrapped: Checkpointing, **options: Any) -> Pipeline:
+    return Pipeline(name, 8, lambda index, num_stages: build_stage(index, num_stages, wrapped), **options)
 
 
-def step(runtime: Any, modules: dict[int, nn.Module]) -> None:
+def step(pipeline: Pipeline) -> None:
     tokens = torch.zeros(16, 6, dtype=torch.long)
-    last = runtime.placement.num_stages - 1
-    runtime.step(*([tokens] if 0 in modules else []), target=tokens if last in modules else None)
+    pipeline.run(tokens, target=tokens)
 
 
 def agree_on_the_leanest() -> list[tuple[str, str]]:
     """Rank 0 sees full checkpointing, rank 1 none: both run what full needs."""
     seen: Checkpointing = "full" if dist.get_rank() == 0 else "none"
-    runtime, modules = build("ZBVLean", seen)
+    pipeline = build("ZBVLean", seen)
+    runtime = pipeline.schedule
     before = str(runtime.checkpointing)
-    step(runtime, modules)
-    step(runtime, modules)
+    step(pipeline)
+    step(pipeline)
     return [(before, str(runtime.checkpointing)), (str(runtime.schedule), runtime.schedule.name)]
 
 
@@ -112,9 +102,8 @@ def test_ranks_agree_on_what_keeps_least() -> None:
 
 def with_another_schedule() -> str:
     name = "ZBVLean" if dist.get_rank() == 0 else "VHalf"
-    runtime, modules = build(name, "none")
     try:
-        step(runtime, modules)
+        step(build(name, "none"))
     except zbpipe.PipelineError as error:
         return str(error)
     return "it ran"
@@ -129,19 +118,20 @@ def test_another_schedule_on_another_rank_is_an_error_on_both() -> None:
 
 def said() -> list[Any]:
     """What the caller says wins over what the modules show, and needs no exchange."""
-    full, _ = build("ZBVLean", "none", checkpointing="full")
+    full = build("ZBVLean", "none", checkpointing="full").schedule
     times = CostModel.uniform(Placement.v(1), 1, 2, 3)
-    measured, _ = build("ZBVLean", "full", costs=times)
+    measured = build("ZBVLean", "full", costs=times).schedule
     try:
         build("ZBVLean", "full", checkpointing="some")
     except ValueError as error:
         refusal = str(error)
     build("ZBVLean", "full", memory_limit="3x")
     too_small = [refused_limit(1), refused_limit("0.9x")]
-    adopted, modules = build("VMinLean", "full")
+    pipeline = build("VMinLean", "full")
+    adopted = pipeline.schedule
     has_i = any(op.kind is OpKind.I for ops in adopted.schedule for op in ops)
     adopted.adopt(zbpipe.generate("ZBV", 1, 8))
-    step(adopted, modules)
+    step(pipeline)
     return [full.checkpointing, measured.checkpointing, refusal, has_i, adopted.schedule.name, *too_small]
 
 

@@ -27,7 +27,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime._torch import fsdp
 
 WIDTH, USUAL = 4, 3
-NAMES = ("ZBH1", "ZBV", "ZBVLean", "VHalf", "Auto", "Table")
+NAMES = ("ZBH1", "ZBV", "ZBVLean", "ZB2P", "VHalf", "Auto", "Table", "Plan")
 KEEPS_BUFFERS = hasattr(PipelineStage, "_pre_metadata_inference_backup")
 """Whether torch's inference of shapes leaves buffers as they are (since 2.14)."""
 HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
@@ -73,8 +73,10 @@ class Loop:
 
     def __init__(self, name: str, scale_grads: bool) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        table = zbpipe.generate("1F1B", num_ranks, USUAL) if name == "Table" else name
-        self.indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
+        table: Any = zbpipe.generate("1F1B", num_ranks, USUAL) if name == "Table" else name
+        if name == "Plan":
+            table = zbpipe.plan(num_ranks, USUAL, (1, 1, 1), budget=1e3, placements=["v"])
+        self.indices = zbpipe.stage_indices(getattr(table, "schedule", table), rank=rank, num_ranks=num_ranks)
         num_stages = num_ranks * len(self.indices)
         parts = []
         for index in range(num_stages):
@@ -89,7 +91,7 @@ class Loop:
             table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
         )
         if name == "Table":
-            for number in range(1, 6):
+            for number in range(1, 8):
                 schedule.adopt(zbpipe.generate("1F1B", num_ranks, number))
         self.schedule = schedule
 
@@ -150,9 +152,12 @@ class Loop:
             if each.grad is not None
         }
         expected = self._expected(event)
+        # The first step may be of the size that the schedule was built for.
+        number = {} if self.step == 1 and event.microbatches == USUAL else {"microbatches": event.microbatches}
         context = nullcontext() if trains else getattr(torch, event.grad)()
         with context:
-            losses = self._call("step" if trains else "eval", event, microbatches=event.microbatches)
+            losses = self._call("step" if trains else "eval", event, **number)
+        assert _torch.num_microbatches(self.schedule) == USUAL
         if losses:
             torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
         for index, part in self.parts.items():
@@ -223,6 +228,7 @@ def on_one_rank(drawn: tuple[str, bool, list[Event]]) -> None:
 
 
 def test_any_sequence_on_one_rank(one_rank: None) -> None:
+    run_all(FIXED)
     on_one_rank()
 
 
@@ -242,11 +248,13 @@ def drawn(number: int) -> list[tuple[str, bool, list[Event]]]:
 
 FOUND = [Event("train", 2), Event("eval", 4), Event("train", 2), Event("train", 4), Event("train", 4)]
 """What once gave zeros for the gradients of all stages but the last."""
+SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 2), (1, 1), (3, 1), (2, 1), (3, 2))]
+FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, FOUND))]
 
 
 @pytest.mark.parametrize(("num_ranks", "number"), [(2, 20), pytest.param(3, 50, marks=pytest.mark.zoo)])
 def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
-    run_ranks(num_ranks, run_all, [*((name, True, FOUND) for name in NAMES), *drawn(number)], timeout=600)
+    run_ranks(num_ranks, run_all, [*FIXED, *drawn(number)], timeout=600)
 
 
 def with_fsdp(mode: Grad) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import Checkpointing, batch, build_stage, gradients, loss_fn
+from pipelines import Pipeline, Result
 from ranks import run_ranks
-from test_gradients import MICROBATCHES, Result, assert_like_reference
+from test_gradients import MICROBATCHES, assert_like_reference
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,24 +101,16 @@ def test_compiled_stages_offload_too(one_rank: None, backend: str) -> None:
 
 
 def train_rank(name: str, what: Offload) -> list[Result]:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results = []
     for count in MICROBATCHES:
-        schedule = zbpipe.generate(name, num_ranks, count)
-        num_stages = schedule.placement.num_stages
-        modules = {index: build_stage(index, num_stages) for index in schedule.placement.stages_on(rank)}
-        stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]
-        runtime: Any = zbpipe.build_pipeline_schedule(name, stages, count, loss_fn)
-        runtime.adopt(with_copies(schedule, what))
+        pipeline = Pipeline(name, count)
+        pipeline.schedule.adopt(with_copies(zbpipe.generate(name, dist.get_world_size(), count), what))
         tokens, targets = batch(count)
-        losses: list[Tensor] = []
         for _ in range(2):
-            for module in modules.values():
-                module.zero_grad()
-            inputs = [tokens] if 0 in modules else []
-            runtime.step(*inputs, target=targets if num_stages - 1 in modules else None, losses=losses)
-        assert runtime._copies.copier.copied
-        results.append(([loss.item() for loss in losses], gradients(modules)))
+            pipeline.zero_grad()
+            losses = pipeline.run(tokens, target=targets)
+        assert pipeline.schedule._copies.copier.copied
+        results.append((losses, pipeline.gradients()))
     return results
 
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
-from zbpipe.registry import resolve
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -105,11 +104,8 @@ def train(
     **options: Any,
 ) -> Outcome:
     rank = dist.get_rank()
-    placement = resolve(name).place(dist.get_world_size())
-    parts = {index: Part(index).to(dtype) for index in placement.stages_on(rank)}
-    stages = [PipelineStage(part, i, placement.num_stages, torch.device("cpu")) for i, part in parts.items()]
-    schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, squared_error)
-    parameters = [each for part in parts.values() for each in part.parameters()]
+    pipeline = Pipeline(name, MICROBATCHES, lambda index, _: Part(index).to(dtype), squared_error)
+    schedule, parameters = pipeline.schedule, pipeline.parameters()
     made = OPTIMIZERS[optimizer](parameters)
     scheduler = LambdaLR(made, lambda number: 1 / (1 + number))
     step: Any = Ordinary(made, scheduler, max_norm, on_nonfinite)
@@ -121,25 +117,21 @@ def train(
     for number, (x, y) in enumerate(batches(dtype)):
         if zeroed_by_the_job:
             made.zero_grad()
-        found: list[Tensor] = []
-        schedule.step(
-            *([x] if 0 in parts else []), target=y if placement.num_stages - 1 in parts else None, losses=found
-        )
-        losses.append(str([float(loss) for loss in found]))
+        losses.append(str(pipeline.run(x, target=y)))
         if nan and number == NAN_ON_ONE_RANK and rank == 1:
-            next(iter(parameters)).grad[0] = torch.nan  # type: ignore[index]
+            parameters[0].grad[0] = torch.nan  # type: ignore[index]
         step()
         if ordinary:
             norms.append(str(step.last_norm))
     step.finish()
-    return Outcome(digest(parts, made), losses, norms, getattr(step, "counts", StepCounts()))
+    return Outcome(digest(pipeline.modules, made), losses, norms, getattr(step, "counts", StepCounts()))
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 
-def digest(parts: dict[int, Part], optimizer: Optimizer) -> str:
+def digest(parts: dict[int, nn.Module], optimizer: Optimizer) -> str:
     tensors = [each for part in parts.values() for each in part.state_dict().values()]
     for parameter in optimizer.param_groups[0]["params"]:
         state = optimizer.state[parameter]

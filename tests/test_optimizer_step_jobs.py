@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Checkpointing, batch, build_stage, loss_fn
+from models import Checkpointing, batch, build_stage
+from pipelines import Pipeline
 from ranks import endings, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, AdamW
 
 import zbpipe
 from zbpipe.planner.result import Plan
-from zbpipe.registry import resolve
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -33,7 +32,7 @@ MICROBATCHES, STEPS = 4, 6
 Weights = dict[str, Tensor]
 
 
-class Job:
+class Job(Pipeline):
     """Stages of a small model with a schedule and an optimizer, on each of some ranks."""
 
     def __init__(
@@ -46,44 +45,30 @@ class Job:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        group = mesh.get_group("pp") if mesh else None
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        has_replicas = mesh is not None and mesh.mesh_dim_names != ("pp", "tp")
-        self.replica, self.replicas = (mesh.get_local_rank(1), mesh.size(1)) if mesh and has_replicas else (0, 1)
-        placement = resolve(name).place(num_ranks)
-        self.last = placement.num_stages - 1
-        self.modules = {
-            index: build_stage(index, placement.num_stages, checkpointing, seed) for index in placement.stages_on(rank)
-        }
-        for module in self.modules.values():
+        def build(index: int, num_stages: int) -> nn.Module:
+            module = build_stage(index, num_stages, checkpointing, seed)
             if parallel and mesh:
                 parallel(module, mesh)
-            if compiled:
-                for layer in module.children():
-                    if not isinstance(layer, nn.Embedding):  # torch 2.13 refuses to compile one alone
-                        layer.compile(fullgraph=True, backend="aot_eager")
-        stages = [
-            PipelineStage(module, index, placement.num_stages, torch.device("cpu"), group=group)
-            for index, module in self.modules.items()
-        ]
-        self.schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn, **options)
-        self.parameters = [
-            each for module in self.modules.values() for each in module.parameters() if each.requires_grad
-        ]
-        self.optimizer = AdamW(self.parameters, lr=1e-2)
-        self.group = group
+            for layer in module.children() if compiled else ():
+                if not isinstance(layer, nn.Embedding):  # torch 2.13 refuses to compile one alone
+                    layer.compile(fullgraph=True, backend="aot_eager")
+            return module
 
-    def run(self, step: Callable[[], Any], steps: range = range(STEPS)) -> list[str]:
+        self.group = mesh.get_group("pp") if mesh else None
+        has_replicas = mesh is not None and mesh.mesh_dim_names != ("pp", "tp")
+        self.replica, self.replicas = (mesh.get_local_rank(1), mesh.size(1)) if mesh and has_replicas else (0, 1)
+        super().__init__(name, MICROBATCHES, build, group=self.group, **options)
+        self.trained = [each for each in self.parameters() if each.requires_grad]
+        self.optimizer = AdamW(self.trained, lr=1e-2)
+
+    def train(self, step: Callable[[], Any], steps: range = range(STEPS)) -> list[str]:
         """The losses."""
         losses = []
         for number in steps:
             tokens, targets = (
                 each.chunk(self.replicas)[self.replica] for each in batch(self.replicas * MICROBATCHES, number)
             )
-            found: list[Tensor] = []
-            inputs = [tokens] if 0 in self.modules else []
-            self.schedule.step(*inputs, target=targets if self.last in self.modules else None, losses=found)
-            losses.append(str([float(loss) for loss in found]))
+            losses.append(str(self.run(tokens, target=targets)))
             step()
         return losses
 
@@ -91,7 +76,7 @@ class Job:
         """The step of a job without zbpipe's."""
 
         def step() -> None:
-            clip(self.parameters, max_norm, self.group, torch.device("cpu"))
+            clip(self.trained, max_norm, self.group, torch.device("cpu"))
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -103,7 +88,7 @@ class Job:
     def weights(self) -> Weights:
         """And the optimizer's state."""
         found = {f"{i}.{k}": value for i, module in self.modules.items() for k, value in module.state_dict().items()}
-        for number, parameter in enumerate(self.parameters):
+        for number, parameter in enumerate(self.trained):
             found |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         return {
             name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
@@ -113,14 +98,14 @@ class Job:
 
 def norms_of(**job: Any) -> list[float]:
     """Of an ordinary training that clips nothing."""
-    trained, norms = Job(**job), []
+    plain, norms = Job(**job), []
 
     def step() -> None:
-        norms.append(float(clip(trained.parameters, inf, trained.group, torch.device("cpu"))))
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        norms.append(float(clip(plain.trained, inf, plain.group, torch.device("cpu"))))
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
 
-    trained.run(step)
+    plain.train(step)
     return norms
 
 
@@ -134,9 +119,9 @@ def same_as_ordinary(**job: Any) -> StepCounts:
     """Trains both ways."""
     limit = between(norms_of(**job))
     usual, ahead = Job(**job), Job(**job)
-    usual_losses = usual.run(usual.ordinary(limit))
+    usual_losses = usual.train(usual.ordinary(limit))
     step = ahead.ahead(limit, predict=False)
-    losses = ahead.run(step)
+    losses = ahead.train(step)
     step.finish()
     assert losses == usual_losses
     expected, found = usual.weights(), ahead.weights()
@@ -221,10 +206,10 @@ def with_auto() -> tuple[str, str, StepCounts]:
     pytest.MonkeyPatch().setattr("zbpipe.runtime.auto.plan", plan)
     limit = between(norms_of())
     usual, job = Job("ZBV"), Job("Auto", profile_steps=1)
-    losses = usual.run(usual.ordinary(limit), range(14))
+    losses = usual.train(usual.ordinary(limit), range(14))
     step = job.ahead(limit, predict=False)
     start = job.schedule.schedule.name
-    found = job.run(step, range(14))
+    found = job.train(step, range(14))
     step.finish()
     assert asked == ["period"] * (dist.get_rank() == 0)
     assert [round(sum(eval(each)), 4) for each in found] == [round(sum(eval(each)), 4) for each in losses]
@@ -240,10 +225,10 @@ def saved_and_resumed() -> None:
     """Around a step that is repeated."""
     limit = min(norms_of()) / 2  # all steps clip
     usual = Job()
-    expected = usual.run(usual.ordinary(limit))
+    expected = usual.train(usual.ordinary(limit))
     job = Job()
     step = job.ahead(limit, predict=False)
-    losses = job.run(step, range(3))
+    losses = job.train(step, range(3))
     assert step.is_pending
     step.finish()
     states = {index: deepcopy(module.state_dict()) for index, module in job.modules.items()}
@@ -253,7 +238,7 @@ def saved_and_resumed() -> None:
         module.load_state_dict(states[index])
     resumed.optimizer.load_state_dict(optimizer)
     again = resumed.ahead(limit, predict=False)
-    losses += resumed.run(again, range(3, STEPS))
+    losses += resumed.train(again, range(3, STEPS))
     again.finish()
     assert losses == expected
     for name, weight in usual.weights().items():
@@ -274,15 +259,13 @@ def made_again_for_running_ahead() -> None:
 def evaluated_while_pending() -> None:
     limit = min(norms_of()) / 2
     usual, job = Job(), Job()
-    usual.run(usual.ordinary(limit), range(3))
+    usual.train(usual.ordinary(limit), range(3))
     step = job.ahead(limit, predict=False)
-    job.run(step, range(3))
+    job.train(step, range(3))
     assert step.is_pending
     tokens, targets = batch(MICROBATCHES, 50)
     outputs = [
-        each.schedule.eval(
-            *([tokens] if 0 in each.modules else []), target=targets if each.last in each.modules else None
-        )
+        each.schedule.eval(*([tokens] if each.has_first else []), target=targets if each.has_last else None)
         for each in (usual, job)
     ]
     assert not step.is_pending
@@ -293,7 +276,7 @@ def logged_steps_wait() -> None:
     job = Job()
     step = job.ahead(1e6)
     norms = []
-    job.run(lambda: norms.append(step(now=len(norms) == 2)))
+    job.train(lambda: norms.append(step(now=len(norms) == 2)))
     assert [norm is None for norm in norms] == [True, True, False, True, True, True]
     assert norms[2] == pytest.approx(norms_of()[2], rel=1e-6)
     assert step.is_pending
@@ -305,14 +288,14 @@ def raises_on_all_ranks() -> str:
     job = Job()
     step = job.ahead(1e6, on_nonfinite="raise", predict=False)
     with pytest.raises(zbpipe.PipelineError) as error:
-        job.run(lambda: (poison(job), step()))
+        job.train(lambda: (poison(job), step()))
     assert isinstance(error.value.__cause__, FloatingPointError)
     return str(error.value)
 
 
 def poison(job: Job) -> None:
     if dist.get_rank() == 1:
-        job.parameters[0].grad[:] = inf  # type: ignore[index]
+        job.trained[0].grad[:] = inf  # type: ignore[index]
 
 
 def all_at_once() -> str:
@@ -337,7 +320,7 @@ def one_is_killed_before_its_vote() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         step()
 
-    job.run(stepped)
+    job.train(stepped)
 
 
 def test_a_rank_killed_while_others_wait_for_its_vote() -> None:
@@ -359,7 +342,7 @@ def one_is_killed_when_it_should_drain() -> None:
         return counts
 
     step.verdict = killed
-    job.run(step)
+    job.train(step)
 
 
 def test_a_rank_killed_when_all_have_to_drain() -> None:
@@ -373,7 +356,7 @@ def test_a_rank_killed_when_all_have_to_drain() -> None:
 def different_calls() -> None:
     job = Job()
     step = job.ahead(2.0 if dist.get_rank() else 1e6, predict=False)
-    job.run(step)
+    job.train(step)
 
 
 def test_ranks_with_different_arguments() -> None:
@@ -390,7 +373,7 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
         "takes optimizers of torch.optim, for example [optimizer], got []",
         lambda: zbpipe.OptimizerStep(zbv.schedule, []),
     )
-    yield "cannot step LBFGS", lambda: zbpipe.OptimizerStep(zbv.schedule, LBFGS(zbv.parameters))
+    yield "cannot step LBFGS", lambda: zbpipe.OptimizerStep(zbv.schedule, LBFGS(zbv.trained))
     yield "max_norm has to be a number above 0", lambda: zbv.ahead(0.0)
     yield "max_norm=None is no limit: give a number above 0, or math.inf", lambda: zbv.ahead(None)  # type: ignore[arg-type]
     yield (

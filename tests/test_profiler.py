@@ -15,7 +15,8 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, batch, build_stage, loss_fn
+from models import WIDTH, batch, build_stage
+from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -222,15 +223,11 @@ def test_ranks_with_messages_of_different_sizes_measure_their_link() -> None:
 
 
 def kept(name: str) -> Any:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    placement = zbpipe.registry.resolve(name).place(num_ranks)
-    num_stages, indices = placement.num_stages, placement.stages_on(rank)
-    stages = [PipelineStage(build_stage(index, num_stages, "full"), index, num_stages, CPU) for index in indices]
-    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn)
-    profiler = zbpipe.Profiler(schedule, 1)
+    pipeline = Pipeline(name, MICROBATCHES, lambda index, num_stages: build_stage(index, num_stages, "full"))
+    profiler = zbpipe.Profiler(pipeline.schedule, 1)
     tokens, targets = batch(MICROBATCHES)
     for _ in range(3):
-        schedule.step(*([tokens] if 0 in indices else []), target=targets if num_stages - 1 in indices else None)
+        pipeline.run(tokens, target=targets)
     assert profiler.costs is not None
     return profiler.costs
 

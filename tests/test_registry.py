@@ -83,15 +83,6 @@ def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> N
         zbpipe.register("mine")(registry.resolve("1F1B").generate)
 
 
-def test_schedules_need_no_torch() -> None:
-    """Neither the package nor anything on the way to a validated schedule imports it."""
-    program = (
-        "import sys, zbpipe; assert not zbpipe.validate(zbpipe.generate('ZBV', 4, 8));"
-        "from zbpipe import cli; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
+from broken import Broken, broken_schedules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from zbpipe import Op, OpKind, Placement, Schedule, generate
 from zbpipe.bound import lower_bound
 from zbpipe.costs import CostModel, Link, least_room
 from zbpipe.simulation import simulate
-from zbpipe.testing import Broken, broken_schedules, cost_models, runnable_schedules, schedules
+from zbpipe.testing import cost_models, runnable_schedules, schedules
 from zbpipe.timeline import Idle, Timeline
 
 pytestmark = pytest.mark.usefixtures("short_search")

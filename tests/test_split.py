@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import (
     SEQUENCE,
     VOCABULARY,
@@ -20,6 +19,7 @@ from models import (
     Block,
     Checkpointing,
     DoubledLinear,
+    Experts,
     TiedStage,
     batch,
     build_stage,
@@ -28,9 +28,9 @@ from models import (
     loss_fn,
     reference,
 )
+from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -40,16 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zbpipe
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import (
-    GROUPED_MM,
     PendingGradient,
     WeightGradients,
     WeightProduct,
     WeightProducts,
 )
 from zbpipe.runtime.split.stage import is_split
-
-# One float32 sum in another order (see test_gradients.py).
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def unfinished(stage: Any) -> dict[int, list[PendingGradient]]:
@@ -108,26 +104,10 @@ def x() -> Tensor:
 
 
 class InPlace(nn.Linear):
-    """Its output is changed in place, as by `nn.ReLU(inplace=True)` or a residual that is added to it."""
+    """As by `nn.ReLU(inplace=True)`, or a residual that is added to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mul_(0.5).add_(x)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_output_may_be_changed_in_place(x: Tensor, bias: bool) -> None:
-    """Before torch 2.15 the output of `F.linear` with a bias is a view, which autograd lets nobody change there."""
-    check_layer(nn.Sequential(InPlace(WIDTH, WIDTH, bias=bias)), x, deferred=1)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (2, 2, 2, WIDTH)])
-def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
-    check_layer(nn.Linear(WIDTH, 8, bias=bias), torch.randn(shape), deferred=1)
-
-
-def test_a_subclass_with_its_own_forward(x: Tensor) -> None:
-    check_layer(DoubledLinear(WIDTH, 8), x, deferred=1)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -153,38 +133,6 @@ def test_a_layer_whose_forward_was_wrapped(x: Tensor, kind: type[nn.Linear], tim
         assert_equal_gradients(layer, plain)
 
 
-def test_a_block_with_every_kind_of_layer(x: Tensor) -> None:
-    # up, gate, down and twice the one that is used twice; nothing for the frozen one
-    check_layer(Block(), x, deferred=5)
-
-
-def test_tied_weights() -> None:
-    check_layer(TiedStage(), batch(1)[0], deferred=6)
-
-
-def test_a_weight_of_two_layers(x: Tensor) -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    layers[1].weight = layers[0].weight
-    check_layer(layers, x, deferred=2)
-
-
-def test_a_frozen_bias_or_weight(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    layer.bias.requires_grad_(False)
-    check_layer(layer, x, deferred=1)
-    layer = nn.Linear(WIDTH, 8)
-    layer.weight.requires_grad_(False)
-    check_layer(layer, x, deferred=0)
-
-
-def test_what_cannot_be_deferred_gets_its_gradient_in_i(x: Tensor) -> None:
-    """A parametrized weight is no leaf; a convolution and attention are no linear layers."""
-    layer = nn.Linear(WIDTH, 8)
-    parametrize.register_parametrization(layer, "weight", nn.Tanh())
-    check_layer(layer, x, deferred=0)
-    check_layer(nn.Conv1d(SEQUENCE, 4, 3), x, deferred=0)
-
-
 class Batched(nn.Module):
     """A layer that zbpipe does not know, one weight for each of its groups."""
 
@@ -206,8 +154,68 @@ class Batched(nn.Module):
         return torch.bmm(y, 2 * self.scaled) + torch.bmm(torch.bmm(y, y.mT), y)
 
 
-def test_a_layer_of_the_users_own() -> None:
-    check_layer(nn.Sequential(Batched(), nn.Linear(8, 8)), torch.randn(3, WIDTH, WIDTH, requires_grad=True), deferred=2)
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape or (3, SEQUENCE, WIDTH), requires_grad=True)
+
+
+def tokens() -> Tensor:
+    return batch(1)[0]
+
+
+def with_one_weight() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    layers[1].weight = layers[0].weight
+    return layers
+
+
+def frozen(name: str) -> nn.Module:
+    layer = nn.Linear(WIDTH, 8)
+    layer.get_parameter(name).requires_grad_(False)
+    return layer
+
+
+def parametrized() -> nn.Module:
+    layer = nn.Linear(WIDTH, 8)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return layer
+
+
+def sparse() -> nn.Module:
+    """The embedding's gradient comes first, and its weight is that of the head."""
+    stage = TiedStage()
+    stage.embedding.sparse = True
+    return stage
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
+    # Before torch 2.15 the output of `F.linear` with a bias is a view, which autograd lets nobody change there.
+    "in place": (lambda: nn.Sequential(InPlace(WIDTH, WIDTH)), rows, 1),
+    "in place, no bias": (lambda: nn.Sequential(InPlace(WIDTH, WIDTH, bias=False)), rows, 1),
+    "own forward": (lambda: DoubledLinear(WIDTH, 8), rows, 1),
+    # up, gate, down and twice the one that is used twice; nothing for the frozen one
+    "block": (Block, rows, 5),
+    "tied": (TiedStage, tokens, 6),
+    "tied, sparse": (sparse, tokens, 6),
+    "a weight of two layers": (with_one_weight, rows, 2),
+    "frozen bias": (lambda: frozen("bias"), rows, 1),
+    "frozen weight": (lambda: frozen("weight"), rows, 0),
+    "no leaf": (parametrized, rows, 0),
+    "convolution": (lambda: nn.Conv1d(SEQUENCE, 4, 3), rows, 0),
+    "the user's own": (lambda: nn.Sequential(Batched(), nn.Linear(8, 8)), lambda: rows(3, WIDTH, WIDTH), 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_so_many_products_are_left_to_w(name: str) -> None:
+    torch.manual_seed(0)
+    make, inputs, deferred = LAYERS[name]
+    check_layer(make(), inputs(), deferred)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (2, 2, 2, WIDTH)])
+def test_linear(bias: bool, shape: tuple[int, ...]) -> None:
+    check_layer(nn.Linear(WIDTH, 8, bias=bias), torch.randn(shape), deferred=1)
 
 
 class Scaled(nn.Module):
@@ -256,35 +264,20 @@ def test_a_product_that_gives_another_shape_is_named(result: Any, got: str, is_l
         run(WeightProduct(lambda dy, weight: result, right.weight_gradient))
 
 
-class Experts(nn.Module):
-    """As TorchTitan's: float32 weights, bfloat16 products."""
-
-    weight_products: ClassVar[WeightProducts] = {torch._grouped_mm: GROUPED_MM}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH))
-        self.down = nn.Parameter(torch.randn(3, WIDTH, 2 * WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        offsets = torch.tensor([5, 5, 9], dtype=torch.int32)  # nothing for the second expert
-        h = torch._grouped_mm(x.bfloat16(), self.up.bfloat16().transpose(-2, -1), offs=offsets)
-        return torch._grouped_mm(F.silu(h), self.down.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_grouped_experts(checkpointing: Checkpointing) -> None:
-    experts = Experts()
+    experts = Experts(3, WIDTH, 2 * WIDTH)
     plain = copy.deepcopy(experts)
     layer = checkpointed(experts, checkpointing)
+    ends = torch.tensor([5, 5, 9], dtype=torch.int32)  # nothing for the second expert
     for _ in range(2):
         x = torch.randn(9, WIDTH, requires_grad=True)
         twin = x.detach().requires_grad_()
-        pending = backward(layer, x)
-        assert len(pending) == 2
+        pending = backward(layer, x, ends)
+        assert len(pending) == 3
         while pending:
             pending.pop().accumulate()
-        plain(twin).square().sum().backward()
+        plain(twin, ends).square().sum().backward()
         # The same products of the same bfloat16 numbers.
         torch.testing.assert_close(x.grad, twin.grad, rtol=0, atol=0)
         assert_equal_gradients(experts, plain)
@@ -348,90 +341,6 @@ def test_a_gradient_of_the_gradient(x: Tensor) -> None:
     assert_equal_gradients(layer, plain)
 
 
-def test_hooks_on_a_weight_see_its_gradient(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    plain = copy.deepcopy(layer)
-    seen: list[str] = []
-    for each in (layer, plain):
-        each.weight.register_hook(lambda gradient: 2 * gradient)
-        each.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
-    assert backward(layer, x) == []
-    assert seen == ["accumulated"]
-    plain(x).square().sum().backward()
-    assert_equal_gradients(layer, plain)
-
-
-def test_a_sparse_gradient_on_the_same_weight(x: Tensor) -> None:
-    """An embedding with sparse gradients, tied to the head."""
-    stage = TiedStage()
-    stage.embedding.sparse = True
-    plain = copy.deepcopy(stage)
-    tokens = batch(1)[0]
-    for _ in range(2):
-        for gradient in backward(stage, tokens):
-            gradient.accumulate()
-        plain(tokens).square().sum().backward()
-    assert_equal_gradients(stage, plain)
-
-
-def test_autocast(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    plain = copy.deepcopy(layer)
-    store = WeightGradients()
-    defer_weights(layer, store)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, expected = layer(x), plain(x)
-    assert y.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(y, expected)
-    with store.record() as pending:
-        y.float().sum().backward()
-    expected.float().sum().backward()
-    for gradient in pending:
-        gradient.accumulate()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.dtype == torch.float32
-    # Both are the same bf16 product, which rounds to 8 bits.
-    torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=2**-7, atol=1e-3)
-
-
-def test_outside_of_a_recording_it_is_an_ordinary_linear(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    plain = copy.deepcopy(layer)
-    defer_weights(layer, WeightGradients())
-    torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
-    layer(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    assert_equal_gradients(layer, plain)
-    with torch.no_grad():
-        assert not layer(x).requires_grad
-
-
-def test_a_compiled_layer_is_left_to_the_compiler(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    plain = copy.deepcopy(layer)
-    store = WeightGradients()
-    defer_weights(layer, store)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    loss = compiled(x).square().sum()
-    with store.record() as pending:
-        loss.backward()
-    assert pending == []
-    plain(x).square().sum().backward()
-    assert_equal_gradients(layer, plain)
-
-
-def test_a_copy_of_a_split_module_stands_on_its_own(x: Tensor) -> None:
-    layer = nn.Linear(WIDTH, 8)
-    store = WeightGradients()
-    defer_weights(layer, store)
-    twin = copy.deepcopy(layer)
-    with store.record() as pending:
-        twin(x).sum().backward()
-    assert pending == []
-    assert twin.weight.grad is not None
-    assert layer.weight.grad is None
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
     """I does one dI per linear layer and W one dW; full checkpointing repeats the forward once, in I."""
@@ -459,9 +368,8 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
         assert all(left[1] == rows == right[0] for left, right in w.shapes)
 
 
-def pipeline(module: nn.Module | list[nn.Module], microbatches: int, **options: Any) -> tuple[Any, list[Any]]:
+def pipeline(modules: list[nn.Module], microbatches: int, **options: Any) -> tuple[Any, list[Any]]:
     """ZBV on this process alone: two stages."""
-    modules = module if isinstance(module, list) else [module]
     stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
     return zbpipe.ScheduleZBV(stages, microbatches, loss_fn, **options), stages
 
@@ -537,20 +445,6 @@ def test_i_frees_the_activations_and_w_the_rest(one_rank: None) -> None:
     assert seen == {"I": 6, "W": 6}
 
 
-def test_a_stage_keeps_its_class_name_recognizable_and_is_split_once(one_rank: None) -> None:
-    modules = [build_stage(0, 2), build_stage(1, 2)]
-    schedule, stages = pipeline(modules, 2)
-    assert all(isinstance(stage, PipelineStage) for stage in stages)
-    again = zbpipe.ScheduleZBV(stages, 2, loss_fn)
-    assert [type(stage) for stage in again._stages] == [type(stage) for stage in schedule._stages]
-    tokens, targets = batch(2)
-    again.step(tokens, target=targets)
-    _, expected = reference(2, 2)
-    found = gradients(dict(enumerate(modules)))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, **TOLERANCE)
-
-
 @pytest.mark.parametrize("split", ["deferred", "autograd"])
 def test_one_rank_alone(one_rank: None, split: str) -> None:
     modules = [build_stage(0, 2), build_stage(1, 2)]
@@ -566,21 +460,6 @@ def test_one_rank_alone(one_rank: None, split: str) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, **TOLERANCE)
-
-
-def test_eval_runs_forwards_only_and_training_goes_on(one_rank: None) -> None:
-    modules = [build_stage(0, 2), build_stage(1, 2)]
-    schedule, stages = pipeline(modules, 2)
-    tokens, targets = batch(2)
-    losses: list[Tensor] = []
-    schedule.eval(tokens, target=targets, losses=losses)
-    expected_losses, expected = reference(2, 2)
-    assert [loss.item() for loss in losses] == pytest.approx(expected_losses, rel=1e-6)
-    assert gradients(dict(enumerate(modules))) == {}
-    schedule.step(tokens, target=targets)
-    for name, gradient in gradients(dict(enumerate(modules))).items():
-        torch.testing.assert_close(gradient, expected[name], **TOLERANCE)
-    assert not any(unfinished(stage) for stage in stages)
 
 
 class SelfBackwardLoss(torch.autograd.Function):
@@ -664,49 +543,3 @@ def test_an_error_in_i_ends_the_recording(x: Tensor) -> None:
     layer(x).square().sum().backward()
     plain(x).square().sum().backward()
     assert_equal_gradients(layer, plain)
-
-
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_fully_shard_accumulates_where_and_how_a_full_backward_would(
-    one_rank: None, precision: torch.dtype | None
-) -> None:
-    """TorchTitan wraps every stage in FSDP2, also without data parallelism, with bf16 weights and fp32 gradients."""
-    ours, products_in_w = fully_sharded_step([build_stage(0, 2), build_stage(1, 2)], "ZBV", precision)
-    theirs, _ = fully_sharded_step(
-        [nn.Sequential(*build_stage(0, 2).children(), *build_stage(1, 2).children())], "1F1B", precision
-    )
-    assert products_in_w == 3 * 21  # 5 a block, and the head; the first microbatch leaves none
-    assert len(ours) == len(theirs)
-    # In bf16 every product is rounded to 8 bits before both add it in float32.
-    tolerance = TOLERANCE if precision is None else {"rtol": 2**-7, "atol": 1e-4}
-    for found, expected in zip(ours, theirs, strict=True):
-        assert found.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(found, expected, **tolerance)
-
-
-def fully_sharded_step(modules: list[nn.Module], name: str, precision: torch.dtype | None) -> tuple[list[Tensor], int]:
-    """All gradients after one step over four microbatches, and how many products were left to W."""
-    mesh = init_device_mesh("cpu", (1,))
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    for module in modules:
-        for layer in [*filter(lambda layer: isinstance(layer, Block), module.modules()), module]:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-            layer.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    stages = [PipelineStage(m, i, len(modules), torch.device("cpu")) for i, m in enumerate(modules)]
-    schedule: Any = zbpipe.build_pipeline_schedule(name, stages, 4, loss_fn)
-    owed: list[int] = []
-
-    def watch(action: str, stage: Any) -> None:
-        if action == "I" and unfinished(stage):
-            owed.append(len(list(unfinished(stage).values())[-1]))
-
-    watch_actions(stages, watch)
-    tokens, targets = batch(4)
-    schedule.step(tokens, target=targets)
-    gradients = [
-        p.grad.full_tensor()  # type: ignore[attr-defined]
-        for module in modules
-        for p in module.parameters()
-        if p.grad is not None
-    ]
-    return gradients, sum(owed)

@@ -6,17 +6,17 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Experts
 from split_backward import MiddleStage, Mode, Size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zbpipe import GROUPED_MM
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
@@ -243,25 +243,9 @@ def test_a_gradient_of_a_gradient_under_autocast() -> None:
         torch.testing.assert_close(one.grad, other.grad, **ROUNDED)
 
 
-class Experts(nn.Module):
-    """SwiGLU of groups of rows, as TorchTitan's."""
-
-    weight_products: ClassVar[Any] = {torch._grouped_mm: GROUPED_MM}
-
-    def __init__(self, experts: int, dim: int, hidden: int) -> None:
-        super().__init__()
-        shapes = (dim, hidden), (dim, hidden), (hidden, dim)
-        weights = [nn.Parameter(torch.randn(experts, *shape, dtype=torch.bfloat16)) for shape in shapes]
-        self.gate, self.up, self.down = weights
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        gate, up = (torch._grouped_mm(x, weight, offs=ends) for weight in (self.gate, self.up))
-        return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends)
-
-
 def test_experts_leave_one_x_for_gate_and_up() -> None:
     rows, dim, hidden = 32, 16, 48
-    module, gradients = Experts(2, dim, hidden), WeightGradients()
+    module, gradients = Experts(2, dim, hidden).bfloat16(), WeightGradients()
     defer_weights(module, gradients)
     x, ends = torch.randn(rows, dim, dtype=torch.bfloat16), torch.tensor([8, rows], dtype=torch.int32)
     found: list[list[PendingGradient]] = []

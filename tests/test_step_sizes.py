@@ -1,4 +1,4 @@
-"""Steps with another number of microbatches, or another shape, than the first: like the model without pipeline."""
+"""Steps with another number of microbatches than the first: what is refused, and what is made once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, build_stage, gradients, loss_fn, without_pipeline
+from models import batch
 from ranks import run_ranks
 from test_faults import MICROBATCHES, Job, renew_group
-from test_gradients import TOLERANCE
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import registry
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
-
-USUAL = 4
-# (microbatches, rows, length); the first step is as the schedule was built, without `microbatches=`.
-STEPS = ((4, 8, 6), (2, 4, 6), (7, 14, 6), (4, 8, 6), (2, 8, 6), (1, 2, 5), (4, 8, 5), (2, 8, 6), (3, 6, 6))
-NAMES = ("ZBV", "ZBH1", "ZBVLean", "ZB2P", "Table", "Plan", "Auto")
-
-Step = tuple[list[float], dict[str, Tensor]]
 
 
 def data(rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -37,88 +26,9 @@ def data(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return tokens[:rows, :length], targets[:rows, :length]
 
 
-def build(name: str, num_ranks: int, rank: int) -> tuple[Any, dict[int, torch.nn.Module], int]:
-    schedule: Any = name
-    if name == "Table":
-        schedule = zbpipe.generate("1F1B", num_ranks, USUAL)
-    if name == "Plan":
-        schedule = zbpipe.plan(
-            num_ranks, USUAL, CostModel.uniform(Placement.v(num_ranks)), budget=1e4, placements=["v"]
-        )
-    table = getattr(schedule, "schedule", schedule)
-    indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
-    num_stages = registry.resolve(table).place(num_ranks).num_stages
-    modules = {index: build_stage(index, num_stages) for index in indices}
-    stages = [PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
-    runtime: Any = zbpipe.build_pipeline_schedule(schedule, stages, USUAL, loss_fn)
-    if name == "Table":  # a table: other numbers have to be adopted
-        for number in {number for number, *_ in STEPS} - {USUAL}:
-            runtime.adopt(zbpipe.generate("1F1B", num_ranks, number))
-    return runtime, modules, num_stages
-
-
-def train(names: tuple[str, ...]) -> dict[str, list[Step]]:
-    """By schedule what each of `STEPS` gives on this rank."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    results: dict[str, list[Step]] = {}
-    for name in names:
-        runtime, modules, num_stages = build(name, num_ranks, rank)
-        results[name] = []
-        for number, rows, length in STEPS:
-            tokens, targets = data(rows, length)
-            for module in modules.values():
-                module.zero_grad()
-            losses: list[Tensor] = []
-            given = {} if (number, rows, length) == STEPS[0] else {"microbatches": number}
-            runtime.step(
-                *([tokens] if 0 in modules else []),
-                target=targets if num_stages - 1 in modules else None,
-                losses=losses,
-                **given,
-            )
-            assert _torch.num_microbatches(runtime) == USUAL
-            results[name].append(([each.item() for each in losses], gradients(modules)))
-    return results
-
-
-def expected_of(num_stages: int, number: int, rows: int, length: int) -> Step:
-    return without_pipeline(num_stages, number, *data(rows, length))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "names"),
-    [
-        (1, ("ZBV",)),
-        (2, ("ZBV", "ZBH1", "Table", "Plan")),
-        (3, ("ZBVLean", "Auto")),
-        pytest.param(1, NAMES, marks=pytest.mark.zoo),
-        pytest.param(2, NAMES, marks=pytest.mark.zoo),
-        pytest.param(3, NAMES, marks=pytest.mark.zoo),
-    ],
-)
-def test_gradients_of_steps_of_other_sizes(num_ranks: int, names: tuple[str, ...]) -> None:
-    per_rank = run_ranks(num_ranks, train, names, timeout=300)
-    for name in names:
-        num_stages = num_ranks * (1 if name in ("ZBH1", "ZB2P", "Table") else 2)
-        for step, size in enumerate(STEPS):
-            expected_losses, expected = expected_of(num_stages, *size)
-            losses = [loss for results in per_rank for loss in results[name][step][0]]
-            found = {key: grad for results in per_rank for key, grad in results[name][step][1].items()}
-            assert losses == pytest.approx(expected_losses, rel=1e-6), (name, size)
-            assert found.keys() == expected.keys()
-            for key, grad in expected.items():
-                torch.testing.assert_close(
-                    found[key],
-                    grad,
-                    **TOLERANCE,
-                    msg=lambda m, n=(name, step, key): f"{n}: {m}",  # type: ignore[misc]
-                )
-
-
 def step(job: Job, rows: int, length: int = 6, **given: Any) -> None:
     tokens, targets = data(rows, length)
-    first, last = 0 in job.modules, job.num_stages - 1 in job.modules
-    job.schedule.step(*([tokens] if first else []), target=targets if last else None, **given)
+    job.run(tokens, target=targets, **given)
 
 
 def refused(job: Job, rows: int, **given: Any) -> str:
@@ -172,29 +82,6 @@ def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> Non
     assert "3 on rank 0, none on rank 1" in first["forgotten"]
     assert first["forgotten"] in second["forgotten"]
     assert first["next"] == second["next"] == ""
-
-
-def evaluate() -> list[float]:
-    """Eval and step in turn, each with another number of microbatches."""
-    job = Job("ZBV")
-    found: list[Tensor] = []
-    results = []
-    for number, run in ((6, "step"), (3, "eval"), (2, "step"), (3, "eval"), (6, "step")):
-        tokens, targets = data(2 * number, 6)
-        getattr(job.schedule, run)(
-            *([tokens] if 0 in job.modules else []),
-            target=targets if job.num_stages - 1 in job.modules else None,
-            losses=found,
-            microbatches=number,
-        )
-        results += [each.item() for each in found]
-    return results
-
-
-def test_eval_and_steps_in_turn() -> None:
-    found = [loss for losses in run_ranks(2, evaluate) for loss in losses]
-    expected = [loss for number in (6, 3, 2, 3, 6) for loss in expected_of(4, number, 2 * number, 6)[0]]
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

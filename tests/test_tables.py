@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import answer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import _schedule_visualizer, schedules
@@ -16,7 +16,6 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from zbpipe import Op, Schedule, generate, registry, testing, validate
 from zbpipe.actions import check_table, parse
-from zbpipe.cli import main
 from zbpipe.passes import with_messages, with_waits
 
 TORCHS = ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -130,12 +129,6 @@ def test_what_is_no_table(table: str, words: str) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def answer(arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(main, arguments.split())
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 COMMUNICATION = (

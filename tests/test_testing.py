@@ -3,28 +3,22 @@
 import subprocess
 import sys
 from fractions import Fraction
-from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import Op, OpKind, Placement, Schedule, generate, registry, validate
+from zbpipe import Op, OpKind, Placement, Schedule, generate, registry
 from zbpipe.testing import (
-    broken_schedules,
     check_schedule,
     cost_models,
-    mutations,
     placements,
     runnable_schedules,
     schedules,
 )
-from zbpipe.validation import Rule
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
-RULES: tuple[Rule, ...] = tuple(rule for rule in get_args(Rule) if rule != "memory")
-"""Memory is at fault only where somebody sets a limit."""
 # Searched schedules take a while to draw, on a busy machine longer than hypothesis likes.
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 few = settings(patient, max_examples=30)
@@ -132,61 +126,6 @@ def test_the_simplest_examples_are_simple() -> None:
     sizes = schedules(max_ranks=4, max_microbatches=6)
     smallest = find(sizes, lambda schedule: schedule.num_ranks > 2 and schedule.num_microbatches > 4, settings=patient)
     assert smallest == generate("1F1B", 3, 5)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_one_fault_gets_one_name(rule: Rule) -> None:
-    """Whatever is broken in one way is reported under that rule, and nothing else is made of it."""
-
-    @settings(patient, max_examples=60)
-    @given(broken_schedules([rule]))
-    def check(broken: tuple[Schedule, Rule]) -> None:
-        schedule, expected = broken
-        assert expected == rule
-        assert {finding.rule for finding in validate(schedule)} == {rule}
-
-    check()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_runnable_schedules_break_in_the_same_ways(rule: Rule) -> None:
-    """Other orders and placements than the named ones, with full and split backwards side by side."""
-    base = runnable_schedules().filter(lambda s: s.num_ranks > 1 and s.num_microbatches > 1)
-
-    @settings(patient, max_examples=40, suppress_health_check=list(HealthCheck))
-    @given(broken_schedules([rule], base=base))
-    def check(broken: tuple[Schedule, Rule]) -> None:
-        assert {finding.rule for finding in validate(broken[0])} == {rule}
-
-    check()
-
-
-def test_all_faults_come_up_and_are_small() -> None:
-    for rule in RULES:
-        schedule, _ = find(broken_schedules(), lambda broken, rule=rule: broken.rule == rule, settings=patient)  # type: ignore[misc]
-        assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == ("1F1B", 2, 2)
-
-
-def test_one_rank_cannot_misplace_nor_deadlock() -> None:
-    found = set()
-
-    @patient
-    @given(mutations(generate("ZBV", 1, 3)))
-    def collect(broken: tuple[Schedule, Rule]) -> None:
-        found.add(broken[1])
-
-    collect()
-    assert found == {"missing", "doubled", "foreign", "order"}
-    with pytest.raises(ValueError, match=r"ZBV with 1 rank\(s\) cannot break \['deadlock'\]"):
-        find(mutations(generate("ZBV", 1, 3), ["deadlock"]), lambda _: True)
-
-
-@few
-@given(broken_schedules(base=schedules("ZBV", ranks=2, microbatches=3)))
-def test_a_broken_schedule_keeps_its_name_and_size(broken: tuple[Schedule, Rule]) -> None:
-    schedule, original = broken[0], generate("ZBV", 2, 3)
-    assert schedule != original
-    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("ZBV", original.placement, 3)
 
 
 def test_check_schedule_lists_everything() -> None:

@@ -15,15 +15,14 @@ import pytest
 import torch
 from cells import CHECKPOINTING, COMPILING, SCHEDULES
 from compatibility import Section, Table, compare_when_all_ran, seen_with
-from models import batch, build_stage, gradients, loss_fn, reference
+from models import batch, build_stage, reference
+from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-import zbpipe
 from zbpipe import registry
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -76,29 +75,23 @@ def train(cell: Cell) -> Run:
     """Two steps: in the first one every I computes all gradients."""
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (RANKS // cell.shards, cell.shards), mesh_dim_names=("pp", "dp"))
-    rank, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    indices = zbpipe.stage_indices(cell.schedule, rank=rank, num_ranks=RANKS // cell.shards)
-    modules = {
-        index: prepared(build_stage(index, cell.num_stages, cell.checkpointing), cell, mesh) for index in indices
-    }
-    stages = [
-        PipelineStage(module, index, cell.num_stages, torch.device("cpu"), group=mesh.get_group("pp"))
-        for index, module in modules.items()
-    ]
-    schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, MICROBATCHES, loss_fn)
+    pipeline = Pipeline(
+        cell.schedule,
+        MICROBATCHES,
+        lambda index, num_stages: prepared(build_stage(index, num_stages, cell.checkpointing), cell, mesh),
+        group=mesh.get_group("pp"),
+    )
+    shard = mesh.get_local_rank("dp")
     tokens, targets = (each.chunk(cell.shards)[shard] for each in batch(cell.shards * MICROBATCHES))
     for _ in range(2):
-        for module in modules.values():
-            module.zero_grad()
-        losses: list[Tensor] = []
-        first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
-        schedule.step(*([tokens] if first else []), target=targets if last else None, losses=losses)
+        pipeline.zero_grad()
+        losses = pipeline.run(tokens, target=targets)
     return Run(
         {
             name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            for name, gradient in gradients(modules).items()
+            for name, gradient in pipeline.gradients().items()
         },
-        [loss.item() for loss in losses],
+        losses,
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, build_stage, gradients, loss_fn, reference
+from models import batch, loss_fn, reference
+from pipelines import Pipeline
 from ranks import run_ranks
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -117,16 +118,12 @@ def test_a_kind_that_torch_does_not_know_is_in_no_dump() -> None:
 
 def after_a_step(make: Any) -> dict[str, torch.Tensor]:
     """This rank's gradients after two steps of what `make` makes of stages, each from zero."""
-    rank, placement = dist.get_rank(), registry.resolve("ZBV").place(2)
-    modules = {index: build_stage(index, placement.num_stages) for index in placement.stages_on(rank)}
-    cpu = torch.device("cpu")
-    built = make([PipelineStage(module, index, placement.num_stages, cpu) for index, module in modules.items()])
+    pipeline = Pipeline("ZBV", MICROBATCHES, make=lambda name, stages, *_: make(stages))
     tokens, targets = batch(MICROBATCHES)
     for _ in range(2):
-        for module in modules.values():
-            module.zero_grad()
-        built.step(*([tokens] if rank == 0 else []), target=targets if rank == 0 else None)
-    return gradients(modules)
+        pipeline.zero_grad()
+        pipeline.run(tokens, target=targets)
+    return pipeline.gradients()
 
 
 def dumped_and_read(folder: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from commands import run
 
 from zbpipe import cli, generate, registry, stage_indices
 from zbpipe.user_code import function_of, import_modules
@@ -41,12 +42,12 @@ def test_a_function_in_a_file_is_a_schedule(own: Path) -> None:
     assert str(generate(source, 2, 4)) == str(generate("ZBV", 2, 4))
     assert stage_indices(source, rank=1, num_ranks=2) == (1, 2)
     assert function_of(source) is function_of(source), "the file runs once"
-    result = CliRunner().invoke(cli.main, ["simulate", "own_for_test.py:mine", "-p", "2", "-m", "4"])
+    result = run("simulate own_for_test.py:mine -p 2 -m 4")
     assert result.output.startswith("MineOfTest, 2 ranks, 4 microbatches")
 
 
 def test_a_module_is_imported_first() -> None:
-    result = CliRunner().invoke(cli.main, ["--import", "own_for_test", "simulate", "mineoftest", "-p", "2", "-m", "4"])
+    result = run("--import own_for_test simulate mineoftest -p 2 -m 4")
     assert result.output.startswith("MineOfTest, 2 ranks, 4 microbatches")
 
 
@@ -60,14 +61,14 @@ def test_a_module_is_imported_first() -> None:
     ],
 )
 def test_what_is_no_schedule_is_refused_with_the_way_out(source: str, complaint: str) -> None:
-    result = CliRunner().invoke(cli.main, ["simulate", source, "-p", "2", "-m", "4"])
+    result = run(f"simulate {source} -p 2 -m 4")
     assert result.exit_code == 2
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 def test_a_module_that_fails_is_one_line() -> None:
-    result = CliRunner().invoke(cli.main, ["--import", "broken_for_test", "list"])
+    result = run("--import broken_for_test list")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "the module 'broken_for_test' cannot be imported: ZeroDivisionError" in result.stderr
     with pytest.raises(ValueError, match="'none_for_test' cannot be imported: ModuleNotFoundError"):

@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from broken import RULES, Broken, broken_schedules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
-from zbpipe.testing import cost_models, schedules
-from zbpipe.validation import require_valid
+from zbpipe.testing import cost_models, runnable_schedules, schedules
+from zbpipe.validation import Rule, require_valid
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -27,37 +28,23 @@ def changed(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(map(tuple, rows)))
 
 
-def draw_op(data: st.DataObject, schedule: Schedule) -> tuple[int, int]:
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    return rank, data.draw(st.integers(0, len(schedule.ops[rank]) - 1))
+any_order = runnable_schedules().filter(lambda s: s.num_ranks > 1 and s.num_microbatches > 1)
+"""With full and split backwards side by side."""
 
 
-@patient
-@given(any_schedule, st.data())
-def test_a_missing_op(schedule: Schedule, data: st.DataObject) -> None:
-    rank, position = draw_op(data, schedule)
-    lost = schedule.ops[rank][position]
-    findings = validate(changed(schedule, lambda rows: rows[rank].pop(position)))
-    assert [(f.rule, f.rank, f.position, f.op) for f in findings] == [("missing", rank, None, lost)]
+@pytest.mark.parametrize("base", [None, any_order], ids=["by name", "in any order"])
+@pytest.mark.parametrize("rule", RULES)
+def test_one_fault_gets_one_name_at_its_place(rule: Rule, base: st.SearchStrategy[Schedule] | None) -> None:
+    """And nothing else is made of it."""
 
+    @settings(patient, max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(broken_schedules([rule], base))
+    def check(broken: Broken) -> None:
+        findings = validate(broken.schedule)
+        assert {finding.rule for finding in findings} == {rule}
+        assert broken.place in (None, *((f.rank, f.position, f.op) for f in findings))
 
-@patient
-@given(any_schedule, st.data())
-def test_a_doubled_op(schedule: Schedule, data: st.DataObject) -> None:
-    rank, position = draw_op(data, schedule)
-    twice = schedule.ops[rank][position]
-    findings = validate(changed(schedule, lambda rows: rows[rank].append(twice)))
-    assert [(f.rule, f.rank, f.position, f.op) for f in findings] == [("doubled", rank, len(schedule.ops[rank]), twice)]
-
-
-@patient
-@given(any_schedule, st.data())
-def test_foreign_ops(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    strangers = [Op(schedule.placement.num_stages, OpKind.F, 0), Op(rank, OpKind.F, schedule.num_microbatches)]
-    stranger = data.draw(st.sampled_from(strangers))
-    findings = validate(changed(schedule, lambda rows: rows[rank].insert(0, stranger)))
-    assert ("foreign", rank, 0, stranger) in [(f.rule, f.rank, f.position, f.op) for f in findings]
+    check()
 
 
 def test_a_full_backward_beside_its_halves() -> None:
@@ -73,26 +60,11 @@ def test_a_half_beside_a_full_backward_is_no_deadlock(half: str) -> None:
 
 
 @patient
-@given(any_schedule.filter(lambda schedule: schedule.num_ranks > 1), st.data())
-def test_a_stage_on_two_ranks(schedule: Schedule, data: st.DataObject) -> None:
-    rank, position = draw_op(data, schedule)
-    moved = schedule.ops[rank][position]
-    other = (rank + 1) % schedule.num_ranks
-
-    def move(rows: Rows) -> None:
-        rows[rank].pop(position)
-        rows[other].append(moved)
-
-    findings = validate(changed(schedule, move))
-    place = ("placement", other, len(schedule.ops[other]), moved)
-    assert place in [(f.rule, f.rank, f.position, f.op) for f in findings]
-
-
-@patient
 @given(any_schedule, st.data())
 def test_backwards_before_what_feeds_them(schedule: Schedule, data: st.DataObject) -> None:
     """W before I, or I or B before F."""
-    rank, position = draw_op(data, schedule)
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    position = data.draw(st.integers(0, len(schedule.ops[rank]) - 1))
     stage, _, microbatch = schedule.ops[rank][position]
     kinds = [op.kind for op in schedule.ops[rank] if op[::2] == (stage, microbatch)]
     late, early = data.draw(st.sampled_from(list(pairwise(kinds))))

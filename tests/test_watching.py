@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build_stage, loss_fn
+from models import build_stage
+from pipelines import Pipeline
 from ranks import run_ranks
 from test_steps import Kept
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import CostModel, Link, Placement, Schedule
@@ -52,13 +52,16 @@ def watched(plan_out: Path) -> tuple[list[str], list[str]]:
     """The log of this rank, and the schedules of all steps. Rank 0 is slow, with both ends of the V, later rank 1."""
     kept = Kept()
     logging.getLogger("zbpipe.runtime.auto").addHandler(kept)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    indices = zbpipe.stage_indices("Auto", rank=rank, num_ranks=num_ranks)
-    modules = {index: Asleep(build_stage(index, 4), 0.02 if index in (0, 3) else 0.007) for index in indices}
-    stages = [PipelineStage(each, index, 2 * num_ranks, torch.device("cpu")) for index, each in modules.items()]
-    schedule: Any = zbpipe.build_pipeline_schedule(
-        "Auto", stages, 4, loss_fn, profile_steps=2, budget=1e4, plan_out=plan_out
+    pipeline = Pipeline(
+        "Auto",
+        4,
+        lambda index, num_stages: Asleep(build_stage(index, num_stages), 0.02 if index in (0, 3) else 0.007),
+        profile_steps=2,
+        budget=1e4,
+        plan_out=plan_out,
     )
+    modules: dict[int, Any] = pipeline.modules
+    schedule = pipeline.schedule
     names: list[str] = []
     random = Random(0)
     slow_from = MOST
@@ -72,10 +75,10 @@ def watched(plan_out: Path) -> tuple[list[str], list[str]]:
         is_quiet = len({*names[-QUIET:]}) == 1 and not names[-1].startswith("Auto")
         if slow_from == MOST and number >= SLOW_FROM and is_quiet:
             slow_from = number
-            for module in modules.values() if rank == 1 else ():
+            for module in modules.values() if dist.get_rank() == 1 else ():
                 module.seconds *= 8
         tokens = torch.zeros(4, 3, dtype=torch.long)
-        schedule.step(*([tokens] if 0 in modules else []), target=tokens if 2 * num_ranks - 1 in modules else None)
+        pipeline.run(tokens, target=tokens)
         names.append(schedule.schedule.name)
     return kept.messages, names
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrizations as new
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from zoo import BY_NAME
 
 import zbpipe
-from zbpipe import WeightProduct
 from zbpipe.runtime.gradient_report import GradientReport
 from zbpipe.runtime.patching import replaced
 
@@ -64,10 +64,6 @@ def gathered(s: Any, x: Tensor) -> Tensor:
     return (s.w[choice] @ x.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
 
 
-def merged(s: Any, x: Tensor) -> Tensor:
-    return F.linear(x, s.v + s.w[0] @ s.w[1])
-
-
 def gained(s: Any, x: Tensor) -> Tensor:
     """A gain and a bias are no products."""
     return F.linear(x * s.scale + s.scale, 2 * s.v.view(-1).view(WIDTH, WIDTH))
@@ -77,10 +73,6 @@ def looked_up(s: Any, x: Tensor) -> Tensor:
     """Rows of a table are no product, and what is made of them is no weight."""
     rows = s.v[torch.arange(len(x)) % WIDTH]
     return F.linear(rows + F.embedding(torch.arange(len(x)) % WIDTH, s.v) + x, s.w[0])
-
-
-def sliced(s: Any, x: Tensor) -> Tensor:
-    return torch.cat([F.linear(x, each) for each in s.v.chunk(4)], -1) + F.linear(x, s.w.flatten(0, 1)[:WIDTH])
 
 
 class Doubling(torch.autograd.Function):
@@ -113,99 +105,40 @@ def own(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(forward))
 
 
-class Images(nn.Module):
-    """Two convolutions, one of them transposed, with a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, 6 * TOKENS)
-        self.conv = nn.Conv1d(6, 9, 5, stride=2)
-        self.back = nn.ConvTranspose1d(9, 6, 4, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.back(self.conv(self.lin(x).unflatten(-1, (6, TOKENS))))  # type: ignore[no-any-return]
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
-        super().__init__()
-        self.lin, self.rnn = nn.Linear(WIDTH, WIDTH), kind(WIDTH, 2 * WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(self.lin(x).unsqueeze(1).expand(-1, 5, -1))[0]  # type: ignore[no-any-return]
-
-
-class Attention(nn.Module):
-    """The packed projection of q, k and v is torch's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.attention = nn.Linear(WIDTH, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.lin(x).unsqueeze(0)
-        return self.attention(h, h, h, need_weights=False)[0][0]  # type: ignore[no-any-return]
-
-
-def tied() -> nn.Module:
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    module[2].weight = module[0].weight
-    return module
-
-
-def hooked() -> nn.Module:
-    module = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    module[3].weight.register_hook(lambda gradient: gradient)  # type: ignore[union-attr]
-    return module
-
-
-class Declared(nn.Module):
-    weight_products: ClassVar = {torch.bmm: WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, 3 * WIDTH))
-        self.other = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(EXPERTS, -1, -1), self.weight).sum(0) @ self.other
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), ""),
-    "select": (own(select), "a part of a parameter (Select)"),
-    "unbind": (own(unbind), "a part of a parameter (Unbind)"),
-    "chosen by data": (own(chosen_by_data), "a part of a parameter (Select)"),
-    "gathered": (own(gathered), "a part of a parameter (Index)"),
-    "merged": (own(merged), "more than a view of a parameter (Select, Mm, Add)"),
-    "a gain": (own(gained), "more than a view of a parameter (Mul)"),
-    "looked up": (own(looked_up), "a part of a parameter (Select)"),
-    "chunks and slices": (own(sliced), "a part of a parameter (Split)"),
-    "a Function": (own(by_a_function), "an autograd Function of its own, Doubling"),
-    "reentrant": (own(reentrant), "a part of a parameter (Select)"),
-    "checkpointed": (own(checkpointed), "a product of its own: declare it by weight_products"),
-    "convolutions": (Images, "a convolution"),
-    "LSTM": (lambda: Recurrent(nn.LSTM), ""),
-    "GRU": (lambda: Recurrent(nn.GRU), "a product of its own"),
-    "attention": (Attention, "multiplied outside of its layer"),
-    "tied": (tied, ""),
-    "hooks": (hooked, "the weight has hooks"),
-    "declared": (Declared, "a product of its own"),
-    "weight norm": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), new.weight_norm(nn.Linear(WIDTH, WIDTH))),
-        "more than a view of a parameter (WeightNormInterface)",
-    ),
-    "bilinear": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice()), "a bilinear layer"),
+OF_THE_ZOO = {
+    "plain": "",
+    "a part of the weight": "a part of a parameter (Slice)",
+    "a weight in two halves": "a part of a parameter (Split)",
+    "called by the parent": "multiplied outside of its layer",
+    "merged LoRA": "more than a view of a parameter (Mm, Add)",
+    "folded weights": "more than a view of a parameter (Mm)",
+    "weight norm": "more than a view of a parameter (WeightNormInterface)",
+    "convolution": "a convolution",
+    "transposed convolution": "a convolution",
+    "LSTM": "",
+    "GRU": "a product of its own",
+    "nn.MultiheadAttention": "multiplied outside of its layer",
+    "tied weights": "",
+    "a hook on the weight": "the weight has hooks",
+    "grouped experts": "",
+    "bilinear": "a bilinear layer",
 }
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.both(x, torch.tanh(x))  # type: ignore[no-any-return]
+OF_PARTS = {
+    "select": (select, "a part of a parameter (Select)"),
+    "unbind": (unbind, "a part of a parameter (Unbind)"),
+    "chosen by data": (chosen_by_data, "a part of a parameter (Select)"),
+    "gathered": (gathered, "a part of a parameter (Index)"),
+    "a gain": (gained, "more than a view of a parameter (Mul)"),
+    "looked up": (looked_up, "a part of a parameter (Select)"),
+    "a Function": (by_a_function, "an autograd Function of its own, Doubling"),
+    "reentrant": (reentrant, "a part of a parameter (Select)"),
+    "checkpointed": (checkpointed, "a product of its own: declare it by weight_products"),
+}
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
+    **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
+}
+"""Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""
 
 
 def counted(module: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> float:
@@ -236,9 +169,9 @@ NOT_COUNTED = ("LSTM", "bilinear")
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_share_is_that_of_an_independent_count(name: str) -> None:
-    make, reason = CASES[name]
+    make, shape, reason = CASES[name]
     torch.manual_seed(0)
-    module, x = make(), torch.randn(TOKENS, WIDTH)
+    module, x = make(), torch.randn(shape)
     parameters = list(module.parameters())
     report = check(module, x)
     if name not in NOT_COUNTED:

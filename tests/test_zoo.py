@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from zoo import CASES
+from zoo import BY_NAME, CASES
 from zoo.case import Case, Mode
 from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
 
@@ -91,20 +91,13 @@ def test_every_model_is_run_on_several_ranks_and_on_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointed", "compiled"])
-def test_the_comparison_sees_a_broken_weight_gradient(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> None:
-    case = next(case for case in CASES if case.name == "plain")
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert outcome(case, Setting("ZBV", mode)) == (None, False)
-        accumulate = PendingGradient.accumulate
-        monkeypatch.setattr(
-            PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=(1 + 1e-6) * self.dy))
-        )
-        wrong, is_broken = outcome(case, Setting("ZBV", mode))
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.compiler.reset()
+@pytest.mark.usefixtures("one_rank", "tables")
+def test_the_comparison_sees_a_broken_weight_gradient(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    torch.compiler.reset()
+    case, setting = BY_NAME["plain"], Setting("ZBV", mode)
+    assert outcome(case, setting) == (None, False)
+    accumulate = PendingGradient.accumulate
+    monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=(1 + 1e-6) * self.dy)))
+    wrong, is_broken = outcome(case, setting)
     assert not is_broken
     assert "the gradient of 0.a.weight is off by" in str(wrong)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,15 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
-from zoo.runner import register_tables
+from zoo.case import TOKENS, WIDTH, Case
+from zoo.runner import Setting, reference, train
 
-import zbpipe
-from zbpipe import registry
-
-LAYERS, PARAMETERS, MICROBATCHES, STEPS = 3, 2, 3, 2
-TOKENS, WIDTH = 2, 4
+LAYERS, PARAMETERS = 3, 2
 # Sums in another order.
 TOLERANCE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -137,76 +132,21 @@ operations = st.one_of(
 graphs = st.lists(operations, min_size=1, max_size=7)
 
 
-@pytest.fixture
-def tables(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One rank, numbers in float64, and the schedules that are tables."""
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
-    register_tables()
-    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def built(description: list[list[tuple[Any, ...]]]) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Graph(operations) for operations in description]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(MICROBATCHES, TOKENS, WIDTH), torch.randn(MICROBATCHES, TOKENS, WIDTH)
-
-
-def gradients(stages: list[nn.Module]) -> dict[str, Tensor | None]:
-    return {
-        f"{index}.{name}": None if parameter.grad is None else parameter.grad.clone()
-        for index, stage in enumerate(stages)
-        for name, parameter in stage.named_parameters()
-    }
-
-
-def expected(description: list[list[tuple[Any, ...]]]) -> dict[str, Tensor | None]:
-    """The sum over all microbatches of all steps."""
-    stages = built(description)
-    for _ in range(STEPS):
-        for x, target in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
-            nn.functional.mse_loss(nn.Sequential(*stages)(x), target).backward()
-    return gradients(stages)
-
-
-def found(description: list[list[tuple[Any, ...]]], name: str) -> dict[str, Tensor | None]:
-    modules = built(description)
-    shape = torch.zeros(1, TOKENS, WIDTH)
-    stages = [
-        PipelineStage(
-            module, n, 2, torch.device("cpu"), shape.clone().requires_grad_(n > 0), shape.clone().requires_grad_()
-        )
-        for n, module in enumerate(modules)
-    ]
-    schedule: Any = zbpipe.build_pipeline_schedule(
-        name, stages, MICROBATCHES, nn.functional.mse_loss, scale_grads=False
-    )
-    x, target = batch()
-    for _ in range(STEPS):
-        schedule.step(x, target=target)
-    return gradients(modules)
-
-
 @settings(max_examples=100)
 @given(first=graphs, second=graphs)
-@pytest.mark.usefixtures("tables")
+@pytest.mark.usefixtures("one_rank", "tables")
 def test_random_graphs(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> None:
     # Something to train on each stage.
     description = [[("linear", 0, 0), *first], [*second, ("linear", 1, 0)]]
-    plain = expected(description)
-    assert any(each is not None and each.any() for each in plain.values())
+    case = Case("generated", lambda index: Graph(description[index]), no_gradient=("",), options={"scale_grads": False})
+    expected = reference(case, 2)
+    assert any(each is not None and each.any() for each in expected.outcomes[0].gradients.values())
     for name in ("ZBV", "WeightsLast"):
-        split = found(description, name)
-        for parameter, gradient in plain.items():
-            torch.testing.assert_close(
-                split[parameter],
-                gradient,
-                **TOLERANCE,
-                msg=lambda m, n=f"{name}, {parameter}": f"{n}: {m}",  # type: ignore[misc]
-            )
+        for found, plain in zip(train(case, Setting(name), 2, expected.examples), expected.outcomes, strict=True):
+            for parameter, gradient in plain.gradients.items():
+                torch.testing.assert_close(
+                    found.gradients[parameter],
+                    gradient,
+                    **TOLERANCE,
+                    msg=lambda m, n=f"{name}, {parameter}": f"{n}: {m}",  # type: ignore[misc]
+                )

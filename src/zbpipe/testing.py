@@ -23,17 +23,14 @@ This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
-from zbpipe.simulation import simulate
-from zbpipe.validation import Rule, validate
+from zbpipe.validation import validate
 
 try:
     from hypothesis import strategies as st
@@ -240,165 +237,3 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
     )
-
-
-class Broken(NamedTuple):
-    """A schedule with one fault, and what `zbpipe.validate` has to call it."""
-
-    schedule: Schedule
-    rule: Rule
-
-
-@st.composite
-def mutations(draw: st.DrawFn, schedule: Schedule, rules: Collection[Rule] | None = None) -> Broken:
-    """`schedule`, broken in exactly one way, with the rule under which `validate` must report it, and no other.
-
-    - missing: an op is left out.
-    - doubled: an op comes again, later on.
-    - foreign: an op of a stage or microbatch that is not there, or a second backward of another kind.
-    - placement: an op stands on another rank (at its time, so that nothing else is wrong).
-    - order: an op comes before the one on its own rank that feeds it.
-    - deadlock: two ranks wait for each other.
-
-    Example:
-
-        @given(mutations(zbpipe.generate("ZBV", 2, 4)))
-        def test_my_checker_finds_it(broken):
-            assert not my_checker(broken.schedule), broken.rule
-
-    Args:
-        schedule: a valid one.
-        rules: which faults to make; default: all of these. A placement needs two ranks to be wrong, a deadlock two
-            microbatches besides; where they lack these two are left out. Memory is no fault without a limit: for that
-            give `validate` one that is too low.
-
-    Raises:
-        ValueError: none of `rules` can be broken in `schedule`.
-    """
-    possible = [rule for rule in _breakable(schedule) if rules is None or rule in rules]
-    if not possible:
-        raise ValueError(f"{schedule.name} with {schedule.num_ranks} rank(s) cannot break {sorted(rules or ())}")
-    rule = draw(st.sampled_from(possible))
-    rows = [list(ops) for ops in schedule]
-    _BREAK[rule](draw, schedule, rows)
-    broken = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(map(tuple, rows)))
-    return Broken(broken, rule)
-
-
-@st.composite
-def broken_schedules(
-    draw: st.DrawFn,
-    rules: Collection[Rule] | None = None,
-    *,
-    base: st.SearchStrategy[Schedule] | None = None,
-) -> Broken:
-    """Schedules that are broken in exactly one way, as `mutations` makes them.
-
-        @given(broken_schedules(base=schedules(max_ranks=4, max_microbatches=8)))
-        def test_my_checker_finds_it(broken):
-            assert not my_checker(broken.schedule), broken.rule
-
-    Args:
-        rules: which faults to make; default: all.
-        base: what to break; default: registered schedules of 2 to 6 ranks and 2 to 12 microbatches, in which every
-            fault is possible.
-    """
-    if base is None:
-        base = schedules(ranks=draw(st.integers(2, 6)), microbatches=draw(st.integers(2, 12)))
-    return draw(mutations(draw(base), rules))
-
-
-def _breakable(schedule: Schedule) -> Iterator[Rule]:
-    yield from ("missing", "doubled", "foreign", "order")
-    if schedule.num_ranks > 1:
-        yield "placement"
-        if schedule.num_microbatches > 1:
-            yield "deadlock"
-
-
-def _place(draw: st.DrawFn, rows: _Rows) -> tuple[list[Op], int]:
-    row = draw(st.sampled_from(rows))
-    return row, draw(st.integers(0, len(row) - 1))
-
-
-def _lose(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    row, position = _place(draw, rows)
-    del row[position]
-
-
-def _double(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    row, position = _place(draw, rows)
-    row.insert(draw(st.integers(position + 1, len(row))), row[position])
-
-
-def _add_stranger(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    """At the end of a row, where nothing that it may need comes later."""
-    row, position = _place(draw, rows)
-    stage, _, microbatch = row[position]
-    split = Op(stage, OpKind.I, microbatch) in row
-    strangers = [
-        Op(schedule.placement.num_stages, OpKind.F, microbatch),
-        Op(stage, OpKind.F, schedule.num_microbatches),
-        *(Op(stage, kind, microbatch) for kind in ([OpKind.B] if split else [OpKind.I, OpKind.W])),
-    ]
-    row.append(draw(st.sampled_from(strangers)))
-
-
-def _misplace(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    """Where every list keeps to the time at which the ops start, no rank waits for a later one."""
-    timeline = simulate(schedule, CostModel.uniform(schedule.placement))
-    row, position = _place(draw, rows)
-    rank = next(rank for rank, each in enumerate(rows) if each is row)
-    other = draw(st.sampled_from([each for each in range(schedule.num_ranks) if each != rank]))
-    start = timeline.spans[rank][position].start
-    there = bisect_right([span.start for span in timeline.spans[other]], start)
-    rows[other].insert(there, row.pop(position))
-
-
-def _disorder(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    """An op that waits for nobody else moves before one that feeds it; its own users get it all the sooner."""
-    candidates = [
-        (row, op, feeder)
-        for row, own in ((row, set(row)) for row in rows)
-        for op in row
-        if (fed_by := [own.intersection(choices) for choices in inputs(op, schedule.placement.num_stages)])
-        and all(fed_by)
-        for (feeder,) in fed_by
-    ]
-    row, op, feeder = draw(st.sampled_from(candidates))
-    _move(row, op, row.index(feeder))
-
-
-def _deadlock(draw: st.DrawFn, schedule: Schedule, rows: _Rows) -> None:
-    """Of two neighbouring stages and two microbatches, the first stage wants the backward of one before it gives the
-    forward of the other, and the next stage wants that forward before it gives that backward."""
-    rank_of = schedule.placement.rank_of
-    stage = draw(st.sampled_from([s for s, (a, b) in enumerate(pairwise(rank_of)) if a != b]))
-    above, below = rows[rank_of[stage]], rows[rank_of[stage + 1]]
-    backwards = [op for op in above if op.stage == stage and op.kind in (OpKind.I, OpKind.B)]
-    first = draw(st.integers(0, len(backwards) - 2))
-    wanted = backwards[first]
-    later = draw(st.sampled_from(backwards[first + 1 :])).microbatch
-
-    forward = Op(stage, OpKind.F, later)
-    if above.index(forward) < above.index(wanted):
-        _move(above, forward, above.index(wanted))
-    giver = next(op for op in below if op[::2] == (stage + 1, wanted.microbatch) and op.kind in (OpKind.I, OpKind.B))
-    taker = Op(stage + 1, OpKind.F, later)
-    if below.index(taker) > below.index(giver):
-        _move(below, taker, below.index(giver))
-
-
-def _move(row: list[Op], op: Op, position: int) -> None:
-    row.remove(op)
-    row.insert(position, op)
-
-
-_BREAK: dict[Rule, Callable[[st.DrawFn, Schedule, _Rows], None]] = {
-    "missing": _lose,
-    "doubled": _double,
-    "foreign": _add_stranger,
-    "placement": _misplace,
-    "order": _disorder,
-    "deadlock": _deadlock,
-}

@@ -41,4 +41,5 @@ CASES = tuple(
     )
 )
 
-assert len({case.name for case in CASES}) == len(CASES), "two models of one name"
+BY_NAME = {case.name: case for case in CASES}
+assert len(BY_NAME) == len(CASES), "two models of one name"

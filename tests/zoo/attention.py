@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import TOKENS, WIDTH, Case, bare, compiled_only, linear, parameter, stage
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, bare, linear, parameter, stage
 
 HEADS = 2
 
@@ -94,8 +94,8 @@ def mha(**options: Any) -> Any:
 
 QKV = linear(WIDTH, 3 * WIDTH)
 
-_ALL = (
-    Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha())),
+CASES = (
+    Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha()), modes=EVERY_MODE),
     Case("attention without weights", bare(lambda s, x: x + s.mha(x, x, x, need_weights=False)[0], mha=mha())),
     Case("attention with key biases", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha(add_bias_kv=True))),
     Case(
@@ -127,12 +127,21 @@ _ALL = (
             d=lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True),
         ),
     ),
-    Case("q, k, v in one", bare(attend, qkv=QKV, b=linear())),
-    Case("grouped queries", bare(grouped_queries, q=linear(), k=linear(WIDTH, 4), v=linear(WIDTH, 4), b=linear())),
-    Case("a learned bias of attention", bare(by_hand, qkv=QKV, b=linear(), bias=parameter(TOKENS, TOKENS))),
+    Case("q, k, v in one", bare(attend, qkv=QKV, b=linear()), modes=EVERY_MODE),
+    Case(
+        "grouped queries",
+        bare(grouped_queries, q=linear(), k=linear(WIDTH, 4), v=linear(WIDTH, 4), b=linear()),
+        modes=EVERY_MODE,
+    ),
+    Case(
+        "a learned bias of attention",
+        bare(by_hand, qkv=QKV, b=linear(), bias=parameter(TOKENS, TOKENS)),
+        modes=EVERY_MODE,
+    ),
     Case(
         "a null key",
         bare(with_null_key, qkv=QKV, b=linear(), null_key=parameter(1, WIDTH), null_value=parameter(1, WIDTH)),
+        modes=EVERY_MODE,
     ),
     Case("rotary positions", bare(rotated, qkv=QKV, b=linear())),
     Case("learned queries", stage(from_queries, queries=parameter(TOKENS, WIDTH))),
@@ -153,20 +162,9 @@ _ALL = (
             mask=lambda: nn.Buffer(torch.ones(TOKENS, TOKENS)),
         ),
     ),
-    Case("GPT, pos.unsqueeze(0)", lambda index: Block(lambda pos: pos.unsqueeze(0))),
+    Case("GPT, pos.unsqueeze(0)", lambda index: Block(lambda pos: pos.unsqueeze(0)), modes=EVERY_MODE),
     Case("GPT, pos[None]", lambda index: Block(lambda pos: pos[None])),
     Case("GPT, pos.view", lambda index: Block(lambda pos: pos.view(1, TOKENS, WIDTH))),
     Case("GPT, pos", lambda index: Block(lambda pos: pos)),
     Case("GPT, pos, two samples", lambda index: Block(lambda pos: pos[None]), samples=2),
 )
-
-_COMPILED = {
-    "nn.MultiheadAttention",
-    "q, k, v in one",
-    "grouped queries",
-    "a learned bias of attention",
-    "a null key",
-    "GPT, pos.unsqueeze(0)",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

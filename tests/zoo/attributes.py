@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
 
-from zoo.case import WIDTH, Case, Mode, stage
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONLY: tuple[Mode, ...] = ("eager",)
+from zoo.case import ONLY_EAGER, WIDTH, Case, plain, stage
 
 
 def _refuse(self: Any) -> Any:
@@ -137,10 +134,6 @@ class Computed(nn.Linear):
         self._parameters["weight"] = value
 
 
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
-
-
 class Counting(nn.Module):
     """Alternates between two paths, by a counter in a container."""
 
@@ -162,16 +155,16 @@ class Counting(nn.Module):
         return self.b(self.a(x)) if n % 2 else self.b(torch.tanh(self.a(x)))
 
 
-def given(name: str, build: Any, modes: tuple[Mode, ...] = ONLY) -> Case:
+def given(name: str, build: Any) -> Case:
     """torch infers shapes by one more forward, which counts."""
-    return Case(name, build, modes, shapes="given")
+    return Case(name, build, ONLY_EAGER, shapes="given")
 
 
 CASES = (
-    Case("properties that raise", lambda index: Guarded(), EAGER),
-    Case("properties of a layer that raise", stage(plain, a=lambda: GuardedLinear(WIDTH, WIDTH)), EAGER),
-    Case("counts what it is asked for", lambda index: Asked(), EAGER),
-    Case("refuses what it is asked for", stage(plain, a=lambda: AskedLinear(WIDTH, WIDTH)), EAGER),
+    Case("properties that raise", lambda index: Guarded()),
+    Case("properties of a layer that raise", stage(plain, a=lambda: GuardedLinear(WIDTH, WIDTH))),
+    Case("counts what it is asked for", lambda index: Asked()),
+    Case("refuses what it is asked for", stage(plain, a=lambda: AskedLinear(WIDTH, WIDTH))),
     given("spectral norm of a weight", stage(plain, a=lambda: new.spectral_norm(nn.Linear(WIDTH, WIDTH)))),
     given("spectral norm, old", stage(plain, a=lambda: old_spectral_norm(nn.Linear(WIDTH, WIDTH)))),
     given("DropConnect", stage(plain, a=lambda: parametrized(DropConnect), b=lambda: parametrized(DropConnect))),

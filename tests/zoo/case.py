@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Mode = Literal["eager", "checkpointed", "compiled"]
-EVERY_MODE: tuple[Mode, ...] = ("eager", "checkpointed", "compiled")
+Modes = tuple[Mode, ...]
+EVERY_MODE: Modes = ("eager", "checkpointed", "compiled")
+ONLY_EAGER: Modes = ("eager",)
+ONLY_CHECKPOINTED: Modes = ("checkpointed",)
+ONLY_COMPILED: Modes = ("compiled",)
+NOT_REPEATED: Modes = ("eager", "compiled")
 WIDTH, TOKENS = 8, 4
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -31,7 +36,8 @@ class Case:
     name: str
     build: Callable[[int], nn.Module]
     """Makes the stage of that index, with the seed and the default dtype (float64) that are set."""
-    modes: tuple[Mode, ...] = EVERY_MODE
+    modes: Modes = ("eager", "checkpointed")
+    """Not compiled unless the case says so: that takes twenty times as long as running."""
     tolerance: float = 1e-9
     """Error over the largest number of the expected gradient."""
     samples: int = 1
@@ -66,13 +72,13 @@ class Case:
     """Runs the second step, on the same stages."""
 
 
-def compiled_only(names: Collection[str], cases: Sequence[Case]) -> tuple[Case, ...]:
-    """`cases`, of which these alone are compiled: it takes twenty times as long as running."""
-    assert {*names} <= {case.name for case in cases}, "a name of no model"
-    return tuple(
-        case if case.name in names else replace(case, modes=tuple(mode for mode in case.modes if mode != "compiled"))
-        for case in cases
-    )
+ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
+"""On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
+
+
+def one_by_one(name: str, build: Callable[[int], nn.Module], *, most_ranks: int = 1, **options: Any) -> Case:
+    """A model that keeps something from one microbatch to the next."""
+    return Case(name, build, schedules=ONE_BY_ONE, most_ranks=most_ranks, **options)
 
 
 class Stage(nn.Module):
@@ -94,6 +100,10 @@ class Stage(nn.Module):
 def stage(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[int], nn.Module]:
     """Builds `Stage`s, which have two linear layers `a` and `b` beside `parts`."""
     return lambda index: Stage(forward, {"a": linear(), "b": linear(), **parts})
+
+
+def plain(s: Any, x: Tensor) -> Tensor:
+    return s.b(torch.tanh(s.a(x)))  # type: ignore[no-any-return]
 
 
 def bare(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[int], nn.Module]:

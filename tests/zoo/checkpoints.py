@@ -18,11 +18,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, linear, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, linear, parameter, stage
 from zoo.precision import of as rows_in
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONLY: tuple[Mode, ...] = ("eager",)
 
 again = partial(checkpoint, use_reentrant=False)
 
@@ -121,53 +118,51 @@ def wrapped(**options: Any) -> Callable[[], nn.Module]:
 
 
 CASES = (
-    Case("checkpointed block", stage(lambda s, x: again(block(s), x))),
-    Case("checkpointed layer", stage(lambda s, x: s.b(torch.tanh(again(s.a, x))))),
-    Case("checkpoint without early stop", stage(without_early_stop), modes=EAGER),
+    Case("checkpointed block", stage(lambda s, x: again(block(s), x)), modes=EVERY_MODE),
+    Case("checkpointed layer", stage(lambda s, x: s.b(torch.tanh(again(s.a, x)))), modes=EVERY_MODE),
+    Case("checkpoint without early stop", stage(without_early_stop)),
     Case(
         "checkpoint that keeps products",
         stage(selective(lambda op: op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default))),
-        modes=EAGER,
     ),
-    Case("checkpoint that keeps the rest", stage(selective(lambda op: op is torch.ops.aten.tanh.default)), modes=EAGER),
-    Case("nested checkpoints", stage(nested), modes=EAGER),
-    Case("two checkpoints of the same layers", stage(two_that_share)),
-    Case("two checkpoints of the same x", stage(same_input)),
-    Case("checkpoint with a parameter", stage(with_parameter, pos=parameter(TOKENS, WIDTH))),
-    Case("checkpoint with dropout", stage(dropped), modes=EAGER),
-    Case("checkpoint with a hook", stage(hooked), modes=EAGER),
-    Case("checkpoint with changes in place", stage(in_place)),
+    Case("checkpoint that keeps the rest", stage(selective(lambda op: op is torch.ops.aten.tanh.default))),
+    Case("nested checkpoints", stage(nested)),
+    Case("two checkpoints of the same layers", stage(two_that_share), modes=EVERY_MODE),
+    Case("two checkpoints of the same x", stage(same_input), modes=EVERY_MODE),
+    Case("checkpoint with a parameter", stage(with_parameter, pos=parameter(TOKENS, WIDTH)), modes=EVERY_MODE),
+    Case("checkpoint with dropout", stage(dropped)),
+    Case("checkpoint with a hook", stage(hooked)),
+    Case("checkpoint with changes in place", stage(in_place), modes=EVERY_MODE),
     Case(
         "checkpoint under autocast",
         lambda index: stage(under_autocast)(index).float(),
         batch=rows_in(torch.float32),
         tolerance=0.05,
+        modes=EVERY_MODE,
     ),
-    Case("checkpoint of a changing number", stage(counted)),
+    Case("checkpoint of a changing number", stage(counted), modes=EVERY_MODE),
     Case(
         "checkpoint of a sequence",
         stage(lambda s, x: checkpoint_sequential([s.a, nn.Tanh(), s.b], 2, x, use_reentrant=False)),
-        modes=EAGER,
     ),
-    Case("checkpoint wrapper", stage(lambda s, x: s.b(s.c(s.a(x))), c=wrapped())),
+    Case("checkpoint wrapper", stage(lambda s, x: s.b(s.c(s.a(x))), c=wrapped()), modes=EVERY_MODE),
     Case(
         "checkpoint that moves to the CPU",
         stage(lambda s, x: s.b(s.c(s.a(x))), c=lambda: offload_wrapper(two_layers())),
-        modes=EAGER,
     ),
     Case(
         "reentrant checkpoint",
         stage(lambda s, x: checkpoint(block(s), s.c(x), use_reentrant=True), c=linear()),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         shapes="given",
     ),
     Case(
         "reentrant checkpoint of a layer",
         stage(lambda s, x: s.b(checkpoint(s.a, s.c(x), use_reentrant=True)), c=linear()),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         shapes="given",
     ),
-    Case("reentrant checkpoint with dropout", stage(dropped_reentrant, c=linear()), modes=ONLY, shapes="given"),
+    Case("reentrant checkpoint with dropout", stage(dropped_reentrant, c=linear()), modes=ONLY_EAGER, shapes="given"),
     Case(
         "reentrant checkpoint with pos",
         stage(
@@ -175,26 +170,26 @@ CASES = (
             c=linear(),
             pos=parameter(TOKENS, WIDTH),
         ),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         shapes="given",
     ),
     Case(
         "reentrant checkpoint, shapes inferred",
         stage(lambda s, x: checkpoint(block(s), s.c(x), use_reentrant=True), c=linear()),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         shapes="inferred",
         refused="reentrant|use_reentrant|autograd.grad",
     ),
     Case(
         "checkpoint of a compiled block",
         stage(lambda s, x: again(s.c, s.a(x)), c=compiled_block),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),
     Case(
         "checkpoint of a compiled module",
         stage(lambda s, x: again(s.c, s.a(x)), c=compiled_module),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),
     Case(
@@ -205,7 +200,7 @@ CASES = (
             ),
             c=compiled_block,
         ),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),
 )

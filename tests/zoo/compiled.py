@@ -10,11 +10,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, bare, linear, parameter, stage
+from zoo.case import NOT_REPEATED, ONLY_EAGER, TOKENS, WIDTH, Case, bare, linear, parameter, stage
 from zoo.precision import of as rows_in
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONLY: tuple[Mode, ...] = ("eager",)
 
 
 class Block(nn.Module):
@@ -236,68 +233,80 @@ NESTED = [
 ]
 
 _ALL = (
-    Case("an optimized stage with a compiled block", lambda index: optimized(Deep(compiled(Block()))), modes=ONLY),
-    Case("a compiled stage with a compiled block twice", lambda index: compiled(Twice(compiled(Block()))), modes=ONLY),
-    Case("a compiled block", around(lambda: compiled(Block())), modes=EAGER[:1]),
-    Case("a compiled layer", around(lambda: compiled(nn.Linear(WIDTH, WIDTH))), modes=ONLY),
-    Case("compiled by inductor", around(lambda: compiled(Block(), "inductor")), modes=ONLY, schedules=("ZBV",)),
-    *(Case(name, around(make), modes=("eager", "compiled") if "itself" in name else ONLY) for name, make in NESTED),
-    Case("a compiled block twice", around(lambda: compiled(Block()), lambda s, x: s.a(s.c(s.c(x)))), modes=ONLY),
+    Case(
+        "an optimized stage with a compiled block", lambda index: optimized(Deep(compiled(Block()))), modes=ONLY_EAGER
+    ),
+    Case(
+        "a compiled stage with a compiled block twice",
+        lambda index: compiled(Twice(compiled(Block()))),
+        modes=ONLY_EAGER,
+    ),
+    Case("a compiled block", around(lambda: compiled(Block())), modes=ONLY_EAGER),
+    Case("a compiled layer", around(lambda: compiled(nn.Linear(WIDTH, WIDTH))), modes=ONLY_EAGER),
+    Case("compiled by inductor", around(lambda: compiled(Block(), "inductor")), modes=ONLY_EAGER, schedules=("ZBV",)),
+    *(Case(name, around(make), modes=NOT_REPEATED if "itself" in name else ONLY_EAGER) for name, make in NESTED),
+    Case("a compiled block twice", around(lambda: compiled(Block()), lambda s, x: s.a(s.c(s.c(x)))), modes=ONLY_EAGER),
     Case(
         "a compiled block more often later",
         around(lambda: compiled(Looped()), lambda s, x: s.a(s.c(x, 1 + s.microbatch))),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "a compiled block less often later",
         around(lambda: compiled(Looped()), lambda s, x: s.a(s.c(x, 4 - s.microbatch))),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "an optimized block more often later",
         around(lambda: optimized(Looped()), lambda s, x: s.a(s.c(x, times=1 + s.microbatch))),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "a flag that adds a call",
         around(lambda: compiled(Flagged()), lambda s, x: s.a(s.c(x, s.microbatch > 1))),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "a list that grows",
         around(lambda: compiled(Listed()), lambda s, x: s.a(s.c([x] * (1 + s.microbatch)))),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "a dictionary that grows",
         around(
             lambda: compiled(Named()), lambda s, x: s.a(sum(s.c({str(n): x for n in range(1 + s.microbatch)}).values()))
         ),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
-    Case("from training to evaluation", around(lambda: compiled(Trained())), modes=ONLY, between=to_eval),
-    Case("a branch by the numbers", around(lambda: compiled(Gated())), modes=ONLY),
-    Case("a graph break", around(lambda: compiled(Broken())), modes=ONLY),
-    Case("a compiled function", stage(compiled_function), modes=EAGER[:1]),
-    Case("a compiled block and function", around(lambda: compiled(Block()), region_and_function), modes=ONLY),
-    Case("a compiled block and its layer", around(lambda: compiled(Block()), region_and_layer), modes=ONLY),
-    Case("a compiled block without grad first", around(lambda: compiled(Block()), first_without_grad), modes=ONLY),
-    Case("a compiled block, frozen later", around(lambda: compiled(Block())), modes=ONLY, between=freeze),
+    Case("from training to evaluation", around(lambda: compiled(Trained())), modes=ONLY_EAGER, between=to_eval),
+    Case("a branch by the numbers", around(lambda: compiled(Gated())), modes=ONLY_EAGER),
+    Case("a graph break", around(lambda: compiled(Broken())), modes=ONLY_EAGER),
+    Case("a compiled function", stage(compiled_function), modes=ONLY_EAGER),
+    Case("a compiled block and function", around(lambda: compiled(Block()), region_and_function), modes=ONLY_EAGER),
+    Case("a compiled block and its layer", around(lambda: compiled(Block()), region_and_layer), modes=ONLY_EAGER),
     Case(
-        "a compiled block, thawed later", around(frozen_up), modes=ONLY, between=unfreeze, no_gradient=("c.up.weight",)
+        "a compiled block without grad first", around(lambda: compiled(Block()), first_without_grad), modes=ONLY_EAGER
     ),
-    Case("a compiled block with a hook", around(with_hook), modes=ONLY),
-    Case("a compiled block with a hook on y", around(lambda: compiled(Block()), hooked_in_forward), modes=ONLY),
-    Case("a compiled block with pos", around(lambda: compiled(pos_inside())), modes=ONLY),
+    Case("a compiled block, frozen later", around(lambda: compiled(Block())), modes=ONLY_EAGER, between=freeze),
+    Case(
+        "a compiled block, thawed later",
+        around(frozen_up),
+        modes=ONLY_EAGER,
+        between=unfreeze,
+        no_gradient=("c.up.weight",),
+    ),
+    Case("a compiled block with a hook", around(with_hook), modes=ONLY_EAGER),
+    Case("a compiled block with a hook on y", around(lambda: compiled(Block()), hooked_in_forward), modes=ONLY_EAGER),
+    Case("a compiled block with pos", around(lambda: compiled(pos_inside())), modes=ONLY_EAGER),
     Case(
         "a compiled block and pos",
         around(lambda: compiled(Block()), lambda s, x: s.a(s.c(x) + s.pos[None]), pos=parameter(TOKENS, WIDTH)),
-        modes=ONLY,
+        modes=ONLY_EAGER,
     ),
     Case(
         "a compiled block under autocast",
         lambda index: around(lambda: compiled(Block()), autocast)(index).float(),
-        modes=ONLY,
+        modes=ONLY_EAGER,
         batch=rows_in(torch.float32),
         tolerance=0.05,
     ),

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
 
-from zoo.case import WIDTH, Case, Mode, linear, stage
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+from zoo.case import ONLY_CHECKPOINTED, ONLY_EAGER, WIDTH, Case, linear, stage
 
 
 def energy(s: Any, x: Tensor) -> Tensor:
@@ -204,53 +202,51 @@ def layers(s: Any) -> Callable[[Tensor], Tensor]:
 
 
 CASES = (
-    Case("forces", stage(forces, c=linear(bias=False)), modes=EAGER, no_gradient=("b.bias",)),
+    Case("forces", stage(forces, c=linear(bias=False)), no_gradient=("b.bias",)),
     Case(
         "energy and forces",
         stage(energy_and_forces, unused=lambda: nn.Parameter(torch.ones(3))),
-        modes=EAGER,
         no_gradient=("unused",),
     ),
-    Case("a gradient used as a number", stage(sensitivities), modes=EAGER),
-    Case("deep equilibrium", stage(solved), modes=EAGER),
-    Case("recomputed by autograd.grad", stage(lambda s, x: Recomputed.apply(layers(s), x, *both(s))), modes=("eager",)),
+    Case("a gradient used as a number", stage(sensitivities)),
+    Case("deep equilibrium", stage(solved)),
+    Case("recomputed by autograd.grad", stage(lambda s, x: Recomputed.apply(layers(s), x, *both(s))), modes=ONLY_EAGER),
     Case(
         "recomputed for inputs",
         stage(lambda s, x: s.a(x) + RecomputedForInputs.apply(layers(s), s.c(x)), c=linear()),
-        modes=("eager",),
+        modes=ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),
     Case(
         "recomputed by backward",
         stage(lambda s, x: s.c(RunsBackward.apply(layers(s), x, *both(s))), c=linear()),
-        modes=("eager",),
+        modes=ONLY_EAGER,
         shapes="given",
     ),
     Case(
         "reversible",
         stage(lambda s, x: s.b(Reversible.apply(s, s.a(x), *s.f.parameters())), f=linear(4, 4), g=linear(4, 4)),
-        modes=("eager",),
+        modes=ONLY_EAGER,
         shapes="given",
     ),
     Case(
         "reversible, checkpointed",
         stage(lambda s, x: Reversible.apply(s, s.b(s.a(x)), *s.f.parameters()), f=linear(4, 4), g=linear(4, 4)),
-        modes=("checkpointed",),
+        modes=ONLY_CHECKPOINTED,
         shapes="given",
     ),
-    Case("an inner loop", stage(inner_loop), modes=EAGER),
-    Case("vmap", stage(lambda s, x: s.b(torch.tanh(vmap(s.a)(x)))), modes=EAGER),
-    Case("vmap twice", stage(lambda s, x: s.b(torch.tanh(vmap(vmap(s.a))(x)))), modes=EAGER),
-    Case("vmap over a block", stage(lambda s, x: vmap(lambda each: s.b(torch.tanh(s.a(each))))(x)), modes=EAGER),
-    Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), modes=("eager",), no_gradient=("b.bias",)),
-    Case("vjp", stage(pulled_back), modes=("eager",)),
-    Case("jvp", stage(pushed_forward), modes=EAGER),
-    Case("forward-mode AD", stage(with_dual_numbers), modes=EAGER),
-    Case("a Jacobian", stage(jacobian), modes=("eager",)),
+    Case("an inner loop", stage(inner_loop)),
+    Case("vmap", stage(lambda s, x: s.b(torch.tanh(vmap(s.a)(x))))),
+    Case("vmap twice", stage(lambda s, x: s.b(torch.tanh(vmap(vmap(s.a))(x))))),
+    Case("vmap over a block", stage(lambda s, x: vmap(lambda each: s.b(torch.tanh(s.a(each))))(x))),
+    Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), modes=ONLY_EAGER, no_gradient=("b.bias",)),
+    Case("vjp", stage(pulled_back), modes=ONLY_EAGER),
+    Case("jvp", stage(pushed_forward)),
+    Case("forward-mode AD", stage(with_dual_numbers)),
+    Case("a Jacobian", stage(jacobian), modes=ONLY_EAGER),
     Case(
         "an ensemble",
         stage(ensemble, members=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
-        modes=EAGER,
         no_gradient=("a.weight", "a.bias"),
     ),
 )

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpipe import GROUPED_MM, WeightProduct
-from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, Mode, linear, stage
-from zoo.inplace import ONE_BY_ONE
+from zoo.case import EVERY_MODE, ONE_BY_ONE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, one_by_one, stage
 from zoo.precision import of
 
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONLY: tuple[Mode, ...] = ("eager",)
 EXPERTS = 5
 
 
@@ -217,13 +214,11 @@ CASES = (
     Case(
         "experts of their own",
         stage(routed, router=linear(WIDTH, EXPERTS), experts=experts),
-        modes=EAGER,
         no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
     ),
     Case(
         "experts that may not be called",
         stage(routed_if_any, router=linear(WIDTH, EXPERTS), experts=experts),
-        modes=EAGER,
         no_gradient=(
             "a.weight",
             "a.bias",
@@ -232,23 +227,21 @@ CASES = (
             *(f"experts.{n}.{p}" for n in range(EXPERTS) for p in ("weight", "bias")),
         ),
     ),
-    Case(
-        "experts and a shared one",
-        stage(shared_and_routed, router=linear(WIDTH, EXPERTS), experts=experts),
-        modes=EAGER,
-    ),
+    Case("experts and a shared one", stage(shared_and_routed, router=linear(WIDTH, EXPERTS), experts=experts)),
     Case(
         "experts that choose",
         stage(expert_choice, router=linear(WIDTH, EXPERTS), experts=experts),
         no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
+        modes=EVERY_MODE,
     ),
     Case(
         "soft experts",
         stage(soft, router=linear(WIDTH, EXPERTS), experts=experts),
         no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
+        modes=EVERY_MODE,
     ),
-    Case("grouped experts", lambda index: Grouped()),
-    Case("grouped experts with biases", lambda index: GroupedWithBias()),
+    Case("grouped experts", lambda index: Grouped(), modes=EVERY_MODE),
+    Case("grouped experts with biases", lambda index: GroupedWithBias(), modes=EVERY_MODE),
     *(
         Case(
             name,
@@ -261,36 +254,29 @@ CASES = (
             samples=3,
         )
         for name, multiply, products, modes in (
-            ("ends of groups in a buffer", in_buffer, None, ONLY),
-            ("ends of groups in a buffer, by position", in_buffer_by_position, None, ONLY),
-            ("ends of groups in a part of a buffer", in_part_of_buffer, None, ONLY),
-            ("ends of groups in a buffer, declared without", in_buffer_by_position, OWN, ONLY),
-            ("grouped_mm by its public name", public, None, EAGER),
-            (
-                "grouped_mm in half precision, compiled",
-                in_half(public),
-                {torch._grouped_mm: GROUPED_MM},
-                EVERY_MODE[-1:],
-            ),
-            ("grouped_mm by keywords", public_by_keyword, None, EAGER),
-            ("grouped_mm that the compiler refuses", public, None, EVERY_MODE[-1:]),
+            ("ends of groups in a buffer", in_buffer, None, ONLY_EAGER),
+            ("ends of groups in a buffer, by position", in_buffer_by_position, None, ONLY_EAGER),
+            ("ends of groups in a part of a buffer", in_part_of_buffer, None, ONLY_EAGER),
+            ("ends of groups in a buffer, declared without", in_buffer_by_position, OWN, ONLY_EAGER),
+            ("grouped_mm by its public name", public, None, Case.modes),
+            ("grouped_mm in half precision, compiled", in_half(public), {torch._grouped_mm: GROUPED_MM}, ONLY_COMPILED),
+            ("grouped_mm by keywords", public_by_keyword, None, Case.modes),
+            ("grouped_mm that the compiler refuses", public, None, ONLY_COMPILED),
             ("grouped_mm in half precision, by keywords", in_half(private_by_keyword), None, EVERY_MODE),
             ("grouped_mm in half precision, declared without a bias", in_half(public), OWN, EVERY_MODE),
         )
     ),
-    Case(
+    one_by_one(
         "ends of groups in a buffer, compiled",
         lambda index: Ragged(in_half(in_buffer)).float(),
         batch=of(torch.float32),
         tolerance=0.05,
-        modes=("compiled",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+        modes=ONLY_COMPILED,
         samples=3,
     ),
-    Case("tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY, schedules=ONE_BY_ONE, most_ranks=1),
-    Case("nested, strided", stage(nested(torch.strided)), modes=("eager",)),
-    Case("nested, jagged", stage(nested(torch.jagged)), modes=("eager",)),
-    Case("sparse x", stage(sparse_input, c=linear()), modes=("eager",)),
-    Case("sparse x with a gradient", stage(sparse_with_grad, c=linear(bias=False)), modes=("eager",)),
+    one_by_one("tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY_EAGER),
+    Case("nested, strided", stage(nested(torch.strided)), modes=ONLY_EAGER),
+    Case("nested, jagged", stage(nested(torch.jagged)), modes=ONLY_EAGER),
+    Case("sparse x", stage(sparse_input, c=linear()), modes=ONLY_EAGER),
+    Case("sparse x with a gradient", stage(sparse_with_grad, c=linear(bias=False)), modes=ONLY_EAGER),
 )

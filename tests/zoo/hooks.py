@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, compiled_only, linear, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, Stage, linear, one_by_one, parameter, plain, stage
 
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
+POSITIONS = parameter(TOKENS, WIDTH)
 
 
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
+def at_position(s: Any, x: Tensor) -> Tensor:
+    return s.b(s.a(x) + s.pos[None])
 
 
 def forked(s: Any, x: Tensor) -> Tensor:
@@ -248,18 +249,23 @@ def retained(s: Stage, x: Tensor) -> Tensor:
     return s.b(h) + h
 
 
-_ALL = (
+CASES = (
     Case("a forward pre-hook", with_hooks(lambda s: s.b.register_forward_pre_hook(lambda m, args: (args[0] * 2,)))),
-    Case("a forward hook", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.sin()))),
+    Case(
+        "a forward hook", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.sin())), modes=EVERY_MODE
+    ),
     Case(
         "a forward hook with keywords",
         with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, kwargs, y: y * 2, with_kwargs=True)),
     ),
-    Case("a forward hook in place", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.mul_(2)))),
+    Case(
+        "a forward hook in place",
+        with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.mul_(2))),
+        modes=EVERY_MODE,
+    ),
     Case(
         "a forward hook that keeps activations",
         with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: setattr(m, "kept", y.detach())), forked),
-        modes=EAGER,
     ),
     Case(
         "a full backward hook",
@@ -268,7 +274,6 @@ _ALL = (
             lambda s, x: s.b(s.a(torch.tanh(s.c(x)))),
             c=linear(),
         ),
-        modes=EAGER,
     ),
     Case(
         "a full backward hook in place",
@@ -277,7 +282,6 @@ _ALL = (
             lambda s, x: s.b(s.a(torch.tanh(s.c(x)))),
             c=linear(),
         ),
-        modes=EAGER,
     ),
     Case(
         "a full backward pre-hook",
@@ -286,152 +290,88 @@ _ALL = (
             lambda s, x: s.b(s.a(torch.tanh(s.c(x)))),
             c=linear(),
         ),
-        modes=EAGER,
     ),
     Case(
         "a full backward hook on a block",
         with_hooks(
             lambda s: s.c.register_full_backward_hook(replaced_gradients), lambda s, x: s.b(s.c(s.a(x))), c=Scales
         ),
-        modes=EAGER,
     ),
-    Case("a tensor hook", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled))), modes=EAGER),
-    Case("a tensor hook on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled))), modes=EAGER),
-    Case("a tensor hook in place", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled_in_place))), modes=EAGER),
-    Case("a tensor hook in place on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled_in_place))), modes=EAGER),
-    Case(
-        "a tensor hook in place on a fork",
-        stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x))),
-        modes=EAGER,
-    ),
-    Case(
-        "a tensor hook in place on the residual",
-        stage(beside_a_residual(lambda h: hooked(h, doubled_in_place))),
-        modes=EAGER,
-    ),
+    Case("a tensor hook", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled)))),
+    Case("a tensor hook on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled)))),
+    Case("a tensor hook in place", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled_in_place)))),
+    Case("a tensor hook in place on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled_in_place)))),
+    Case("a tensor hook in place on a fork", stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x)))),
+    Case("a tensor hook in place on the residual", stage(beside_a_residual(lambda h: hooked(h, doubled_in_place)))),
     Case(
         "a tensor hook that zeroes",
         stage(lambda s, x: hooked(s.a(x), lambda g: g.zero_()) + s.b(torch.tanh(x))),
-        modes=EAGER,
         no_gradient=("a.weight", "a.bias"),
     ),
-    Case("a hook that clips", stage(lambda s, x: s.b(hooked(s.a(x), lambda g: g.clamp(-1e-2, 1e-2)))), modes=EAGER),
-    Case("retained gradients", stage(retained), modes=EAGER),
-    Case("a hook on the weight", with_hooks(lambda s: s.a.weight.register_hook(doubled))),
+    Case("a hook that clips", stage(lambda s, x: s.b(hooked(s.a(x), lambda g: g.clamp(-1e-2, 1e-2))))),
+    Case("retained gradients", stage(retained)),
+    Case("a hook on the weight", with_hooks(lambda s: s.a.weight.register_hook(doubled)), modes=EVERY_MODE),
     Case("a hook on the weight in place", with_hooks(lambda s: s.a.weight.register_hook(doubled_in_place))),
     Case("a hook on the bias", with_hooks(lambda s: s.a.bias.register_hook(doubled))),
-    Case("a hook on the bias in place", with_hooks(lambda s: s.a.bias.register_hook(doubled_in_place))),
+    Case(
+        "a hook on the bias in place", with_hooks(lambda s: s.a.bias.register_hook(doubled_in_place)), modes=EVERY_MODE
+    ),
     Case(
         "a hook on pos in place",
-        with_hooks(
-            lambda s: s.pos.register_hook(doubled_in_place),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
-        modes=EAGER,
+        with_hooks(lambda s: s.pos.register_hook(doubled_in_place), at_position, pos=POSITIONS),
     ),
+    one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
     Case(
-        "a hook that removes itself",
-        with_hooks(removed_after_one),
-        modes=EAGER,
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
-        most_ranks=1,
+        "a hook after accumulation",
+        with_hooks(lambda s: s.a.weight.register_post_accumulate_grad_hook(clipped)),
+        modes=EVERY_MODE,
     ),
-    Case("a hook after accumulation", with_hooks(lambda s: s.a.weight.register_post_accumulate_grad_hook(clipped))),
     Case(
         "a hook after accumulation on the bias",
         with_hooks(lambda s: s.a.bias.register_post_accumulate_grad_hook(clipped)),
     ),
     Case(
         "a hook after accumulation on pos",
-        with_hooks(
-            lambda s: s.pos.register_post_accumulate_grad_hook(clipped),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
-        modes=EAGER,
+        with_hooks(lambda s: s.pos.register_post_accumulate_grad_hook(clipped), at_position, pos=POSITIONS),
     ),
-    Case("a hook that counts", with_hooks(counts_gradients), modes=("eager",)),
-    Case("a hook on several", with_hooks(several_at_once), modes=EAGER),
-    Case("a node hook", with_hooks(lambda s: on_node(s.a.weight, halves_after_accumulation(s.a.weight))), modes=EAGER),
-    Case(
-        "a node pre-hook",
-        with_hooks(lambda s: on_node(s.a.weight, lambda grads: (2 * grads[0],), before=True)),
-        modes=EAGER,
-    ),
-    Case(
-        "a node hook on the bias",
-        with_hooks(lambda s: on_node(s.a.bias, halves_after_accumulation(s.a.bias))),
-        modes=EAGER,
-    ),
+    Case("a hook that counts", with_hooks(counts_gradients), modes=ONLY_EAGER),
+    Case("a hook on several", with_hooks(several_at_once)),
+    Case("a node hook", with_hooks(lambda s: on_node(s.a.weight, halves_after_accumulation(s.a.weight)))),
+    Case("a node pre-hook", with_hooks(lambda s: on_node(s.a.weight, lambda grads: (2 * grads[0],), before=True))),
+    Case("a node hook on the bias", with_hooks(lambda s: on_node(s.a.bias, halves_after_accumulation(s.a.bias)))),
     Case(
         "a node pre-hook in place on pos",
-        with_hooks(
-            lambda s: on_node(s.pos, doubles_what_comes, before=True),
-            lambda s, x: s.b(s.a(x) + s.pos[None]),
-            pos=parameter(TOKENS, WIDTH),
-        ),
-        modes=EAGER,
+        with_hooks(lambda s: on_node(s.pos, doubles_what_comes, before=True), at_position, pos=POSITIONS),
     ),
-    Case("saved as copies", stage(saved_as_copies), modes=("eager",)),
-    Case("saved on the CPU", stage(saved_on_cpu), modes=("eager",)),
-    Case("saved with fewer digits", stage(saved_half), modes=("eager",)),
-    Case("a backward that overwrites", stage(lambda s, x: s.b(Overwrites.apply(s.a(x)))), modes=EAGER),
-    Case(
-        "a backward that overwrites, on a fork",
-        stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x))),
-        modes=EAGER,
-    ),
-    Case(
-        "a backward that overwrites, before a residual",
-        stage(beside_a_residual(Overwrites.apply)),
-        modes=EAGER,
-    ),
-    Case(
+    Case("saved as copies", stage(saved_as_copies), modes=ONLY_EAGER),
+    Case("saved on the CPU", stage(saved_on_cpu), modes=ONLY_EAGER),
+    Case("saved with fewer digits", stage(saved_half), modes=ONLY_EAGER),
+    Case("a backward that overwrites", stage(lambda s, x: s.b(Overwrites.apply(s.a(x))))),
+    Case("a backward that overwrites, on a fork", stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x)))),
+    Case("a backward that overwrites, before a residual", stage(beside_a_residual(Overwrites.apply))),
+    one_by_one(
         "a backward that keeps",
         with_hooks(lambda s: setattr(s, "kept", []), lambda s, x: Keeps.apply(s.a(x), s.kept) + s.b(torch.tanh(x))),
-        modes=EAGER,
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
         most_ranks=2,
     ),
-    Case(
-        "an input that is kept",
-        with_hooks(lambda s: setattr(s, "kept", []), keeps_input),
-        modes=("eager",),
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
-        most_ranks=1,
-    ),
-    Case(
-        "a hook that keeps y's gradient",
-        with_hooks(lambda s: setattr(s, "kept", []), hook_that_keeps),
-        modes=EAGER,
-        schedules=("1F1B", "WeightsLast", "WeightsNext", "ZBH1"),
+    one_by_one(
+        "a backward that keeps a part of its gradient",
+        with_hooks(
+            lambda s: setattr(s, "kept", []),
+            lambda s, x: s.b(x) + Keeps.apply(F.pad(s.a(x[:, :2]), (0, 0, 0, TOKENS - 2)), s.kept),
+        ),
         most_ranks=2,
     ),
-    Case(
-        "a backward with one buffer",
-        stage(lambda s, x: s.b(OneBuffer.apply(s.a(x), s.memory)), memory=memory),
-        modes=EAGER,
+    one_by_one("an input that is kept", with_hooks(lambda s: setattr(s, "kept", []), keeps_input), modes=ONLY_EAGER),
+    one_by_one(
+        "a hook that keeps y's gradient", with_hooks(lambda s: setattr(s, "kept", []), hook_that_keeps), most_ranks=2
     ),
-    Case(
-        "a reversed gradient",
-        stage(lambda s, x: s.b(torch.tanh(Reversed.apply(s.a(x))))),
-        modes=("eager", "checkpointed", "compiled"),
-    ),
+    Case("a backward with one buffer", stage(lambda s, x: s.b(OneBuffer.apply(s.a(x), s.memory)), memory=memory)),
+    Case("a reversed gradient", stage(lambda s, x: s.b(torch.tanh(Reversed.apply(s.a(x)))))),
     Case(
         "a product with its own backward",
         stage(lambda s, x: s.b(torch.tanh(OwnLinear.apply(x, s.a.weight)))),
         no_gradient=("a.bias",),
+        modes=EVERY_MODE,
     ),
 )
-
-_COMPILED = {
-    "a forward hook",
-    "a forward hook in place",
-    "a hook on the weight",
-    "a hook on the bias in place",
-    "a hook after accumulation",
-    "a product with its own backward",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

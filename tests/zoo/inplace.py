@@ -8,11 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, buffer, compiled_only, linear, parameter, stage
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
-"""On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
+from zoo.case import (
+    EVERY_MODE,
+    NOT_REPEATED,
+    ONLY_COMPILED,
+    ONLY_EAGER,
+    TOKENS,
+    WIDTH,
+    Case,
+    buffer,
+    linear,
+    one_by_one,
+    parameter,
+    stage,
+)
 
 
 def residual(s: Any, x: Tensor) -> Tensor:
@@ -179,95 +188,63 @@ class Memory:
         self.array = torch.zeros(shape).numpy() if shape else None
 
 
-_ALL = (
-    Case("dY scaled through .data", written(lambda dy: dy.data.mul_(0.5)), modes=EAGER),
-    Case("dY negated through .data", written(lambda dy: dy.data.neg_()), modes=EAGER),
-    Case("dY emptied through .data", written(lambda dy: dy.data.zero_()), modes=EAGER),
-    Case("dY turned round through .data", written(lambda dy: dy.data.copy_(dy.flip(-2))), modes=EAGER),
-    Case("dY full of NaN through .data", written(lambda dy: dy.data.fill_(torch.nan)), modes=EAGER),
-    Case("dY scaled by NumPy", written(scaled_by_numpy), modes=EAGER),
-    Case("x scaled through .data in a backward", stage(x_written), modes=("eager",)),
-    Case("dY of two scaled through .data", stage(two_uses), modes=EAGER),
-    Case(
-        "a workspace of NumPy's",
-        stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)),
-        modes=("eager",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+CASES = (
+    Case("dY scaled through .data", written(lambda dy: dy.data.mul_(0.5))),
+    Case("dY negated through .data", written(lambda dy: dy.data.neg_())),
+    Case("dY emptied through .data", written(lambda dy: dy.data.zero_())),
+    Case("dY turned round through .data", written(lambda dy: dy.data.copy_(dy.flip(-2)))),
+    Case("dY full of NaN through .data", written(lambda dy: dy.data.fill_(torch.nan))),
+    Case("dY scaled by NumPy", written(scaled_by_numpy)),
+    Case("x scaled through .data in a backward", stage(x_written), modes=ONLY_EAGER),
+    Case("dY of two scaled through .data", stage(two_uses)),
+    one_by_one(
+        "a workspace of NumPy's", stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
-    Case(
-        "a NumPy view of x",
-        stage(numpy_view, memory=Memory),
-        modes=("eager",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
-    ),
+    one_by_one("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER),
     Case("relu_", stage(lambda s, x: s.b(s.a(x).relu_()))),
-    Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True))),
+    Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True)), modes=EVERY_MODE),
     Case("SiLU in place", stage(lambda s, x: s.b(F.silu(1 * s.a(x), inplace=True)))),
-    Case("dropout in place", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.2, inplace=True))), modes=EAGER),
+    Case("dropout in place", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.2, inplace=True)))),
     Case("a residual in place", stage(residual)),
-    Case("two residuals in place", stage(residual_twice)),
+    Case("two residuals in place", stage(residual_twice), modes=EVERY_MODE),
     Case("y in place", stage(lambda s, x: s.b(s.a(x).mul_(2).add_(1)))),
     Case("y plus x in place", stage(lambda s, x: s.b(s.a(x).add_(x)))),
     Case("y plus pos in place", stage(lambda s, x: s.b(s.a(x).add_(s.pos)), pos=parameter(TOKENS, WIDTH))),
     Case(
         "y plus pos.unsqueeze(0) in place",
         stage(lambda s, x: s.b(s.a(x).add_(s.pos.unsqueeze(0))), pos=parameter(TOKENS, WIDTH)),
+        modes=EVERY_MODE,
     ),
-    Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x))),
-    Case("a part of y in place", stage(part_of_y)),
-    Case("written into zeros", stage(written_into_zeros)),
+    Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x)), modes=EVERY_MODE),
+    Case("a part of y in place", stage(part_of_y), modes=EVERY_MODE),
+    Case("written into zeros", stage(written_into_zeros), modes=EVERY_MODE),
     Case("masked in place", stage(lambda s, x: s.b(s.a(x).masked_fill_(x > 1, 0.0)))),
     Case("indices added in place", stage(lambda s, x: s.b((1 * x).index_add_(1, torch.tensor([0, 1, 1, 3]), s.a(x))))),
     Case("a view of y in place", stage(view_in_place)),
-    Case("a transposed y in place", stage(transposed_in_place)),
+    Case("a transposed y in place", stage(transposed_in_place), modes=EVERY_MODE),
     Case(
         "chunks of y in place",
         stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
         no_gradient=("a.weight", "a.bias"),
     ),
-    Case(
-        "a workspace",
-        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
-        modes=("eager",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+    one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER),
+    one_by_one(
+        "a workspace with gradients", stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
+    one_by_one("a workspace, compiled", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_COMPILED),
+    Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=NOT_REPEATED),
+    one_by_one("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=ONLY_EAGER),
     Case(
-        "a workspace with gradients",
-        stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)),
-        modes=("eager",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
+        "an input that is overwritten",
+        stage(reused_input, c=frozen_linear),
+        no_gradient=("c.weight", "c.bias"),
+        modes=EVERY_MODE,
     ),
-    Case(
-        "a workspace, compiled",
-        stage(workspace, work=buffer(1, TOKENS, WIDTH)),
-        modes=("compiled",),
-        schedules=ONE_BY_ONE,
-        most_ranks=1,
-    ),
-    Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=("eager", "compiled")),
-    Case("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=("eager",), schedules=ONE_BY_ONE, most_ranks=1),
-    Case("an input that is overwritten", stage(reused_input, c=frozen_linear), no_gradient=("c.weight", "c.bias")),
     Case("an input marked dirty", stage(lambda s, x: s.b(DoublesInPlace.apply(s.a(x))))),
-    Case("an input marked dirty, of a fork", stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x)))),
-    Case("data behind autograd's back", stage(data_changed), modes=EAGER),
+    Case(
+        "an input marked dirty, of a fork",
+        stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x))),
+        modes=EVERY_MODE,
+    ),
+    Case("data behind autograd's back", stage(data_changed)),
 )
-
-_COMPILED = {
-    "ReLU in place",
-    "two residuals in place",
-    "y plus pos.unsqueeze(0) in place",
-    "the last y in place",
-    "a part of y in place",
-    "written into zeros",
-    "a transposed y in place",
-    "a workspace, compiled",
-    "a moved average",
-    "an input that is overwritten",
-    "an input marked dirty, of a fork",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

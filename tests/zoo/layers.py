@@ -9,7 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from zoo.case import TOKENS, WIDTH, Case, Mode, Stage, bare, compiled_only, frozen, linear, parameter, stage
+from zoo.case import (
+    EVERY_MODE,
+    NOT_REPEATED,
+    ONLY_EAGER,
+    TOKENS,
+    WIDTH,
+    Case,
+    Stage,
+    bare,
+    frozen,
+    linear,
+    parameter,
+    stage,
+)
 
 
 def between(make: Any, name: str, **options: Any) -> Case:
@@ -124,50 +137,39 @@ def cached_weight(s: Stage, x: Tensor) -> Tensor:
 
 FROZEN = ("base.weight", "base.bias")
 
-ONCE: tuple[Mode, ...] = ("eager", "compiled")
 """Batch norm counts a recomputed microbatch twice, whatever the schedule."""
 
-_ALL = (
-    between(lambda: nn.LayerNorm(WIDTH), "layer norm"),
+CASES = (
+    between(lambda: nn.LayerNorm(WIDTH), "layer norm", modes=EVERY_MODE),
     between(lambda: nn.RMSNorm(WIDTH), "RMS norm"),
     channels(lambda: nn.GroupNorm(2, WIDTH), "group norm"),
-    channels(lambda: nn.BatchNorm1d(WIDTH), "batch norm", samples=2, modes=ONCE),
-    channels(lambda: nn.BatchNorm1d(WIDTH, momentum=None), "batch norm, cumulative", modes=ONCE),
+    channels(lambda: nn.BatchNorm1d(WIDTH), "batch norm", samples=2, modes=ONLY_EAGER),
+    channels(lambda: nn.BatchNorm1d(WIDTH, momentum=None), "batch norm, cumulative", modes=NOT_REPEATED),
     channels(lambda: nn.InstanceNorm1d(WIDTH, affine=True), "instance norm"),
-    channels(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), "convolution"),
+    channels(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), "convolution", modes=EVERY_MODE),
     channels(lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), "convolution by channel"),
     channels(lambda: nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1), "transposed convolution"),
     Case("convolution of images", stage(over_images, conv=lambda: nn.Conv2d(TOKENS, TOKENS, 3, padding=1))),
     Case(
         "images normed",
         stage(over_images, conv=lambda: nn.Sequential(nn.Conv2d(TOKENS, TOKENS, 1), nn.BatchNorm2d(TOKENS))),
-        modes=ONCE,
+        modes=ONLY_EAGER,
     ),
     between(nn.PReLU, "a learned slope"),
     between(lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU()), "a gated linear unit"),
-    Case(
-        "LSTM", stage(recurrent, layer=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)), modes=("eager", "checkpointed")
-    ),
-    Case(
-        "GRU",
-        stage(recurrent, layer=lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True)),
-        modes=("eager", "checkpointed"),
-    ),
+    Case("LSTM", stage(recurrent, layer=lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))),
+    Case("GRU", stage(recurrent, layer=lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True))),
     Case("a recurrent cell", bare(cells, cell=lambda: nn.GRUCell(WIDTH, WIDTH), b=linear())),
-    Case("a recurrence of linear layers", stage(own_recurrence)),
-    Case("weight standardisation", stage(standardised)),
+    Case("a recurrence of linear layers", stage(own_recurrence), modes=EVERY_MODE),
+    Case("weight standardisation", stage(standardised), modes=EVERY_MODE),
     Case("quantised weights", stage(quantised)),
-    between(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm"),
-    between(
-        lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm, old", modes=("eager", "checkpointed")
-    ),
+    between(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm", modes=EVERY_MODE),
+    between(lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), "weight norm, old"),
     between(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)).eval(), "spectral norm, fixed"),
-    between(
-        lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), "orthogonal", modes=("eager", "checkpointed")
-    ),
-    between(parametrized(), "parametrized"),
-    Case("parametrized and cached", stage(cached_weight, layer=parametrized()), modes=("eager",)),
-    between(LowRank, "LoRA", no_gradient=FROZEN),
+    between(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), "orthogonal"),
+    between(parametrized(), "parametrized", modes=EVERY_MODE),
+    Case("parametrized and cached", stage(cached_weight, layer=parametrized()), modes=ONLY_EAGER),
+    between(LowRank, "LoRA", no_gradient=FROZEN, modes=EVERY_MODE),
     Case(
         "LoRA alone",
         bare(lambda s, x: s.c(torch.tanh(s.layer(x))), layer=LowRank, c=frozen(linear())),
@@ -175,15 +177,14 @@ _ALL = (
     ),
     Case("merged LoRA", stage(merged, up=parameter(WIDTH, 2), down=parameter(2, WIDTH))),
     Case("DoRA", stage(magnitude, up=parameter(WIDTH, 2), down=parameter(2, WIDTH), scale=parameter(WIDTH, 1))),
-    Case("weights in a penalty", stage(penalised)),
-    Case("a tied autoencoder", stage(tied_autoencoder)),
+    Case("weights in a penalty", stage(penalised), modes=EVERY_MODE),
+    Case("a tied autoencoder", stage(tied_autoencoder), modes=EVERY_MODE),
     Case("folded weights", stage(folded), no_gradient=("b.bias",)),
     Case("a hypernetwork", stage(generated, maker=linear(3, WIDTH * WIDTH), code=parameter(3))),
-    Case("dropout", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.3))), modes=("eager", "checkpointed")),
+    Case("dropout", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.3)))),
     Case(
         "dropout of attention and weights",
         stage(lambda s, x: s.b(F.linear(F.dropout(x, 0.2), F.dropout(s.a.weight, 0.2)))),
-        modes=("eager", "checkpointed"),
         no_gradient=("a.bias",),
     ),
     Case(
@@ -199,22 +200,6 @@ _ALL = (
         "unused parameters",
         stage(lambda s, x: s.a(x), c=linear(), p=parameter(3)),
         no_gradient=("b.weight", "b.bias", "c.weight", "c.bias", "p"),
+        modes=EVERY_MODE,
     ),
 )
-
-
-_COMPILED = {
-    "layer norm",
-    "batch norm, cumulative",
-    "convolution",
-    "a recurrence of linear layers",
-    "weight standardisation",
-    "weight norm",
-    "parametrized",
-    "LoRA",
-    "weights in a penalty",
-    "a tied autoencoder",
-    "unused parameters",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import TOKENS, WIDTH, Case, bare, buffer, compiled_only, frozen, linear, parameter, stage
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, bare, buffer, frozen, linear, parameter, plain, stage
 
 
 class Doubled(nn.Linear):
@@ -94,28 +94,41 @@ def many(count: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
 
 
-_ALL = (
-    Case("plain", stage(lambda s, x: s.b(torch.tanh(s.a(x))))),
-    Case("plain, three samples", stage(lambda s, x: s.b(torch.tanh(s.a(x)))), samples=3),
+CASES = (
+    Case("plain", stage(plain), modes=EVERY_MODE),
+    Case("plain, three samples", stage(plain), samples=3),
     Case("no bias", bare(lambda s, x: s.a(torch.tanh(x)), a=linear(bias=False))),
-    Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH)),
+    Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), modes=EVERY_MODE),
     Case("linear after linear", stage(lambda s, x: s.b(s.a(x)))),
     Case("no linear layer", lambda index: nn.LayerNorm(WIDTH)),
-    Case("a subclass with its own forward", bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: Doubled(WIDTH, WIDTH))),
+    Case(
+        "a subclass with its own forward",
+        bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: Doubled(WIDTH, WIDTH)),
+        modes=EVERY_MODE,
+    ),
     Case("a subclass that multiplies twice", bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: Scaled(WIDTH, WIDTH))),
     Case("a weight by keyword", bare(lambda s, x: s.a(torch.tanh(x)), a=lambda: ByKeywords(WIDTH, WIDTH))),
-    Case("wrapped in a closure", stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=wrapped_in_a_closure)),
-    Case("a forward on the instance", stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=replaced_on_the_instance)),
-    Case("a lazy layer", stage(lambda s, x: s.b(torch.tanh(s.a(x))), a=lazy)),
+    Case("wrapped in a closure", stage(plain, a=wrapped_in_a_closure)),
+    Case("a forward on the instance", stage(plain, a=replaced_on_the_instance), modes=EVERY_MODE),
+    Case("a lazy layer", stage(plain, a=lazy)),
     Case("called by the parent", stage(lambda s, x: s.b(F.linear(x, s.a.weight, s.a.bias)))),
-    Case("called by the parent and itself", stage(lambda s, x: s.b(torch.tanh(s.a(x) + F.linear(x, s.a.weight))))),
+    Case(
+        "called by the parent and itself",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x) + F.linear(x, s.a.weight)))),
+        modes=EVERY_MODE,
+    ),
     Case("called as forward", stage(lambda s, x: s.b.forward(torch.tanh(s.a.forward(x))))),
     Case(
         "a part of the weight",
         stage(lambda s, x: s.b(torch.cat([F.linear(x, s.a.weight[:3], s.a.bias[:3]), x[..., 3:]], -1))),
+        modes=EVERY_MODE,
     ),
     Case("a weight in two halves", stage(in_two_halves), no_gradient=("a.bias",)),
-    Case("a transposed weight", stage(lambda s, x: s.b(torch.tanh(F.linear(x, s.a.weight.t(), s.a.bias))))),
+    Case(
+        "a transposed weight",
+        stage(lambda s, x: s.b(torch.tanh(F.linear(x, s.a.weight.t(), s.a.bias)))),
+        modes=EVERY_MODE,
+    ),
     Case("a product with @", stage(lambda s, x: s.b(torch.tanh(x @ s.a.weight.t() + s.a.bias)))),
     Case(
         "a weight that is cast",
@@ -124,7 +137,11 @@ _ALL = (
     ),
     Case("einsum", stage(lambda s, x: s.b(torch.einsum("btd,od->bto", x, s.a.weight))), no_gradient=("a.bias",)),
     Case("bilinear", stage(lambda s, x: s.b(s.c(s.a(x), x)), c=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH))),
-    Case("one dimension", stage(lambda s, x: torch.stack([s.b(s.a(row)) for row in x.flatten(0, 1)]).view_as(x))),
+    Case(
+        "one dimension",
+        stage(lambda s, x: torch.stack([s.b(s.a(row)) for row in x.flatten(0, 1)]).view_as(x)),
+        modes=EVERY_MODE,
+    ),
     Case("two dimensions", stage(lambda s, x: s.b(torch.tanh(s.a(x.flatten(0, 1)))).view_as(x))),
     Case("four dimensions", stage(lambda s, x: s.b(s.a(x.view(-1, 2, TOKENS // 2, WIDTH)).tanh()).view_as(x))),
     Case("one row", stage(lambda s, x: x + s.b(s.a(x[:1, :1])))),
@@ -135,7 +152,11 @@ _ALL = (
     ),
     Case("over tokens, as is", bare(lambda s, x: s.a(x.mT).mT.contiguous(), a=linear(TOKENS, TOKENS))),
     Case("expanded x", stage(lambda s, x: s.b(s.a(x.mean(1, keepdim=True).expand(-1, TOKENS, -1))))),
-    Case("x of one number", stage(lambda s, x: s.b(s.a(x.mean(-1, keepdim=True).expand(-1, -1, WIDTH))))),
+    Case(
+        "x of one number",
+        stage(lambda s, x: s.b(s.a(x.mean(-1, keepdim=True).expand(-1, -1, WIDTH)))),
+        modes=EVERY_MODE,
+    ),
     Case("expanded y", stage(lambda s, x: s.b(s.a(x[:, :1]).expand(-1, TOKENS, -1).tanh()))),
     Case("a sum of y", stage(lambda s, x: x + s.b(s.a(x)).sum((0, 1)))),
     Case("a mean of y", stage(lambda s, x: x + s.b(s.a(x).tanh()).mean())),
@@ -143,54 +164,38 @@ _ALL = (
         "no output features",
         stage(lambda s, x: s.b(torch.cat([s.a(x), s.c(x)], -1)), c=linear(WIDTH, 0)),
         no_gradient=("c.weight", "c.bias"),
+        modes=EVERY_MODE,
     ),
-    Case("no tokens", stage(lambda s, x: s.b(x) + s.a(x[:, :0]).sum()), no_gradient=("a.weight", "a.bias")),
+    Case(
+        "no tokens",
+        stage(lambda s, x: s.b(x) + s.a(x[:, :0]).sum()),
+        no_gradient=("a.weight", "a.bias"),
+        modes=EVERY_MODE,
+    ),
     Case("x is a parameter", stage(lambda s, x: s.b(x + s.a(s.queries)), queries=parameter(TOKENS, WIDTH))),
-    Case("x is a buffer", stage(lambda s, x: s.b(x + s.a(s.table)), table=buffer(TOKENS, WIDTH))),
+    Case("x is a buffer", stage(lambda s, x: s.b(x + s.a(s.table)), table=buffer(TOKENS, WIDTH)), modes=EVERY_MODE),
     Case("x is constant", stage(lambda s, x: s.b(x + s.a(torch.ones_like(x))))),
     Case("x of integers", stage(lambda s, x: s.b(x + s.a(F.one_hot(x.argmax(-1), WIDTH).to(x.dtype))))),
     Case("x without grad", stage(without_grad), no_gradient=("a.weight", "a.bias")),
-    Case("detached x", stage(lambda s, x: s.b(s.a(x.detach())) + x)),
-    Case(
-        "selected rows",
-        stage(lambda s, x: x.masked_scatter(x > 0, s.b(s.a(x))[x > 0])),
-        modes=("eager", "checkpointed"),
-    ),
-    Case("frozen weight", stage(lambda s, x: s.b(s.a(x)), b=only_bias), no_gradient=("b.weight",)),
+    Case("detached x", stage(lambda s, x: s.b(s.a(x.detach())) + x), modes=EVERY_MODE),
+    Case("selected rows", stage(lambda s, x: x.masked_scatter(x > 0, s.b(s.a(x))[x > 0]))),
+    Case("frozen weight", stage(lambda s, x: s.b(s.a(x)), b=only_bias), no_gradient=("b.weight",), modes=EVERY_MODE),
     Case("frozen bias", stage(lambda s, x: s.b(s.a(x)), b=only_weight), no_gradient=("b.bias",)),
     Case(
         "a frozen layer",
         stage(lambda s, x: s.a(torch.tanh(s.b(x))), b=frozen(linear())),
         no_gradient=("b.weight", "b.bias"),
     ),
-    Case("a sum of many", bare(lambda s, x: sum(layer(x) for layer in s.layers), layers=lambda: many(6))),
+    Case(
+        "a sum of many",
+        bare(lambda s, x: sum(layer(x) for layer in s.layers), layers=lambda: many(6)),
+        modes=EVERY_MODE,
+    ),
     Case("a chain of many", bare(lambda s, x: nn.Sequential(*s.layers)(x), layers=lambda: many(6))),
     Case("y used twice", stage(used_twice)),
     Case("y added to itself", stage(added_to_itself)),
-    Case("a gated unit", stage(lambda s, x: x + s.b(s.a(x)) * F.silu(s.a(x)))),
+    Case("a gated unit", stage(lambda s, x: x + s.b(s.a(x)) * F.silu(s.a(x))), modes=EVERY_MODE),
     Case(
         "heads of y", stage(lambda s, x: s.b(s.a(x).unflatten(-1, (2, -1)).transpose(1, 2).transpose(1, 2).flatten(-2)))
     ),
 )
-
-
-_COMPILED = {
-    "plain",
-    "the stage is a linear layer",
-    "a subclass with its own forward",
-    "a forward on the instance",
-    "called by the parent and itself",
-    "a part of the weight",
-    "a transposed weight",
-    "one dimension",
-    "x of one number",
-    "no output features",
-    "no tokens",
-    "x is a buffer",
-    "detached x",
-    "frozen weight",
-    "a sum of many",
-    "a gated unit",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

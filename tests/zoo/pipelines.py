@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, bare, compiled_only, linear, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Batch, Case, bare, linear, stage
 from zoo.shared import share_layer
-
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
-ONLY: tuple[Mode, ...] = ("eager",)
 
 
 class Plain(nn.Module):
@@ -227,21 +224,33 @@ class Interleaved(torch.autograd.Function):
 
 NOT_ALL: tuple[str, ...] = ("c.weight", "c.bias")
 
-_ALL = (
-    Case("two outputs", stage(two_outputs, c=linear()), batch=two_rows, loss=of_all),
+CASES = (
+    Case("two outputs", stage(two_outputs, c=linear()), batch=two_rows, loss=of_all, modes=EVERY_MODE),
     Case(
         "two outputs, one for the loss",
         stage(two_outputs, c=linear()),
         batch=two_rows,
         loss=of_first,
         no_gradient=NOT_ALL,
+        modes=EVERY_MODE,
     ),
-    Case("a mask goes along", stage(mask_along), batch=with_mask, loss=of_first),
-    Case("an output that skips", stage(skips), batch=two_rows, loss=of_all, modes=EAGER),
-    Case("an unused output", stage(one_unused, c=linear()), batch=two_rows, loss=of_first, no_gradient=NOT_ALL),
+    Case("a mask goes along", stage(mask_along), batch=with_mask, loss=of_first, modes=EVERY_MODE),
+    Case("an output that skips", stage(skips), batch=two_rows, loss=of_all),
+    Case(
+        "an unused output",
+        stage(one_unused, c=linear()),
+        batch=two_rows,
+        loss=of_first,
+        no_gradient=NOT_ALL,
+        modes=EVERY_MODE,
+    ),
     Case("an output without gradient", stage(detached_second), batch=two_rows, loss=of_first),
-    Case("an output twice", stage(same_twice), batch=two_rows, loss=of_all),
-    Case("an output that is a view", stage(lambda s, x: s.b(torch.tanh(s.a(x))).flatten().view(1, TOKENS, WIDTH))),
+    Case("an output twice", stage(same_twice), batch=two_rows, loss=of_all, modes=EVERY_MODE),
+    Case(
+        "an output that is a view",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x))).flatten().view(1, TOKENS, WIDTH)),
+        modes=EVERY_MODE,
+    ),
     Case("an output that is not contiguous", stage(lambda s, x: s.b(torch.tanh(s.a(x))).mT.contiguous().mT)),
     Case(
         "an output in another order",
@@ -257,17 +266,12 @@ _ALL = (
         "an output that is expanded",
         stage(lambda s, x: s.b(torch.tanh(s.a(x))).mean(1, keepdim=True).expand(-1, TOKENS, -1)),
     ),
-    Case("an output of an LSTM", bare(of_lstm, rnn=lstm), samples=3, modes=EAGER),
-    Case("an output of an LSTM over time", bare(over_time, rnn=lstm), samples=3, modes=EAGER),
+    Case("an output of an LSTM", bare(of_lstm, rnn=lstm), samples=3),
+    Case("an output of an LSTM over time", bare(over_time, rnn=lstm), samples=3),
     Case("channels last", bare(channels_last, c=lambda: nn.Conv2d(3, 3, 3, padding=1)), batch=images, samples=2),
     Case("a gradient that is not contiguous", bare(gives_transposed, a=linear()), samples=2),
     Case("a gradient with gaps", stage(gives_gaps), samples=2),
-    Case(
-        "gradients over two steps, divided in each",
-        Plain,
-        accumulates=True,
-        schedules=OURS,
-    ),
+    Case("gradients over two steps, divided in each", Plain, accumulates=True, schedules=OURS),
     Case(
         "gradients over two steps, shared weights",
         Plain,
@@ -280,28 +284,35 @@ _ALL = (
         for mode in get_args(Literal["no_grad", "inference_mode", "enable_grad"])
     ),
     Case("a copy for an average", Plain, prepared=averaged),
-    Case("pickle", Plain, prepared=pickled),
+    Case("pickle", Plain, prepared=pickled, modes=EVERY_MODE),
     Case("torch.save", Plain, prepared=saved),
-    Case("torch.jit.trace", Plain, modes=ONLY, prepared=traced),
-    Case("torch.export", Plain, modes=ONLY, prepared=exported),
-    Case("a backward outside", Plain, prepared=trained_alone),
-    Case("an optimizer step", Plain, between=stepped),
+    Case("torch.jit.trace", Plain, modes=ONLY_EAGER, prepared=traced),
+    Case("torch.export", Plain, modes=ONLY_EAGER, prepared=exported),
+    Case("a backward outside", Plain, prepared=trained_alone, modes=EVERY_MODE),
+    Case("an optimizer step", Plain, between=stepped, modes=EVERY_MODE),
     Case("weights reloaded", Plain, between=reloaded),
-    Case("weights replaced", Plain, between=fresh_weights),
-    Case("frozen later", Plain, between=freeze),
-    Case("thawed later", half_frozen, between=thaw, no_gradient=("a.weight", "a.bias")),
-    Case("another layer later", Plain, between=another_layer, modes=EAGER),
-    Case("a hook later", Plain, between=hooked_later),
+    Case("weights replaced", Plain, between=fresh_weights, modes=EVERY_MODE),
+    Case("frozen later", Plain, between=freeze, modes=EVERY_MODE),
+    Case("thawed later", half_frozen, between=thaw, no_gradient=("a.weight", "a.bias"), modes=EVERY_MODE),
+    Case("another layer later", Plain, between=another_layer),
+    Case("a hook later", Plain, between=hooked_later, modes=EVERY_MODE),
     Case("gradients that are zero at first", Plain, prepared=filled),
-    Case("gradients over two steps", Plain, options={"scale_grads": False}),
+    Case("gradients over two steps", Plain, options={"scale_grads": False}, modes=EVERY_MODE),
     Case(
         "gradients over two steps, two schedules",
         Plain,
         options={"scale_grads": False},
         schedules=("ZBV", "WeightsLast", "WeightsNext"),
         second_schedule="VHalf",
+        modes=EVERY_MODE,
     ),
-    Case("another schedule later", Plain, schedules=("ZBV", "WeightsLast", "WeightsNext"), second_schedule="VMin"),
+    Case(
+        "another schedule later",
+        Plain,
+        schedules=("ZBV", "WeightsLast", "WeightsNext"),
+        second_schedule="VMin",
+        modes=EVERY_MODE,
+    ),
     Case(
         "another schedule later, with W last",
         stage(lambda s, x: s.b(s.a(x))),
@@ -309,24 +320,3 @@ _ALL = (
         second_schedule="WeightsLast",
     ),
 )
-
-_COMPILED = {
-    "two outputs",
-    "two outputs, one for the loss",
-    "a mask goes along",
-    "an unused output",
-    "an output twice",
-    "an output that is a view",
-    "pickle",
-    "a backward outside",
-    "an optimizer step",
-    "weights replaced",
-    "frozen later",
-    "thawed later",
-    "a hook later",
-    "gradients over two steps",
-    "gradients over two steps, two schedules",
-    "another schedule later",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, compiled_only, parameter, stage
+from zoo.case import EVERY_MODE, ONLY_COMPILED, TOKENS, WIDTH, Batch, Case, Modes, parameter, plain, stage
 
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 """A few units of the last place, over four microbatches."""
-
-
-def plain(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x)))
 
 
 def of(dtype: torch.dtype) -> Callable[[int], Batch]:
@@ -31,13 +26,14 @@ def loss_in_double(y: Tensor, target: Tensor) -> Tensor:
     return mse_loss(y.double(), target.double())
 
 
-def all_in(dtype: torch.dtype, name: str, forward: Any = plain, **parts: Any) -> Case:
+def all_in(dtype: torch.dtype, name: str, forward: Any = plain, modes: Modes = Case.modes, **parts: Any) -> Case:
     return Case(
         name,
         lambda index: stage(forward, **parts)(index).to(dtype),
         batch=of(dtype),
         loss=loss_in_double,
         tolerance=TOLERANCES[dtype],
+        modes=modes,
     )
 
 
@@ -123,31 +119,30 @@ def later(s: Any, h: Tensor) -> None:
 
 
 _SHARED_CASTS = (
-    ("x scaled through .data between two casts", lambda s, h: h.data.mul_(3), EAGER),
-    ("x scaled by NumPy between two casts", by_numpy, EAGER),
-    ("x scaled through .data between two casts, later", later, EAGER),
-    ("x with two casts", lambda s, h: None, EAGER),
+    ("x scaled through .data between two casts", lambda s, h: h.data.mul_(3)),
+    ("x scaled by NumPy between two casts", by_numpy),
+    ("x scaled through .data between two casts, later", later),
+    ("x with two casts", lambda s, h: None),
 )
 
-_ALL = (
-    *(
-        Case(name, with_shared_cast(write), modes=modes, batch=of(torch.float32), tolerance=0.05)
-        for name, write, modes in _SHARED_CASTS
-    ),
+CASES = (
+    *(Case(name, with_shared_cast(write), batch=of(torch.float32), tolerance=0.05) for name, write in _SHARED_CASTS),
     all_in(torch.float32, "float32"),
-    all_in(torch.bfloat16, "bfloat16"),
+    all_in(torch.bfloat16, "bfloat16", modes=EVERY_MODE),
     all_in(torch.float16, "float16"),
     all_in(
         torch.float32,
         "float32 with pos",
         lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])),
         pos=parameter(TOKENS, WIDTH),
+        modes=EVERY_MODE,
     ),
     Case(
         "autocast to bfloat16",
         lambda index: stage(autocast(torch.bfloat16))(index).float(),
         batch=of(torch.float32),
         tolerance=0.05,
+        modes=EVERY_MODE,
     ),
     Case(
         "autocast to float16",
@@ -155,43 +150,31 @@ _ALL = (
         batch=of(torch.float32),
         tolerance=0.01,
     ),
-    Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05),
+    Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05, modes=EVERY_MODE),
     Case(
         "autocast of a part",
         lambda index: stage(partly_autocast)(index).float(),
         batch=of(torch.float32),
         tolerance=0.05,
+        modes=EVERY_MODE,
     ),
-    Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05),
-    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, modes=EAGER, shapes="given"),
+    Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05, modes=EVERY_MODE),
+    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, shapes="given"),
     Case(
         "complex, compiled",
         lambda index: Complex(),
         batch=complex_rows,
         loss=complex_loss,
-        modes=("compiled",),
+        modes=ONLY_COMPILED,
         shapes="given",
     ),
-    Case("complex inside", stage(complex_inside, c=complex_linear)),
+    Case("complex inside", stage(complex_inside, c=complex_linear), modes=EVERY_MODE),
     Case("a Fourier layer", stage(spectral, c=complex_linear)),
     Case(
         "float32 weights in a float64 stage",
         stage(lambda s, x: s.b(s.c(x.float()).double()), c=lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float32)),
         tolerance=1e-5,
         no_gradient=("a.weight", "a.bias"),
+        modes=EVERY_MODE,
     ),
 )
-
-_COMPILED = {
-    "bfloat16",
-    "float32 with pos",
-    "autocast to bfloat16",
-    "autocast of float64",
-    "autocast of a part",
-    "layers of two dtypes",
-    "complex, compiled",
-    "complex inside",
-    "float32 weights in a float64 stage",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

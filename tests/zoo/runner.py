@@ -62,11 +62,7 @@ SETTINGS: Mapping[int, tuple[Setting, ...]] = {
         Setting("WeightsNext"),
         Setting("ZBH1"),
     ),
-    2: (
-        Setting("ZBH1"),
-        Setting("ZBV", "checkpointed"),
-        Setting("WeightsLast", inferred=True),
-    ),
+    2: (Setting("ZBH1"), Setting("ZBV", "checkpointed"), Setting("WeightsLast", inferred=True)),
     4: (Setting("ZBV"), Setting("ZBH1", "checkpointed")),
 }
 """By the number of ranks."""

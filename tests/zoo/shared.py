@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from zoo.case import TOKENS, WIDTH, Batch, Case, Mode, linear, stage
+from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Batch, Case, linear, plain, stage
 
-EAGER: tuple[Mode, ...] = ("eager", "checkpointed")
 VOCABULARY = 12
 
 
@@ -66,7 +65,7 @@ class Recurrent(nn.Module):
 
 
 def tied(index: int) -> nn.Module:
-    module = stage(lambda s, x: s.b(torch.tanh(s.a(x))))(index)
+    module = stage(plain)(index)
     module.b.weight = module.a.weight
     return module
 
@@ -157,23 +156,22 @@ def share_layer(stages: Mapping[int, nn.Module]) -> None:
 V_SHAPED = ("ZBV", "WeightsLast", "WeightsNext")
 
 CASES = (
-    Case("a layer used twice", stage(lambda s, x: s.b(torch.tanh(s.b(s.a(x)))))),
-    Case("a layer used twice at once", stage(lambda s, x: s.a(x) + s.b(x) * s.b(x.tanh()))),
-    Case("a layer used five times", lambda index: Recurrent(5)),
-    Case("a layer used more often later", stage(looped), modes=("eager", "checkpointed", "compiled")),
-    Case("a layer used less often later", stage(looped_less)),
-    Case("an early exit", stage(early_exit)),
-    Case("a layer that joins later", stage(late_start)),
-    Case("as often as the numbers say", stage(until_small)),
-    Case("tied weights", tied),
-    Case("one module under two names", one_module_two_names),
-    Case("functional_call", stage(by_functional_call)),
-    Case("functional_call with other parameters", stage(swapped, c=linear())),
-    Case("swapped parameters", lambda index: Swapping(), modes=("eager",), options={"scale_grads": False}),
+    Case("a layer used twice", stage(lambda s, x: s.b(torch.tanh(s.b(s.a(x))))), modes=EVERY_MODE),
+    Case("a layer used twice at once", stage(lambda s, x: s.a(x) + s.b(x) * s.b(x.tanh())), modes=EVERY_MODE),
+    Case("a layer used five times", lambda index: Recurrent(5), modes=EVERY_MODE),
+    Case("a layer used more often later", stage(looped), modes=EVERY_MODE),
+    Case("a layer used less often later", stage(looped_less), modes=EVERY_MODE),
+    Case("an early exit", stage(early_exit), modes=EVERY_MODE),
+    Case("a layer that joins later", stage(late_start), modes=EVERY_MODE),
+    Case("as often as the numbers say", stage(until_small), modes=EVERY_MODE),
+    Case("tied weights", tied, modes=EVERY_MODE),
+    Case("one module under two names", one_module_two_names, modes=EVERY_MODE),
+    Case("functional_call", stage(by_functional_call), modes=EVERY_MODE),
+    Case("functional_call with other parameters", stage(swapped, c=linear()), modes=EVERY_MODE),
+    Case("swapped parameters", lambda index: Swapping(), modes=ONLY_EAGER, options={"scale_grads": False}),
     Case(
         "embedding and head tied over stages",
         Language,
-        EAGER,
         batch=tokens,
         loss=cross_entropy,
         share=tie_ends,
@@ -182,24 +180,16 @@ CASES = (
     Case(
         "embedding and head tied, not scaled",
         Language,
-        EAGER,
         batch=tokens,
         loss=cross_entropy,
         share=tie_ends,
         schedules=V_SHAPED,
         options={"scale_grads": False},
     ),
-    Case(
-        "a layer of two stages",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x)))),
-        EAGER,
-        share=share_layer,
-        schedules=V_SHAPED,
-    ),
+    Case("a layer of two stages", stage(plain), share=share_layer, schedules=V_SHAPED),
     Case(
         "a layer of two stages, not scaled",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x)))),
-        EAGER,
+        stage(plain),
         share=share_layer,
         schedules=V_SHAPED,
         options={"scale_grads": False},

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import TOKENS, WIDTH, Case, compiled_only, linear, parameter, stage
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Case, linear, parameter, stage
 
 POSITIONS = parameter(TOKENS, WIDTH)
 
@@ -18,8 +18,12 @@ def read_cls_token(s: Any, x: Tensor) -> Tensor:
     return h[:, :1] + h[:, 1:]
 
 
-_ALL = (
-    Case("pos.unsqueeze(0)", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.unsqueeze(0))), pos=POSITIONS)),
+CASES = (
+    Case(
+        "pos.unsqueeze(0)",
+        stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.unsqueeze(0))), pos=POSITIONS),
+        modes=EVERY_MODE,
+    ),
     Case("pos[None]", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])), pos=POSITIONS)),
     Case("pos.view", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.view(1, TOKENS, WIDTH))), pos=POSITIONS)),
     Case("pos as it is", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos)), pos=POSITIONS)),
@@ -48,12 +52,20 @@ _ALL = (
         "pos of heads",
         stage(lambda s, x: s.b((s.a(x).unflatten(-1, (2, -1)) + s.pos.view(TOKENS, 2, -1)).flatten(-2)), pos=POSITIONS),
     ),
-    Case("pos on flat rows", stage(lambda s, x: s.b((s.a(x).flatten(0, 1) + s.pos).view_as(x)), pos=POSITIONS)),
-    Case("pos at the end", stage(lambda s, x: s.b(torch.tanh(s.a(x))) + s.pos[None], pos=POSITIONS)),
-    Case("pos on x", stage(lambda s, x: s.b(torch.tanh(s.a(x + s.pos[None]))), pos=POSITIONS)),
+    Case(
+        "pos on flat rows",
+        stage(lambda s, x: s.b((s.a(x).flatten(0, 1) + s.pos).view_as(x)), pos=POSITIONS),
+        modes=EVERY_MODE,
+    ),
+    Case("pos at the end", stage(lambda s, x: s.b(torch.tanh(s.a(x))) + s.pos[None], pos=POSITIONS), modes=EVERY_MODE),
+    Case("pos on x", stage(lambda s, x: s.b(torch.tanh(s.a(x + s.pos[None]))), pos=POSITIONS), modes=EVERY_MODE),
     Case("pos beside a residual", stage(lambda s, x: x + s.b(s.a(x)) + s.pos[None], pos=POSITIONS)),
     Case("pos twice", stage(lambda s, x: s.b(s.a(x) + s.pos[None]) + s.pos.unsqueeze(0), pos=POSITIONS)),
-    Case("two pos on one y", stage(lambda s, x: s.b(s.a(x) + s.p[None] + s.q[None]), p=POSITIONS, q=POSITIONS)),
+    Case(
+        "two pos on one y",
+        stage(lambda s, x: s.b(s.a(x) + s.p[None] + s.q[None]), p=POSITIONS, q=POSITIONS),
+        modes=EVERY_MODE,
+    ),
     Case("pos minus", stage(lambda s, x: s.b(s.a(x) - s.pos[None]), pos=POSITIONS)),
     Case("pos times", stage(lambda s, x: s.b(s.a(x) * s.pos[None]), pos=POSITIONS)),
     Case(
@@ -72,13 +84,7 @@ _ALL = (
         ),
         no_gradient=("cls",),
     ),
-    Case(
-        "a cls token that is read",
-        stage(
-            read_cls_token,
-            cls=parameter(1, WIDTH),
-        ),
-    ),
+    Case("a cls token that is read", stage(read_cls_token, cls=parameter(1, WIDTH)), modes=EVERY_MODE),
     Case(
         "tokens that are replaced",
         stage(lambda s, x: x + s.b(torch.cat([s.reg[None], s.a(x)[:, 1:]], 1)), reg=parameter(1, WIDTH)),
@@ -96,6 +102,7 @@ _ALL = (
             lambda s, x: x + s.b(s.c(x[:, :1]) + s.shift.view(1, 1, -1)), c=linear(bias=False), shift=parameter(WIDTH)
         ),
         no_gradient=("a.weight", "a.bias"),
+        modes=EVERY_MODE,
     ),
     Case(
         "F.linear with another bias",
@@ -116,15 +123,3 @@ _ALL = (
         stage(lambda s, x: s.b(s.a(x) + s.pos[None] + s.pos.detach()[None]), pos=POSITIONS),
     ),
 )
-
-_COMPILED = {
-    "pos.unsqueeze(0)",
-    "pos on flat rows",
-    "pos on x",
-    "pos at the end",
-    "two pos on one y",
-    "a cls token that is read",
-    "a bias of its own, one token",
-}
-
-CASES = compiled_only(_COMPILED, _ALL)

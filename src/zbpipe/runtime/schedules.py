@@ -428,5 +428,3 @@ def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -
     is_asked = algorithm.any_stages_per_rank or len(stages) > 2
     made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)
     return _torch.list_only(stages, made)
-
-

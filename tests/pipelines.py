@@ -1,0 +1,85 @@
+"""This rank's part of a pipeline, as a job builds and runs it, and what all ranks have together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import build_stage, gradients, loss_fn
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import registry
+
+# Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
+# fused multiply-add into .grad here, product and then sum there). Over 8 microbatches that moves the last bits only.
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
+
+Result = tuple[list[float], dict[str, Tensor]]
+"""Losses, and gradients by stage and name."""
+
+
+class Pipeline:
+    """The stages of this rank and their schedule; `build` makes a stage of its index and the number of stages."""
+
+    def __init__(
+        self,
+        schedule: Any,
+        microbatches: int,
+        build: Callable[[int, int], nn.Module] = build_stage,
+        loss: Any = loss_fn,
+        *,
+        group: dist.ProcessGroup | None = None,
+        make: Callable[..., Any] = zbpipe.build_pipeline_schedule,
+        **options: Any,
+    ) -> None:
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        table = getattr(schedule, "schedule", schedule)  # of a plan
+        self.indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
+        self.num_stages = registry.resolve(table).place(num_ranks).num_stages
+        self.has_first, self.has_last = 0 in self.indices, self.num_stages - 1 in self.indices
+        self.modules = {index: build(index, self.num_stages) for index in self.indices}
+        self.stages = [
+            PipelineStage(module, index, self.num_stages, torch.device("cpu"), group=group)
+            for index, module in self.modules.items()
+        ]
+        self.schedule: Any = make(schedule, self.stages, microbatches, loss, **options)
+
+    def run(self, *inputs: Tensor, target: Any, how: str = "step", **given: Any) -> list[float]:
+        """The losses of one step, on the rank with the last stage."""
+        losses: list[Tensor] = []
+        run = getattr(self.schedule, how)
+        run(*(inputs if self.has_first else ()), target=target if self.has_last else None, losses=losses, **given)
+        return [loss.item() for loss in losses]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for module in self.modules.values() for each in module.parameters()]
+
+    def zero_grad(self) -> None:
+        for module in self.modules.values():
+            module.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return gradients(self.modules)
+
+
+def assert_like(per_rank: Iterable[Result], expected: Result, about: object = "", **tolerance: float) -> None:
+    """What the ranks found is, taken together, what the model in one piece gives."""
+    losses: list[float] = []
+    found: dict[str, Tensor] = {}
+    for own_losses, own in per_rank:
+        losses += own_losses
+        found |= own
+    assert losses == pytest.approx(expected[0], rel=1e-6), about
+    assert found.keys() == expected[1].keys(), about
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(
+            found[name],
+            gradient,
+            **(tolerance or TOLERANCE),
+            msg=lambda m, n=name: f"{about} {n}: {m}",  # type: ignore[misc]
+        )
