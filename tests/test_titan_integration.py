@@ -719,7 +719,7 @@ def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
     assert lines[0] == "rank  parameters  weights  activations  total (GiB on each GPU)"
     assert [line.split()[0] for line in lines[1:-2]] == ["0", "1", "2", "3"]
     assert lines[1].split()[1] == "18.36B"
-    assert lines[-2].startswith("a microbatch of an average rank's share, the unit of --zbpipe.memory-limit: ")
+    assert lines[-2].startswith("1 microbatch in --zbpipe.memory-limit: ")
     assert lines[-1] == "worst rank: 52.0 GiB, which with 15% left free fits: H100, H200, B200, MI300X, MI325X, MI355X"
     with pytest.raises(ValueError, match="48 GPUs are not a multiple of PP x TP x replicas = 32: use 32 or 64"):
         with_titan(table, ["--gpus", "48", *shlex.split(command)[5:]])
@@ -738,6 +738,6 @@ def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
         return [float(line.split()[3]) for line in lines[1:5]]
 
     units: list[float] = []
-    tight, ample = activations("2"), activations("12")
+    tight, ample = activations("2 microbatches"), activations("12 microbatches")
     assert ample == pytest.approx([12 * units[0]] * 4, rel=0.01)
     assert min(tight) > 2 * units[0]

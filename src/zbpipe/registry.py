@@ -6,8 +6,9 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a limit. Installed packages offer their functions through the
-entry-point group "zbpipe.algorithms". zbpipe's own stand in `zbpipe.algorithms`, which `import zbpipe` imports.
+measured times, one that takes `memory_limit` to a `zbpipe.memory_limit.MemoryLimit`. Installed packages offer their
+functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
+zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Literal, Protocol, runtime_checkable
 from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import Placement, Schedule, require_size, require_whole
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.users import SEPARATOR, function_of
 
 Generate = Callable[..., Schedule]
@@ -298,7 +300,7 @@ def generate(
     *,
     stages_per_rank: int | None = None,
     costs: CostModel | Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimitLike | None = None,
     runs_ahead: bool = False,
 ) -> Schedule:
     """The schedule of that name for so many ranks and microbatches.
@@ -314,9 +316,8 @@ def generate(
         stages_per_rank: for the looped schedules; default: the schedule's usual one.
         costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
             the others do not look at them.
-        memory_limit: what a rank may hold, one number or one a rank, in the unit of the costs' activations, for the
-            schedules that fit themselves to a limit (ZBVLean, ZBH1Lean); without costs 1 is what F keeps of a rank's
-            share of one microbatch.
+        memory_limit: for the schedules that fit themselves to one (ZBVLean, ZBH1Lean), see
+            `zbpipe.memory_limit.MemoryLimit`.
         runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
             (ZB2P): with the shortest period, in place of the shortest makespan.
 
@@ -340,7 +341,7 @@ def generate(
     keywords: dict[str, object] = {
         "stages_per_rank": len(placement.stages_on(0)),
         "costs": costs,
-        "memory_limit": memory_limit,
+        "memory_limit": MemoryLimit.parse(memory_limit),
         "runs_ahead": runs_ahead,
     }
     made = algorithm.generate(ranks, microbatches, **{name: keywords[name] for name in algorithm.keywords})

@@ -24,7 +24,7 @@ This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from typing import NamedTuple
 from zbpipe import registry
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.simulation import simulate
 from zbpipe.validation import Rule, validate
 
@@ -45,7 +46,7 @@ _Rows = list[list[Op]]
 
 
 def check_schedule(
-    schedule: Schedule, memory_limit: float | Sequence[float] | None = None, costs: CostModel | None = None
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> None:
     """Assert that `schedule` can run, and in how much memory.
 
@@ -53,8 +54,7 @@ def check_schedule(
 
     Args:
         schedule: any.
-        memory_limit: the most activations that a rank may hold, one number or one a rank, in the unit of
-            `costs.activations`.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
             1F1B and ZBV need p.
 

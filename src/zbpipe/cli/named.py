@@ -14,7 +14,7 @@ from zbpipe.cli.costs import Costs
 if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.ir import Schedule
-    from zbpipe.limits import Limit
+    from zbpipe.memory_limit import MemoryLimit
     from zbpipe.timeline import Timeline
 
 
@@ -24,7 +24,7 @@ def made(
     microbatches: int | None,
     costs: Costs,
     stages_per_rank: int | None = None,
-    memory_limit: Limit | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> tuple[Schedule, CostModel]:
     """The schedule of that name or file, which may be unable to run, and its costs."""
     from zbpipe.registry import generate, lookup
@@ -40,8 +40,10 @@ def made(
     of_stages = costs.of(algorithm.place(ranks, stages_per_rank))
     if memory_limit is not None:
         algorithm.require_limits("--memory-limit")
-    room = costs.limit(memory_limit, ranks, microbatches)
-    schedule = generate(name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=of_stages, memory_limit=room)
+    limits = memory_limit.resolve(costs.for_limits, ranks, microbatches) if memory_limit else None
+    schedule = generate(
+        name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=of_stages, memory_limit=limits
+    )
     # A registered function may give its schedule any name; people look for the one that they typed.
     return replace(schedule, name=algorithm.name), of_stages
 
@@ -52,7 +54,7 @@ def generated(
     microbatches: int | None,
     costs: Costs,
     stages_per_rank: int | None = None,
-    memory_limit: Limit | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> tuple[Schedule, CostModel]:
     """The schedule of that name or file, validated, and its costs."""
     from zbpipe.validation import validate
@@ -70,7 +72,7 @@ def simulated(
     microbatches: int | None,
     costs: Costs,
     stages_per_rank: int | None = None,
-    memory_limit: Limit | None = None,
+    memory_limit: MemoryLimit | None = None,
     **how: Any,
 ) -> Timeline:
     """Its timeline; `how` is for `zbpipe.simulate`."""
@@ -81,7 +83,7 @@ def simulated(
 
 
 def all_simulated(
-    ranks: int, microbatches: int, costs: Costs, memory_limit: Limit | None = None, **how: Any
+    ranks: int, microbatches: int, costs: Costs, memory_limit: MemoryLimit | None = None, **how: Any
 ) -> Iterator[Timeline]:
     """The timelines of all named schedules whose placement has costs; `how` is for `zbpipe.simulate`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ from zbpipe.frameworks import automodel
 from zbpipe.frameworks.faces import face_of
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import arguments, job
-from zbpipe.runtime.options import ForTorch, Options
+from zbpipe.runtime.options import Options, known
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
 """Names for which torch gives an abstract class; frameworks use them with a CSV file of their own."""
@@ -95,18 +94,17 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
-        options: what the framework does not pass on: `split_backward`, `defer_loss`, `defer_pp_recv`,
-            `max_active_stages`, `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit`
-            (ZBVLean, ZBH1Lean, Auto), `profile_steps`, `costs_out`, `costs_file`, `offload`, `trace`, `trace_step`,
-            `check_gradients`.
-            "Options of a job", docs/options.md, explains them. What the framework gives wins over them.
+        options: those of "Options of a job", docs/options.md, which the framework does not pass on. What it gives wins
+            over them.
 
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
 
     A second call replaces what the first one installed. `zbpipe.uninstall` undoes it.
     """
-    install_with(_options(options), schedule, everywhere=everywhere)
+    # The job's own trainer steps its optimizer.
+    arguments.require_known("zbpipe.install", options, {each.name for each in known(steps_optimizer=False)})
+    install_with(Options(**options), schedule, everywhere=everywhere)
 
 
 def install_with(options: Options, schedule: str | None = None, *, everywhere: bool = False) -> None:
@@ -167,12 +165,3 @@ def _places(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is function:
                 yield module, name
-
-
-def _options(given: dict[str, Any]) -> Options:
-    for_torch = {each.name for each in fields(ForTorch)}
-    # The job's own trainer steps its optimizer.
-    own = {each.name for each in fields(Options)} - {"for_torch", "optimizer_step"}
-    arguments.require_known("zbpipe.install", given, for_torch | own)
-    values = {name: value for name, value in given.items() if name in own}
-    return Options(**values, for_torch=ForTorch(**{name: given[name] for name in for_torch & given.keys()}))

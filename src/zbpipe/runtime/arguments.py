@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 
+from zbpipe.costs import CostModel
 from zbpipe.ir import whole
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.runtime import _torch
 
 
@@ -46,19 +46,11 @@ def require_counts(**numbers: object) -> tuple[int, ...]:
     return tuple(found)
 
 
-def limit(memory_limit: object) -> Limit | None:
-    """What is given as memory_limit: microbatches of an average rank's share, or a multiple of 1F1B's memory."""
-    if memory_limit is None:
-        return None
-    found = None
-    if isinstance(memory_limit, (int, float, str)) and not isinstance(memory_limit, bool):
-        with suppress(ValueError):
-            found = Limit.parse(str(memory_limit))
-    if found is None or found.unit == "bytes" or not found.amount:
-        raise ValueError(
-            "memory_limit has to be a number above 0, of microbatches of an average rank's share, or a multiple of"
-            f" 1F1B's memory such as '1.2x', or None for the default, got memory_limit={memory_limit!r}"
-        )
+def limit(memory_limit: MemoryLimitLike | None, costs: CostModel | None) -> MemoryLimit | None:
+    """What is given as memory_limit; refused if its unit is that of costs that are not there."""
+    found = MemoryLimit.parse(memory_limit)
+    if found is not None and costs is None:
+        found.require_no_costs()
     return found
 
 

@@ -15,6 +15,7 @@ from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
@@ -34,7 +35,6 @@ from zbpipe.runtime.step_sizes import StepSizes
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.simulation import best_receives, simulate
 from zbpipe.transport import Receives, Transport
-from zbpipe.yardstick import in_unit_of
 
 
 class Validation(Protocol):
@@ -103,9 +103,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
             loss does with the LM head, wait for W, too. The gradients of all logits of a microbatch then stay in memory
             until W.
         costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
-        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto): what a rank may hold, with
-            what ops need while they run. A number of microbatches of an average rank's share, of which 1F1B's first
-            rank holds p, or a multiple of what 1F1B's worst rank holds under the same costs, such as "1.2x".
+        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
+            `zbpipe.memory_limit.MemoryLimit`.
         offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
             waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
@@ -150,7 +149,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
         costs: CostModel | None = None,
-        memory_limit: float | str | None = None,
+        memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
@@ -160,7 +159,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
         self._algorithm = algorithm = registry.lookup(self.given or self.schedule_name)
         arguments.require_yes_or_no("defer_loss", defer_loss)
-        limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
+        limit, wanted = arguments.limit(memory_limit, costs), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
@@ -169,14 +168,13 @@ class RegisteredSchedule(_torch.OwnRuntime):
         per_rank = len(stages) if algorithm.any_stages_per_rank else None
 
         def make(costs: CostModel | None, runs_ahead: bool = False, microbatches: int = n_microbatches) -> Schedule:
-            size = placement.num_ranks, microbatches
-            room = None if limit is None else in_unit_of(costs or CostModel.uniform(placement), limit, *size)
             made = registry.generate(
                 algorithm.handle,
-                *size,
+                placement.num_ranks,
+                microbatches,
                 stages_per_rank=per_rank,
                 costs=costs,
-                memory_limit=room,
+                memory_limit=limit,
                 runs_ahead=runs_ahead,
             )
             if wanted is None:

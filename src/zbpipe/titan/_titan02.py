@@ -204,7 +204,7 @@ def _helpers(algorithm: Algorithm, options: Options) -> Mapping[str, Callable[..
         return built
 
     if algorithm.source == "torch":
-        return {"build_pipeline_schedule": build} if options.for_torch.given() else {}
+        return {"build_pipeline_schedule": build} if options.for_torch() else {}
     return {"pipeline_module_split": split, "build_pipeline_schedule": build}
 
 

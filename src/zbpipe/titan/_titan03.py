@@ -140,7 +140,7 @@ def _helpers(algorithm: Algorithm, options: Options, checkpointing: Checkpointin
         )
 
     if algorithm.source == "torch":
-        return {"_build_pipeline_schedule": build} if options.for_torch.given() else {}
+        return {"_build_pipeline_schedule": build} if options.for_torch() else {}
     return {
         "_get_pipeline_metadata": metadata,
         "_get_pp_rank_to_stage_indices_mapping": stages_on,

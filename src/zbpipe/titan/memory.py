@@ -30,13 +30,12 @@ from zbpipe.estimation.workload import Degrees, ParameterBytes
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, joined, split_of
 from zbpipe.memory import peak_bytes
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.registry import generate, lookup
-from zbpipe.runtime import arguments
 from zbpipe.runtime.auto import AutoSchedule, memory_limits
 from zbpipe.simulation import simulate
 from zbpipe.titan import command_line, cpu, cut
 from zbpipe.transformer import Block, Checkpointing, usual_costs
-from zbpipe.yardstick import in_unit_of
 
 GIB, USABLE = devices.GIB, devices.USABLE
 GPUS = {name: device.gib for name, device in devices.DEVICES.items()}
@@ -62,7 +61,7 @@ class Need:
         return self.weights + self.activations
 
 
-def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -> list[Need]:
+def needs(config: Any, num_gpus: int, memory_limit: MemoryLimitLike | None = None) -> list[Need]:
     """By pipeline rank, for the config of a Llama model: a `Trainer.Config`, or with TorchTitan 0.2 a `JobConfig`.
 
     With the schedule `Auto`, what its plan may use, and what it takes to measure: `memory_limit` as in
@@ -76,12 +75,10 @@ def needs(config: Any, num_gpus: int, memory_limit: float | str | None = None) -
     ranks, tp = degrees.pipeline, degrees.tensor
     algorithm = lookup(parallelism.pipeline_parallel_schedule)
     microbatches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    model, placement, limit = Model.of(config), algorithm.place(ranks), arguments.limit(memory_limit)
+    model, placement, limit = Model.of(config), algorithm.place(ranks), MemoryLimit.parse(memory_limit)
     is_auto = algorithm.name == AutoSchedule.schedule_name
     made_for = usual_costs(placement, model.checkpointing) if algorithm.by_checkpointing else None
-    unit = made_for or CostModel.uniform(placement)
-    room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
-    schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=room)
+    schedule = generate(algorithm.name, ranks, microbatches, costs=made_for, memory_limit=limit)
     each = replace(model.parameter_bytes(degrees.fsdp), accumulates=accumulates(config, degrees))
     bytes_each = each.total(degrees.fsdp)
     split = _split(model, config, placement)
@@ -354,7 +351,7 @@ def main() -> None:
     worst = max(need.total for need in found) / GIB
     fits = [name for name, memory in GPUS.items() if worst <= USABLE * memory]
     unit = unit_of_memory_limit(config) / GIB
-    print(f"a microbatch of an average rank's share, the unit of --zbpipe.memory-limit: {unit:.2f} GiB")
+    print(f"1 microbatch in --zbpipe.memory-limit: {unit:.2f} GiB")
     print(f"worst rank: {worst:.1f} GiB, which with {1 - USABLE:.0%} left free fits: {', '.join(fits) or 'no GPU'}")
 
 
