@@ -3,17 +3,22 @@
 python docs/_options.py > docs/options.md
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterator
-from dataclasses import Field
-from itertools import groupby
-from typing import Any
 
 from zbpipe.runtime.options import IMPORT_HELP, help_of, known
 
 _PREFIX = "--zbpipe."
-_HEAD = "\n| option | meaning |\n|---|---|"
+_SECTIONS = {
+    "split_backward": "The split and its check",
+    "profile_steps": "Measuring",
+    "costs_file": "Measured costs and offload",
+    "receives": "Messages",
+    "optimizer_step": "The optimizer step",
+    "max_active_stages": "FSDP",
+    "import": "Schedules of your own",
+}
+"""By the first option of each."""
 _BEFORE = """\
 # Options of a job
 
@@ -25,30 +30,21 @@ Options marked "torch's" need a torch that has them; otherwise zbpipe refuses th
 job cannot use is refused, too, before anything starts."""
 
 
-def _row(name: str, values: str, words: str, page: str = "") -> str:
-    more = f" [More]({page})." if page else ""
-    cells = f"`{_PREFIX}{name.replace('_', '-')}{values and ' '}{values}`", words + more
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _row_of(option: Field[Any]) -> str:
-    how = option.metadata["how"]
-    values = how.get("metavar") or "|".join(how.get("choices", ()))
-    return _row(option.name, values, help_of(option, _PREFIX), option.metadata["page"])
-
-
-def page() -> Iterator[str]:
-    """Its lines."""
+def _lines() -> Iterator[str]:
     yield _BEFORE
-    for section, options in groupby(known(steps_optimizer=True), key=lambda each: each.metadata["section"]):
-        yield f"\n## {section}"
-        yield _HEAD
-        yield from map(_row_of, options)
-    yield "\n## Schedules of your own"
-    yield _HEAD
-    yield _row("import", "MODULE", f"{IMPORT_HELP} On command lines only: in Python, import it.")
+    for each in known(steps_optimizer=True):
+        how = each.metadata["how"]
+        yield from _row(each.name, how.get("metavar") or "|".join(how.get("choices", ())), help_of(each, _PREFIX))
+    yield from _row("import", "MODULE", f"{IMPORT_HELP} On command lines only: in Python, import it.")
     yield _AFTER
 
 
-if __name__ == "__main__":
-    print("\n".join(page()))
+def _row(name: str, values: str, words: str) -> Iterator[str]:
+    if name in _SECTIONS:
+        yield f"\n## {_SECTIONS[name]}\n\n| option | meaning |\n|---|---|"
+    option = f"{_PREFIX}{name.replace('_', '-')} {values}".strip().replace("|", "\\|")
+    linked = re.sub(r"docs/([a-z-]+\.md)", r"[more](\1)", words)
+    yield f"| `{option}` | {linked} |"
+
+
+print("\n".join(_lines()))

@@ -148,14 +148,11 @@ def test_costs_of_stages_from_a_file(here: Path) -> None:
     assert {entry["stages_per_rank"] for entry in found["named"]} == {2}
 
 
-@pytest.mark.parametrize(
-    ("limit", "bytes_"),
-    [("7e9", 7e9), ("7GB", 7e9), ("7000 MB", 7e9), ("7e6kb", 7e9), ("6.5GiB", 6.5 * 2**30), ("7000mib", 7000 * 2**20)],
-)
-def test_a_limit_is_in_the_unit_of_the_cost_file(here: Path, limit: str, bytes_: float) -> None:
+@pytest.mark.parametrize("limit", ["7e9", "7000 MB"])
+def test_a_limit_is_in_the_unit_of_the_cost_file(here: Path, limit: str) -> None:
     found = json_of(f"-m 8 --costs-file stages.toml --memory-limit '{limit}'")
-    assert found["limit"] == [bytes_, bytes_]
-    assert max(found["peak_memory"]) <= bytes_
+    assert found["limit"] == [7e9, 7e9]
+    assert max(found["peak_memory"]) <= 7e9
 
 
 def test_what_exceeds_a_limit_in_bytes_is_marked_with_it(here: Path) -> None:

@@ -151,7 +151,8 @@ def test_what_costs_do_not_tell() -> None:
 
 
 def test_a_cost_file_keeps_the_spelling(tmp_path: Path) -> None:
-    for number, limit in enumerate((6e9, [6e9, 8e9], ["6.5GiB", "8GiB"], "1.2x", "3 microbatches", math.inf)):
+    limits: tuple[Any, ...] = (6e9, [6e9, 8e9], ["6.5GiB", "8GiB"], "1.2x", "3 microbatches", math.inf)
+    for number, limit in enumerate(limits):
         job = JobCosts(IN_BYTES, Placement.v(2), limit)
         for ending in ("toml", "json"):
             file = tmp_path / f"{number}.{ending}"

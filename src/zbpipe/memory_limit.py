@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, Self
 
-from zbpipe.baseline import CostsOf, memory_of_1f1b
+from zbpipe.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
 from zbpipe.costs import CostModel, number
-from zbpipe.ir import Placement
+from zbpipe.layer_costs import LayerCosts
 
 SPELLINGS = (
     "1.2x (times what 1F1B's worst rank holds under the same costs), '4 microbatches' (of an average rank's share of"
@@ -52,34 +52,33 @@ class MemoryLimit:
     """As it was given, for messages and files; `parse` takes it back."""
 
     @classmethod
-    def parse(cls, given: MemoryLimitLike | None) -> Self | None:
+    def parse(cls, given: MemoryLimitLike | None, *, costs_are_known: bool = True) -> Self | None:
         """The limit that is written so; None is no limit.
 
         Raises:
             TypeError: neither a number nor text, nor a list of these.
-            ValueError: text or a number that is no limit, or a list of several units.
+            ValueError: text or a number that is no limit, a list of several units, or a unit that needs costs where
+                none are known.
         """
-        if given is None or isinstance(given, cls):
-            return given
+        if given is None:
+            return None
+        found = given if isinstance(given, cls) else cls._new(given)
+        if not costs_are_known and found.unit in ("", "bytes"):
+            unit = "in bytes" if found.unit else "in the unit of the costs"
+            raise ValueError(
+                f"memory_limit = {found.written!r} is {unit}, but no costs are known here: give measured ones, or write"
+                f" it as one of {SPELLINGS}"
+            )
+        return found
+
+    @classmethod
+    def _new(cls, given: object) -> Self:
         if not isinstance(given, (tuple, list)):
             return cls(*_parsed(given))
         amounts, units, written = zip(*map(_parsed, given), strict=True) if given else ((), (), ())
         if len(set(units)) != 1:
             raise ValueError(f"memory_limit = {given!r} has to have one unit: write a limit for each rank in the same")
         return cls(amounts, units[0], written)
-
-    def require_no_costs(self) -> None:
-        """Refuse a limit whose unit is that of costs, where no costs are known.
-
-        Raises:
-            ValueError: the message has the ways to write it.
-        """
-        if self.unit in ("", "bytes"):
-            unit = "in bytes" if self.unit else "in the unit of the costs"
-            raise ValueError(
-                f"memory_limit = {self.written!r} is {unit}, but no costs are known here: give measured ones, or write"
-                f" it as one of {SPELLINGS}"
-            )
 
     def require_ranks(self, ranks: int) -> None:
         """Refuse a list with another number of limits."""
@@ -89,11 +88,11 @@ class MemoryLimit:
                 f" {ranks} ranks"
             )
 
-    def resolve(self, costs: CostModel | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
+    def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
         """By rank what it may hold, in the unit of the costs' activations.
 
         Args:
-            costs: of the stages, or a function that gives those of one stage a rank.
+            costs: of the stages, of layers, or a function that gives those of a placement.
             ranks: pipeline ranks.
             microbatches: of a step.
 
@@ -106,7 +105,7 @@ class MemoryLimit:
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
         return tuple(amount * factor for amount in amounts)
 
-    def _factor(self, costs: CostModel | CostsOf, ranks: int, microbatches: int) -> float:
+    def _factor(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
         if self.unit == "x":
             try:
                 return memory_of_1f1b(costs, ranks, microbatches)
@@ -115,7 +114,7 @@ class MemoryLimit:
                     f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not tell:"
                     f" {error}; write it in another way"
                 ) from None
-        known = costs if isinstance(costs, CostModel) else costs(Placement.loop(ranks))
+        known = costs if isinstance(costs, CostModel) else one_stage_a_rank(costs, ranks)
         if self.unit == "microbatches":
             return sum(known.activations) / ranks
         if not known.in_bytes:

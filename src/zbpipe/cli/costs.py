@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.ir import Placement
     from zbpipe.job_costs import JobCosts
+    from zbpipe.layer_costs import LayerCosts
     from zbpipe.transport import Transport
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -80,11 +81,9 @@ class Costs:
         return self.job.transport
 
     @property
-    def for_limits(self) -> CostModel | CostsOf:
+    def for_limits(self) -> CostModel | LayerCosts | CostsOf:
         """Those by which memory limits are resolved."""
-        from zbpipe.costs import CostModel
-
-        return self.job.costs if self.job and isinstance(self.job.costs, CostModel) else self.of
+        return self.job.costs if self.job else self.of
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
         """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""

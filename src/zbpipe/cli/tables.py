@@ -94,6 +94,8 @@ def validate(
     from zbpipe.validation import validate as findings_of
     from zbpipe.views.style import counted
 
+    if memory_limit is not None:
+        memory_limit.resolve(equal().of, 1, 1)  # not an error of the table: nothing here is in bytes
     if isinstance(name, str):
         schedule, _ = made(name, ranks, microbatches, equal(), stages_per_rank)
         findings, how = findings_of(schedule, memory_limit), ""

@@ -116,11 +116,12 @@ def plan(
     if progress is not None and not callable(progress):
         raise TypeError(f"progress = {progress!r} is no function (share, best)")
     limit = MemoryLimit.parse(memory_limit)
+    known = costs if isinstance(costs, (CostModel, LayerCosts)) else _costs_of(costs)
     request = Request(
         ranks,
         microbatches,
         named_placements(ranks, DEFAULT_PLACEMENTS if placements is None else placements),
-        limit.resolve(_costs_for_limits(costs), ranks, microbatches) if limit else None,
+        limit.resolve(known, ranks, microbatches) if limit else None,
         objective,
         budget,
         seed,
@@ -194,13 +195,6 @@ def _costs_of(costs: Any) -> CostsOf:
             raise TypeError(f"the function given as costs, called with a placement: {error}") from error
 
     return called
-
-
-def _costs_for_limits(costs: Any) -> CostModel | CostsOf:
-    """Those of the stages, or of one stage a rank: what 1F1B holds under them is the same for all placements."""
-    if isinstance(costs, LayerCosts):
-        return costs.even
-    return costs if isinstance(costs, CostModel) else _costs_of(costs)
 
 
 def _silent(share: float, best: float) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpipe.costs import CostModel
 from zbpipe.ir import whole
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.runtime import _torch
 
 
@@ -44,14 +42,6 @@ def require_counts(**numbers: object) -> tuple[int, ...]:
             raise ValueError(f"{name} has to be a whole number from 1 on, got {name}={number!r}")
         found.append(value)
     return tuple(found)
-
-
-def limit(memory_limit: MemoryLimitLike | None, costs: CostModel | None) -> MemoryLimit | None:
-    """What is given as memory_limit; refused if its unit is that of costs that are not there."""
-    found = MemoryLimit.parse(memory_limit)
-    if found is not None and costs is None:
-        found.require_no_costs()
-    return found
 
 
 def require_above_0(name: str, number: object) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe import registry
 from zbpipe.costs import CostModel
-from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.runtime import _torch, agreement, arguments, checks
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.transformer import Checkpointing, usual_costs
@@ -50,7 +50,7 @@ class LeanSchedule(RegisteredSchedule):
         memory_limit: MemoryLimitLike | None = None,
         **options: Any,
     ) -> None:
-        limit = arguments.limit(memory_limit, costs)
+        limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
@@ -27,22 +27,17 @@ _Taker = Literal["torch", "zbpipe", "auto", "job", "trainer"]
 that has the job's trainer."""
 
 
-def _option(
-    taker: _Taker, section: str, text: str, *, default: Any = None, page: str = "", check: Any = None, **how: Any
-) -> Any:
+def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
     """A field of `Options`.
 
     Args:
         taker: who takes it.
-        section: of docs/options.md.
         text: sentences for the command line and docs/options.md, with `{prefix}` before names of options.
         default: of the field.
-        page: of docs/ that says more.
         check: called with name and value; raises ValueError.
         how: for argparse.
     """
-    more = {"taker": taker, "section": section, "text": text, "page": page, "check": check, "how": how}
-    return field(default=default, metadata=more)
+    return field(default=default, metadata={"taker": taker, "text": text, "check": check, "how": how})
 
 
 _torchs = partial(_option, "torch")
@@ -56,12 +51,14 @@ def _words(kind: type[StrEnum]) -> list[str]:
     return [each.replace(" ", "-") for each in kind]
 
 
-def _require_word(kind: Any) -> Callable[[str, object], None]:
-    def check(name: str, value: object) -> None:
-        if value not in get_args(kind):
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, get_args(kind)))}")
+def _one_of(kind: Any) -> dict[str, Any]:
+    words = get_args(kind)
 
-    return check
+    def check(name: str, value: object) -> None:
+        if value not in words:
+            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, words))}")
+
+    return {"choices": words, "check": check}
 
 
 def _require_count(name: str, value: object) -> None:
@@ -92,11 +89,10 @@ def _lookahead(text: str) -> str | tuple[int, ...]:
     return text if text in ("full", "auto") else tuple(map(_count, text.split(",")))
 
 
+_COUNT: Mapping[str, Any] = {"metavar": "N", "type": _count}
 _FLAG: Mapping[str, Any] = {"action": "store_true", "check": arguments.require_yes_or_no}
 _FILE: Mapping[str, Any] = {"metavar": "FILE", "check": arguments.require_path}
 _STEPS: Mapping[str, Any] = {"metavar": "N", "type": _positive, "check": _require_count}
-_SPLIT, _MEASURING, _OFFLOAD = "The split and its check", "Measuring", "Measured costs and offload"
-_MESSAGES, _OPTIMIZER, _FSDP = "Messages", "The optimizer step", "FSDP"
 
 
 @dataclass(frozen=True)
@@ -109,121 +105,89 @@ class Options:
     """
 
     split_backward: SplitBackward = _zbpipes(
-        _SPLIT,
         "How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing to"
         " defer (strict), or torch's own split (autograd).",
         default="deferred",
-        choices=get_args(SplitBackward),
-        check=_require_word(SplitBackward),
+        **_one_of(SplitBackward),
     )
     defer_loss: bool = _zbpipes(
-        _SPLIT,
         "Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head. The"
         " gradients of all logits of a microbatch stay in memory until then.",
         default=False,
         **_FLAG,
     )
     check_gradients: int | None = _jobs(
-        _SPLIT,
-        "Compare the split's gradients with those of an ordinary backward in the first N steps.",
-        page="checking-gradients.md",
+        "Compare the split's gradients with those of an ordinary backward in the first N steps"
+        " (docs/checking-gradients.md).",
         **_STEPS,
     )
     profile_steps: int | None = _autos(
-        _MEASURING,
         "Measure times and memory of the stages in N steps, and log a table, with a schedule that runs I and W. For"
         " Auto, the number of steps that it times.",
         **_STEPS,
     )
     costs_out: str | None = _jobs(
-        _MEASURING,
         "Write the measured costs, with the links and the way to the host, to this .json or .toml file, for `zbpipe"
-        " plan`.",
-        page="costs-file.md",
+        " plan` (docs/costs-file.md).",
         **_FILE,
     )
     plan_out: str | None = _autos(
-        _MEASURING,
         "For Auto: if another placement of the stages would be faster by more than 1 %, write its plan to this CSV"
-        " file, which the next start takes as its schedule.",
-        page="changing-jobs.md",
+        " file, which the next start takes as its schedule (docs/changing-jobs.md).",
         **_FILE,
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
-        _MEASURING,
         f"For ZBVLean, ZBH1Lean and Auto, what a rank may hold: {SPELLINGS}. Without a cost file no costs are known,"
         f" and it has to be one of the first two. Default: {AS_1F1B.written}.",
         metavar="X",
     )
-    trace: str | None = _jobs(
-        _MEASURING,
-        "Write what every rank did in one step to this file, for ui.perfetto.dev.",
-        **_FILE,
-    )
-    trace_step: int = _jobs(_MEASURING, "The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
+    trace: str | None = _jobs("Write what every rank did in one step to this file, for ui.perfetto.dev.", **_FILE)
+    trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
     costs_file: str | None = _jobs(
-        _OFFLOAD,
         "Make the schedule for the stages' costs in this file, as an earlier job has measured and written them. The"
-        " file's memory_limit counts for `zbpipe plan` only.",
-        page="costs-file.md",
+        " file's memory_limit counts for `zbpipe plan` only (docs/costs-file.md).",
         **_FILE,
     )
     offload: Offload | str | bool | None = _zbpipes(
-        _OFFLOAD,
         "Copy to the host's memory what waits for W (pairs), for I (activations), or both (all), as far as that costs"
-        " no time. It needs {prefix}costs-file, or the schedule Auto.",
-        page="offload.md",
+        " no time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
         choices=_words(Offload),
         check=lambda name, value: Offload.parse(value),
     )
     receives: str | None = _zbpipes(
-        _MESSAGES,
-        "Where ranks post their receives. Default: where the simulated step is the shortest.",
-        page="messages.md",
+        "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
         choices=_words(Receives),
     )
     transport: str | None = _zbpipes(
-        _MESSAGES,
-        "What messages wait for. Default: what is usual on the device.",
-        page="messages.md",
+        "What messages wait for. Default: what is usual on the device (docs/messages.md).",
         choices=_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(
-        _MESSAGES,
         "torch's option: the number of sends that a rank may have under way.",
-        type=_count,
-        metavar="N",
+        **_COUNT,
     )
     defer_pp_recv: bool | None = _torchs(
-        _MESSAGES,
         "torch's option: post receives late (on) or early (off). zbpipe's schedules have {prefix}receives. Default:"
         " auto, as the schedule does by itself.",
         type=_on_or_off,
         metavar="auto|on|off",
     )
     optimizer_step: OptimizerSteps = _trainers(
-        _OPTIMIZER,
         "Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or step"
-        " when they are done, and validate the norm while the next step begins (validated).",
+        " when they are done, and validate the norm while the next step begins (validated; docs/optimizer-step.md).",
         default="synchronous",
-        page="optimizer-step.md",
-        choices=get_args(OptimizerSteps),
-        check=_require_word(OptimizerSteps),
+        **_one_of(OptimizerSteps),
     )
     max_active_stages: int | None = _torchs(
-        _FSDP,
         "torch's option: the number of stages whose weights FSDP holds gathered at a time.",
-        type=_count,
-        metavar="N",
+        **_COUNT,
     )
     unshard_lookahead: str | tuple[int, ...] | None = _torchs(
-        _FSDP,
         "torch's option: how many stages ahead FSDP gathers weights, on each rank.",
         type=_lookahead,
         metavar="full|auto|N,N,...",
     )
     defer_reduce_grad_wait: bool | None = _torchs(
-        _FSDP,
         "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
         action="store_true",
     )
@@ -232,9 +196,7 @@ class Options:
         for each in fields(self):
             if check := each.metadata["check"]:
                 check(each.name, getattr(self, each.name))
-        limit = MemoryLimit.parse(self.memory_limit)
-        if limit is not None and self.costs_file is None:
-            limit.require_no_costs()
+        limit = MemoryLimit.parse(self.memory_limit, costs_are_known=self.costs_file is not None)
         set_fields(self, memory_limit=limit)
 
     def _of(self, taker: _Taker) -> dict[str, Any]:

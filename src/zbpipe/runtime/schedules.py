@@ -15,7 +15,7 @@ from zbpipe import passes, registry
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule
-from zbpipe.memory_limit import MemoryLimitLike
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.result import Plan
@@ -159,7 +159,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         # `make` must not hold the schedule: in a circle its process group would outlive the job, and peers would wait.
         self._algorithm = algorithm = registry.lookup(self.given or self.schedule_name)
         arguments.require_yes_or_no("defer_loss", defer_loss)
-        limit, wanted = arguments.limit(memory_limit, costs), Offload.parse(offload)
+        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, defer_pp_recv, options)
         transport = None if transport is None else Transport.parse(transport)
