@@ -646,10 +646,6 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "simulate ZBVLean -p 4 -m 8 --memory-limit 1",
-            "memory_limit = 1 is too small for ZBVLean: one microbatch peaks",
-        ),
         ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "is too small for ZBH1Lean: one microbatch peaks at"),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,17 +24,9 @@ from zbpipe.testing import cost_models
 from zbpipe.transformer import typical_costs
 
 GB = 1e9
-ROOT = Path(__file__).parent.parent
 IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})
 """Of four stages on a V of two ranks: 3 GB a microbatch on each, of which 1F1B holds two, and a quarter of one."""
 HOST = CostModel.uniform(Placement.v(2), host=zbpipe.Link(bandwidth=1))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def built(schedule: str, **options: Any) -> Any:
@@ -53,25 +44,25 @@ def test_a_plan_and_a_job_mean_the_same(limit: float | str) -> None:
     assert job == zbpipe.generate("ZBVLean", 1, 4, costs=costs, memory_limit=plan.limits)
     for schedule in (plan.schedule, job):
         assert zbpipe.validate(schedule, limit, costs) == []
-    for call in (lambda: zbpipe.plan(1, 4, costs, 0.5 * GB, placements="v"), lambda: refused(costs, 0.5 * GB)):
-        with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
-            call()
-
-
-def refused(costs: CostModel | None, limit: Any, schedule: str = "ZBVLean") -> None:
-    built(schedule, costs=costs, memory_limit=limit)
+    with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
+        zbpipe.plan(1, 4, costs, 0.5 * GB, placements="v")
+    with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
+        built("ZBVLean", costs=costs, memory_limit=0.5 * GB)
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("schedule", ["ZBVLean", "Auto"])
 @pytest.mark.parametrize("limit", [3, "3", "2GiB"])
 def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit: float | str) -> None:
-    for call in (lambda: refused(None, limit, schedule), lambda: Options(memory_limit=limit)):
-        with pytest.raises(ValueError, match="but no costs are known here") as error:
-            call()
-        assert str(error.value).startswith(f"memory_limit = {limit!r} is in ")
-        assert SPELLINGS in str(error.value)
-    assert built(schedule, memory_limit="3 microbatches").schedule == built(schedule, memory_limit="3x").schedule
+    with pytest.raises(ValueError, match="but no costs are known here") as error:
+        built(schedule, memory_limit=limit)
+    assert str(error.value).startswith(f"memory_limit = {limit!r} is in ")
+    assert SPELLINGS in str(error.value)
+    with pytest.raises(ValueError, match="but no costs are known here"):
+        Options(memory_limit=limit)
+    for too_small in ("0.5 microbatches", "0.5x"):
+        with pytest.raises(ValueError, match=f"is too small for {schedule}: one microbatch peaks at"):
+            built(schedule, memory_limit=too_small)
     assert Options(memory_limit=limit, costs_file="c.toml").memory_limit == MemoryLimit.parse(limit)
 
 
@@ -89,8 +80,7 @@ def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit:
     ],
 )
 def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
-    assert MemoryLimit.parse(limit) == MemoryLimit.parse(MemoryLimit.parse(limit))
-    found = MemoryLimit.parse(limit)
+    found = MemoryLimit.parse(MemoryLimit.parse(limit))
     assert found is not None
     assert found.resolve(IN_BYTES, 2, 8) == expected
 
@@ -105,7 +95,6 @@ def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
         (math.nan, "memory_limit = nan is no amount"),
         ("1y", "memory_limit = '1y' is no amount"),
         ("x", "'x' is no amount"),
-        ("-1x", "'-1x' is no amount"),
         (["1x", 2], r"memory_limit = \['1x', 2\] has to have one unit"),
         ([], r"memory_limit = \[\] has to have one unit"),
     ],
@@ -170,5 +159,5 @@ def test_1f1bs_memory_is_that_of_its_schedule(data: st.DataObject, ranks: int, m
 
 
 def test_the_pages_use_the_same_words() -> None:
-    words = " ".join((ROOT / "docs/costs-file.md").read_text().split())
-    assert SPELLINGS in words
+    page = Path(__file__).parent.parent / "docs/costs-file.md"
+    assert SPELLINGS in " ".join(page.read_text().split())

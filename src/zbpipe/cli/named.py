@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zbpipe.cli.base import one_line
-from zbpipe.cli.costs import Costs
+from zbpipe.cli.base import name_argument, one_line, options, size_options, stages_option
+from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
 
 if TYPE_CHECKING:
     from zbpipe.costs import CostModel
@@ -17,69 +18,82 @@ if TYPE_CHECKING:
     from zbpipe.memory_limit import MemoryLimit
     from zbpipe.timeline import Timeline
 
-
-def made(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    costs: Costs,
-    stages_per_rank: int | None = None,
-    memory_limit: MemoryLimit | None = None,
-) -> tuple[Schedule, CostModel]:
-    """The schedule of that name or file, which may be unable to run, and its costs."""
-    from zbpipe.registry import generate, lookup
-
-    algorithm = lookup(name)
-    if algorithm.table is not None:
-        ranks = algorithm.table.placement.num_ranks if ranks is None else ranks
-        microbatches = algorithm.table.num_microbatches if microbatches is None else microbatches
-    ranks = costs.ranks(ranks)
-    if ranks is None or microbatches is None:
-        missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
-        raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
-    of_stages = costs.of(algorithm.place(ranks, stages_per_rank))
-    if memory_limit is not None:
-        algorithm.require_limits("--memory-limit")
-    limits = memory_limit.resolve(costs.for_limits, ranks, microbatches) if memory_limit else None
-    schedule = generate(
-        name, ranks, microbatches, stages_per_rank=stages_per_rank, costs=of_stages, memory_limit=limits
-    )
-    # A registered function may give its schedule any name; people look for the one that they typed.
-    return replace(schedule, name=algorithm.name), of_stages
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def generated(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    costs: Costs,
-    stages_per_rank: int | None = None,
-    memory_limit: MemoryLimit | None = None,
-) -> tuple[Schedule, CostModel]:
-    """The schedule of that name or file, validated, and its costs."""
-    from zbpipe.validation import validate
+@dataclass(frozen=True)
+class Asked:
+    """A schedule as the command line asks for it."""
 
-    schedule, of_stages = made(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
-    if findings := validate(schedule):
-        more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
-        raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
-    return schedule, of_stages
+    name: str
+    """Or a file."""
+    ranks: int | None
+    microbatches: int | None
+    costs: Costs
+    stages_per_rank: int | None = None
+    memory_limit: MemoryLimit | None = None
+
+    def make(self) -> tuple[Schedule, CostModel]:
+        """The schedule, which may be unable to run, and its costs."""
+        from zbpipe.registry import generate, lookup
+
+        algorithm, ranks, microbatches = lookup(self.name), self.ranks, self.microbatches
+        if algorithm.table is not None:
+            ranks = algorithm.table.placement.num_ranks if ranks is None else ranks
+            microbatches = algorithm.table.num_microbatches if microbatches is None else microbatches
+        ranks = self.costs.ranks(ranks)
+        if ranks is None or microbatches is None:
+            missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
+            raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
+        costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
+        limits = None
+        if self.memory_limit is not None:
+            algorithm.require_limits("--memory-limit")
+            limits = self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches)
+        size = ranks, microbatches
+        made = generate(self.name, *size, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits)
+        # A registered function may give its schedule any name; people look for the one that they typed.
+        return replace(made, name=algorithm.name), costs
+
+    def make_valid(self) -> tuple[Schedule, CostModel]:
+        """The same, but an error for a schedule that cannot run."""
+        from zbpipe.validation import validate
+
+        schedule, costs = self.make()
+        if findings := validate(schedule):
+            more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
+            raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
+        return schedule, costs
+
+    def simulate(self, **how: Any) -> Timeline:
+        """Its timeline; `how` is for `zbpipe.simulate`."""
+        from zbpipe.simulation import simulate
+
+        return simulate(*self.make_valid(), **how)
 
 
-def simulated(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    costs: Costs,
-    stages_per_rank: int | None = None,
-    memory_limit: MemoryLimit | None = None,
-    **how: Any,
-) -> Timeline:
-    """Its timeline; `how` is for `zbpipe.simulate`."""
-    from zbpipe.simulation import simulate
+def asked_options(times: str = "typical") -> Callable[[_Function], _Function]:
+    """The options for one schedule, which the command gets as one argument `asked`; `times` as in `cost_options`."""
 
-    schedule, of_stages = generated(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
-    return simulate(schedule, of_stages, **how)
+    def add(command: _Function) -> _Function:
+        @wraps(command)
+        def with_asked(
+            *,
+            name: str,
+            ranks: int | None,
+            microbatches: int | None,
+            stages_per_rank: int | None,
+            costs: Costs,
+            memory_limit: MemoryLimit | None,
+            **others: Any,
+        ) -> Any:
+            return command(asked=Asked(name, ranks, microbatches, costs, stages_per_rank, memory_limit), **others)
+
+        wrapped: Any = with_asked
+        add_all = options(name_argument, size_options, stages_option, cost_options(times), fitted_limit_option)
+        return add_all(wrapped)  # type: ignore[no-any-return]
+
+    return add
 
 
 def all_simulated(
@@ -96,7 +110,7 @@ def all_simulated(
         try:
             if costs.job is None or costs.has(algorithm.place(ranks)):
                 limit = memory_limit if "memory_limit" in algorithm.keywords else None
-                yield simulated(algorithm.name, ranks, microbatches, costs, memory_limit=limit, **how)
+                yield Asked(algorithm.name, ranks, microbatches, costs, memory_limit=limit).simulate(**how)
         except ValueError as error:
             click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
         except Exception as error:  # a broken function of an installed package is no reason to hide the others

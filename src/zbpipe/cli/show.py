@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import (
-    COUNT,
-    Command,
-    OutputFile,
-    compared_size,
-    json_option,
-    name_argument,
-    print_json,
-    size_options,
-    stages_option,
-    transport_option,
-)
-from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option, memory_limit_option
+from zbpipe.cli.base import COUNT, Command, OutputFile, compared_size, json_option, print_json, transport_option
+from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jitter import jitter_options, vary
-from zbpipe.cli.named import all_simulated, simulated
+from zbpipe.cli.named import Asked, all_simulated, asked_options
 
 if TYPE_CHECKING:
     from zbpipe.jitter import Jitter
@@ -62,12 +51,8 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
 
 
 @click.command(cls=Command)
-@name_argument
-@size_options
-@stages_option
-@cost_options(times="1,1,1")
+@asked_options(times="1,1,1")
 @transport_option
-@fitted_limit_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
@@ -77,16 +62,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    costs: Costs,
-    transport: Transport,
-    memory_limit: MemoryLimit | None,
-    svg_file: Path | None,
-    html_file: Path | None,
-    perfetto_file: Path | None,
+    asked: Asked, transport: Transport, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> None:
     """Draw a schedule, in the terminal or into files.
 
@@ -102,8 +78,8 @@ def show(
     """
     from zbpipe.views.style import summary
 
-    transport = costs.transport(transport, click.get_current_context())
-    timeline = simulated(name, ranks, microbatches, costs, stages_per_rank, memory_limit, transport=transport)
+    costs = asked.costs
+    timeline = asked.simulate(transport=costs.transport(transport, click.get_current_context()))
     written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
     if not written:
         from rich.console import Console
@@ -138,12 +114,8 @@ def _write_pictures(
 
 
 @click.command(cls=Command)
-@name_argument
-@size_options
-@stages_option
-@cost_options()
+@asked_options()
 @transport_option
-@fitted_limit_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
@@ -151,13 +123,8 @@ def _write_pictures(
 @jitter_options
 @json_option
 def simulate(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    costs: Costs,
+    asked: Asked,
     transport: Transport,
-    memory_limit: MemoryLimit | None,
     steps: int,
     no_sync: bool,
     jitter: Jitter | None,
@@ -179,13 +146,8 @@ def simulate(
 
     if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: leave the others out")
-    timeline = simulated(
-        name,
-        ranks,
-        microbatches,
-        costs,
-        stages_per_rank,
-        memory_limit,
+    costs = asked.costs
+    timeline = asked.simulate(
         num_steps=steps,
         synchronous=not no_sync,
         transport=costs.transport(transport, click.get_current_context()),

@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import (
-    Command,
-    OutputFile,
-    name_argument,
-    one_line,
-    size_options,
-    stages_option,
-)
-from zbpipe.cli.costs import Costs, cost_options, equal, fitted_limit_option, memory_limit_option
-from zbpipe.cli.named import generated, made
+from zbpipe.cli.base import Command, OutputFile, one_line, size_options, stages_option
+from zbpipe.cli.costs import equal, memory_limit_option
+from zbpipe.cli.named import Asked, asked_options
 
 if TYPE_CHECKING:
     from zbpipe.ir import Schedule
@@ -24,21 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@name_argument
-@size_options
-@stages_option
-@cost_options()
-@fitted_limit_option
+@asked_options()
 @click.option("-o", "--output", type=OutputFile(), required=True, help="The CSV file to write.")
-def export(
-    name: str,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    costs: Costs,
-    memory_limit: MemoryLimit | None,
-    output: Path,
-) -> None:
+def export(asked: Asked, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
     One row for each rank, one cell for each op. torch and TorchTitan load it unchanged, for example with
@@ -50,7 +31,7 @@ def export(
     """
     from zbpipe.views.style import counted
 
-    schedule, _ = generated(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
+    schedule, _ = asked.make_valid()
     output.write_text(schedule.to_csv(), encoding="utf-8")
     ops = sum(map(len, schedule))
     click.echo(f"wrote {output}: {schedule.name}, {counted(schedule.num_ranks, 'rank')}, {counted(ops, 'op')}")
@@ -97,7 +78,7 @@ def validate(
     if memory_limit is not None:
         memory_limit.resolve(equal().of, 1, 1)  # not an error of the table: nothing here is in bytes
     if isinstance(name, str):
-        schedule, _ = made(name, ranks, microbatches, equal(), stages_per_rank)
+        schedule, _ = Asked(name, ranks, microbatches, equal(), stages_per_rank).make()
         findings, how = findings_of(schedule, memory_limit), ""
     else:
         try:
