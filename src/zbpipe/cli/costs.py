@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+from zbpipe.cli.base import parsed_by
 from zbpipe.costs import MOST, is_amount
 from zbpipe.memory_limit import SPELLINGS, MemoryLimit
 
@@ -243,16 +244,10 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     return add
 
 
-def _memory(context: click.Context, option: click.Parameter, text: str | None) -> MemoryLimit | None:
-    """Parse `--memory-limit`."""
-    try:
-        return MemoryLimit.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
 def _limit_option(what: str) -> Callable[[_Function], _Function]:
-    return click.option("--memory-limit", callback=_memory, metavar="X", help=f"{what}: {SPELLINGS}.")
+    return click.option(
+        "--memory-limit", callback=parsed_by(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
+    )
 
 
 memory_limit_option = _limit_option("What a rank can hold of activations")
