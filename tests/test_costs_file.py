@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, OpKind, Placeme
 from zbpipe.costs import as_cost_model
 from zbpipe.costs_file import from_data
 from zbpipe.ir import COMPUTATIONS
+from zbpipe.memory_limit import MemoryLimit
 from zbpipe.testing import placements
 from zbpipe.transport import Transport
 
@@ -76,12 +76,6 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path, ending: str) -> None:
     assert load_costs(tmp_path / f"b.{ending}") == job
 
 
-@pytest.mark.parametrize("memory", [-1.0, math.nan, (1.0, math.inf)])
-def test_limits_are_amounts(memory: float | tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"a job cannot have memory_limit = (-1.0|nan|inf)"):
-        JobCosts(CostModel((1,), (1,), (1,), (1,)), memory_limit=memory)
-
-
 def test_costs_alone_can_be_written(tmp_path: Path) -> None:
     layers = LayerCosts((Layer(("a",), 1, 1, 1, 1),))
     dump_costs(layers, tmp_path / "a.toml")
@@ -101,8 +95,6 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
     [
         ({"costs": None}, "costs = None: give a zbpipe.CostModel or zbpipe.LayerCosts"),
         ({"placement": (0, 1)}, "placement = (0, 1): give a zbpipe.Placement, or None"),
-        ({"memory_limit": "6 GB"}, "memory_limit = '6 GB': give a number"),
-        ({"memory_limit": (1, True)}, "memory_limit = True: give a number"),
         ({"transport": 1}, "transport = 1: give one of 'ideal', 'one queue'"),
     ],
 )
@@ -142,7 +134,7 @@ def test_the_page_shows_files_that_can_be_read(tmp_path: Path) -> None:
     assert stages.costs.f == (0.021, 0.020, 0.020, 0.027)
     assert stages.costs.transfer(0, 1) == pytest.approx(33554432 / 1e11)
     assert stages.costs.transfer(1, 0) == pytest.approx(1e-5 + 33554432 / 2.5e10)
-    assert stages.memory_limit == (6.5e9, 8e9)
+    assert stages.memory_limit == MemoryLimit.parse((6.5e9, 8e9))
     assert isinstance(layered.costs, LayerCosts)
     assert len(layered.costs.layers) == 18
     assert layered.costs.layers[16].modules == ("layers.15",)
@@ -184,12 +176,12 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ),
         ({"stages": STAGES, "message_bytes": "1 MB"}, "message_bytes = '1 MB': give a number from 0 to 1e+100"),
         (
-            {"stages": STAGES, "memory_bytes": [1, "x"]},
-            "memory_bytes = 'x': give a number from 0 to 1e+100",
+            {"stages": STAGES, "memory_limit": [1, "x"]},
+            "memory_limit = 'x' is no amount: write 1.2x",
         ),
         (
-            {"stages": STAGES | {"rank_of": [0, 1]}, "memory_bytes": [1]},
-            "memory_bytes = [1.0] has to be one number, or one for each of the 2 ranks",
+            {"stages": STAGES | {"rank_of": [0, 1]}, "memory_limit": [1]},
+            "memory_limit = (1,) has to be one number or one for each rank, got 1 for 2 ranks",
         ),
         ({"stages": STAGES, "link": {"bandwidth": 0}}, "bandwidth = 0: give a number above 0"),
         ({"stages": STAGES, "link": {"latency": "x"}}, "latency = 'x': give a number from 0"),

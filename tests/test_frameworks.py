@@ -164,7 +164,7 @@ def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.Log
         ("ZBV", {"split_backward": "half"}, "split_backward='half' is unknown: use one of 'deferred', 'strict', 'auto"),
         (
             "ZBV",
-            {"memory_limit": 2},
+            {"memory_limit": "2x"},
             r"^memory_limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
         ),
         ("1F1B", {"check_gradients": 1}, r"torch's 1F1B takes only .*: leave out the others, such as split_backward"),
@@ -297,7 +297,7 @@ def test_a_module_that_names_the_schedule_itself() -> None:
         (["--schedule", "ZBV"], "name the script to run, or -m and a module"),
         (["--schedule", "ZBV", "-m"], "name the script to run, or -m and a module"),
         (
-            ["--schedule", "ZBV", "--memory-limit", "2", __file__],
+            ["--schedule", "ZBV", "--memory-limit", "2x", __file__],
             "memory_limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
         ),
         (["--profile-steps", "0", __file__], "'0' is not a whole number from 1 on"),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe.frameworks.installation import known
+from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.runtime import _torch
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -96,10 +96,10 @@ def test_a_framework_reads_a_file_once_a_job(tmp_path: Path) -> None:
     file.write_text(zbpipe.generate("ZBV", 2, 4).to_csv())
     zbpipe.install()
     try:
-        shown, algorithm = schedules.get_schedule_class(str(file)), known(str(file))
+        shown, algorithm = schedules.get_schedule_class(str(file)), find_algorithm(str(file))
         file.unlink()
         assert schedules.get_schedule_class(str(file)) is shown
-        assert known(str(file)) is algorithm
+        assert find_algorithm(str(file)) is algorithm
     finally:
         zbpipe.uninstall()
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
-from zbpipe.algorithms._lean import best, memory_of_1f1b
+from zbpipe.algorithms._lean import best
 from zbpipe.algorithms.zbv_lean import zbv_lean
+from zbpipe.baseline import memory_of_1f1b
 from zbpipe.costs import least_room
 from zbpipe.lean import leanest, within
 from zbpipe.planner.lean_search import found

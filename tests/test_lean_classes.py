@@ -126,27 +126,18 @@ def said() -> list[Any]:
     except ValueError as error:
         refusal = str(error)
     build("ZBVLean", "full", memory_limit="3x")
-    too_small = [refused_limit(1), refused_limit("0.9x")]
     pipeline = build("VMinLean", "full")
     adopted = pipeline.schedule
     has_i = any(op.kind is OpKind.I for ops in adopted.schedule for op in ops)
     adopted.adopt(zbpipe.generate("ZBV", 1, 8))
     step(pipeline)
-    return [full.checkpointing, measured.checkpointing, refusal, has_i, adopted.schedule.name, *too_small]
-
-
-def refused_limit(limit: float | str) -> str:
-    with pytest.raises(ValueError, match="is too small for ZBVLean") as error:
-        build("ZBVLean", "full", memory_limit=limit)
-    return str(error.value)
+    return [full.checkpointing, measured.checkpointing, refusal, has_i, adopted.schedule.name]
 
 
 def test_what_is_said_wins() -> None:
     (found,) = run_ranks(1, said)
     unknown = "checkpointing = 'some' is none of none, selective, full"
-    assert found[:5] == ["full", None, unknown, False, "ZBV"]
-    assert "memory_limit = 1 is too small for ZBVLean: one microbatch peaks at 4.4" in found[5]
-    assert "memory_limit = 3.99375 is too small for ZBVLean: one microbatch peaks at 4.4" in found[6]
+    assert found == ["full", None, unknown, False, "ZBV"]
 
 
 @pytest.mark.parametrize("name", LEAN)

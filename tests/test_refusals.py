@@ -141,7 +141,7 @@ def test_unknown_names_and_options(one_rank: None) -> None:
     ):
         build(split_backwards="deferred")
     with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZBH1Lean, ZBVLean, not for ZBV: leave it out"):
-        build(memory_limit=3)
+        build(memory_limit="3x")
     with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
         build("ZBVZeroBubble", split_backward="deferred")
     with pytest.raises(ValueError, match="split_backward='half' is unknown: use 'deferred'"):
@@ -358,8 +358,7 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
         (lambda: api.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
         (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "microbatches has .* got 0"),
         (lambda: api.WeightProduct(3, lambda dy, x: x), "input_gradient has to be a function, got 3"),
-        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, memory_limit="1y"), "above 0, .* got memory_limit='1y'"),
-        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "profile_steps has .* got 0"),
+        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "got profile_steps=0"),
         (lambda: api.install(3), "named by a string, .* got 3"),
         (lambda: api.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
         (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ import zbpipe
 from zbpipe import Placement, cli
 from zbpipe.demo import comparison, emulated, launch
 from zbpipe.demo.launch import JobOutcome, demo_arguments, train_on_cpu
-from zbpipe.runtime.options import ForTorch, Options
+from zbpipe.runtime.options import Options, help_of
 from zbpipe.titan import monitor, versions
 from zbpipe.titan.check import check
 from zbpipe.titan.command_line import parse
@@ -209,14 +208,15 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("eight_microbatches.csv", "", "is a table for 8 microbatches, but the job has 4"),
         ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "", "missing: rank 1, 1B3: no rank runs this backward"),
-        ("ZBV", "memory-limit 2", "memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVL"),
+        ("ZBV", "memory-limit 2x", "memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean"),
+        ("ZBVLean", "memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
         ("ZBV", "costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
         ("ZBV", "profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
         ("ZBV", "trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
         ("1F1B", "profile-steps 1", "1F1B runs whole backwards"),
         ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBH1"),
         ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
-        ("Auto", "memory-limit 0.5", "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1"),
+        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1"),
         ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
         ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
         (
@@ -251,7 +251,7 @@ def test_settings_that_cannot_run(
     monkeypatch.chdir(tmp_path)
     for name, content in (wrong_tables() | wrong_costs()).items():
         (tmp_path / name).write_text(content)
-    names = {each.name.replace("_", "-") for kind in (Options, ForTorch) for each in fields(kind)}
+    names = {each.name.replace("_", "-") for each in fields(Options)}
     found, rest = parse([f"--zbpipe.{each}" if each in names else each for each in options.split()])
     assert not rest
     with pytest.raises(ValueError, match=re.escape(error)):
@@ -344,7 +344,8 @@ def wrong_tables() -> dict[str, str]:
 def wrong_costs() -> dict[str, str]:
     stages = "[stages]\nrank_of = [0, 1]\nf = [1, 1]\ni = [1, 1]\nw = [1, 1]\nactivations = [1, 1]\n"
     layers = "".join(f'[[layers]]\nmodules = ["layers.{n}"]\nf = 1\ni = 1\nw = 1\nactivations = 1\n' for n in range(6))
-    return {"two_stages.toml": stages, "layers.toml": layers}
+    four = "[stages]\nf = [1, 1, 1, 1]\ni = [1, 1, 1, 1]\nw = [1, 1, 1, 1]\nactivations = [2e9, 2e9, 2e9, 2e9]\n"
+    return {"two_stages.toml": stages, "layers.toml": layers, "four.toml": four}
 
 
 def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,9 +355,14 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
     words = [word for each in given for word in f"--zbpipe.{each}".split()]
     found, _ = parse([*words, "--zbpipe.defer-reduce-grad-wait"])
-    assert found.for_torch == ForTorch(2, (1, 2), True, 3)
+    assert found.for_torch() == {
+        "max_active_stages": 2,
+        "unshard_lookahead": (1, 2),
+        "defer_reduce_grad_wait": True,
+        "max_outstanding_sends": 3,
+    }
     assert not found.need_zbpipes_schedule()
-    assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch.given() == {"unshard_lookahead": "auto"}
+    assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch() == {"unshard_lookahead": "auto"}
     assert parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
     for wrong in (
         ["--zbpipe.defer"],
@@ -384,10 +390,9 @@ def test_each_option_has_a_sentence_in_the_help(
     train._train()
     text = " ".join(capsys.readouterr().out.split())
     assert text.endswith("TorchTitan's own help")
-    names = [each.name for kind in (Options, ForTorch) for each in fields(kind) if each.name != "for_torch"]
-    starts = sorted(text.index(f" --zbpipe.{name.replace('_', '-')} ") for name in names)
-    for start, end in pairwise([*starts, text.index("TorchTitan's own help")]):
-        assert text[start:end].rstrip()[-1] == ".", text[start:end]
+    for each in fields(Options):
+        assert f" --zbpipe.{each.name.replace('_', '-')} " in text
+        assert help_of(each, "--zbpipe.").endswith(".")
     monkeypatch.setattr(sys, "argv", ["train"])
     train._train()
     assert capsys.readouterr().out == "TorchTitan's own help\n"

@@ -599,7 +599,7 @@ def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
     assert lines[0].split()[:2] == ["rank", "parameters"]
     assert [line.split()[0] for line in lines[1:-2]] == ["0", "1", "2", "3"]
     assert lines[1].split()[1] == "18.36B"
-    assert lines[-2].startswith("a microbatch of an average rank's share, the unit of a memory limit: ")
+    assert lines[-2].startswith("1 microbatch in --zbpipe.memory-limit: ")
     assert re.fullmatch(r"worst rank: 5\d\.\d GiB, which with 15% left free fits: H100, .*, MI355X", lines[-1])
     refused = with_titan(table, ["--gpus", "48", *LARGE])
     assert "48 GPUs are not a multiple of PP x TP x replicas = 32: use 32 or 64" in refused[-1]
@@ -614,6 +614,6 @@ def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
         kept = [rank["total"] - rank["weights"] - rank["optimizer"] for rank in found["ranks"]]
         return kept, found["unit_of_memory_limit"]
 
-    (tight, unit), (ample, _) = activations("2"), activations("12")
+    (tight, unit), (ample, _) = activations("2 microbatches"), activations("12 microbatches")
     assert ample == pytest.approx([12 * unit] * 4, rel=0.01)
     assert min(tight) > 2 * unit

@@ -1,6 +1,5 @@
 """Every way to break a schedule is found, under its own name and at its place."""
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -178,23 +177,6 @@ def test_a_limit_is_in_the_unit_of_the_costs_and_may_differ_by_rank(data: st.Dat
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
     limits = tuple(peak - 1 / 16 * (each == rank) for each, peak in enumerate(peaks))
     assert [(finding.rule, finding.rank) for finding in validate(schedule, limits, costs)] == [("memory", rank)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "message"),
-    [
-        (math.nan, "memory_limit = nan is no amount: give"),
-        (-1.0, "memory_limit = -1 is no amount: give"),
-        ([1.0, -1.0], "memory_limit = -1 is no amount: give"),
-        ([1.0], "memory_limit has to be one number or one for each rank, got 1 for 2 ranks"),
-        ("2", "memory_limit = '2' is no number: give what a rank can hold"),
-        (object(), "memory_limit = <object .*> is no number: give what a rank can hold"),
-        ([2, None], "memory_limit = None is no number: give what a rank can hold"),
-    ],
-)
-def test_limits_that_are_no_amounts_are_refused(limit: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        validate(generate("1F1B", 2, 1), limit)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from zbpipe import tables
 from zbpipe.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
 
 SENDS = ("SEND_F", "SEND_B")
@@ -131,7 +132,9 @@ def parse(table: str) -> Rows:
     return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
 
 
-def check_table(table: str, name: str, memory_limit: float | None = None) -> tuple[Schedule, list[Finding], str]:
+def check_table(
+    table: str, name: str, memory_limit: MemoryLimitLike | None = None
+) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, everything that is wrong with it and its communication, and how it was read.
 
         >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
@@ -166,7 +169,7 @@ def check_table(table: str, name: str, memory_limit: float | None = None) -> tup
     return schedule, findings, how
 
 
-def validate_lowered(rows: Rows, memory_limit: float | None = None) -> list[Finding]:
+def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
     """Everything that is wrong with the compute ops, the messages between ranks, and their order.
 
     >>> validate_lowered(parse("0F0,0B0"))

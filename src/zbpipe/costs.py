@@ -216,6 +216,8 @@ class CostModel:
     What is to be copied divided by its bandwidth, in the unit of the activations per second. Ranks that share a way to
     one host have their parts of it.
     """
+    in_bytes: bool = field(default=True, compare=False, repr=False)
+    """Whether memory is in bytes; False where 1 is a rank's share of one microbatch."""
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
@@ -290,6 +292,7 @@ class CostModel:
             link,
             working=working or {},
             host=host,
+            in_bytes=False,
         )
 
     @property
@@ -432,31 +435,6 @@ def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
     return tuple(
         sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
     )
-
-
-def limits_by_rank(memory_limit: Any, ranks: int) -> tuple[float, ...]:
-    """A memory limit as one number for each rank.
-
-    Args:
-        memory_limit: one number for all ranks, or one for each; infinite where there is no limit.
-        ranks: how many.
-
-    Raises:
-        TypeError: something else than numbers.
-        ValueError: another number of limits than ranks, or a number below zero.
-    """
-    way_out = "give what a rank can hold, as one number or one for each rank, in the unit of the costs' activations"
-    if isinstance(memory_limit, (tuple, list)):
-        given: Sequence[Any] = memory_limit
-    else:
-        given = (memory_limit,) * ranks
-    if len(given) != ranks:
-        raise ValueError(f"memory_limit has to be one number or one for each rank, got {len(given)} for {ranks} ranks")
-    limits = tuple(number(limit, f"memory_limit = {limit!r} is no number: {way_out}") for limit in given)
-    for limit in limits:
-        if not limit >= 0:
-            raise ValueError(f"memory_limit = {limit:g} is no amount: {way_out}")
-    return limits
 
 
 @runtime_checkable

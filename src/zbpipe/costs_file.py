@@ -17,6 +17,7 @@ from zbpipe.files import read_text
 from zbpipe.ir import COMPUTATIONS, OpKind, Placement, require_whole
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import MOST_LAYERS, Layer, LayerCosts
+from zbpipe.memory_limit import MemoryLimit
 
 _NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
 _Table = dict[str, Any]
@@ -105,13 +106,13 @@ def from_data(data: Any) -> JobCosts:
     Raises:
         ValueError: as `load_costs`. What is a number, and which, is checked by the classes that the file fills.
     """
-    keys = ("freed_by_i", "memory_bytes", "message_bytes", "transport", "link", "links", "host", "working")
+    keys = ("freed_by_i", "memory_limit", "message_bytes", "transport", "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
     shared: _Table = {name: table[name] for name in ("freed_by_i", "message_bytes") if name in table}
-    job = {"memory_limit": table.get("memory_bytes"), "transport": table.get("transport")}
+    job = {"memory_limit": table.get("memory_limit"), "transport": table.get("transport")}
     try:
         shared["link"] = _link(table.get("link", {}), "[link]")
         shared["host"] = _link(table["host"], "[host]") if "host" in table else None
@@ -125,18 +126,17 @@ def from_data(data: Any) -> JobCosts:
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
-    except (TypeError, ValueError) as error:
-        # The one key that has another name in Python, where the unit need not be bytes.
-        raise ValueError(str(error).replace("memory_limit", "memory_bytes")) from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def to_data(job: JobCosts) -> _Table:
     """The tables of the file, as dictionaries; what has its default is left out."""
-    costs = job.costs
+    costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
     values: _Table = {
         "freed_by_i": costs.freed_by_i,
         "message_bytes": costs.message_bytes,
-        "memory_bytes": job.memory_limit,
+        "memory_limit": limit and limit.written,
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),
     }
@@ -145,7 +145,7 @@ def to_data(job: JobCosts) -> _Table:
     if costs.working:
         values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
     # A limit of 0 is one, and so is a way to the host that takes no time.
-    there = {key for key in ("memory_bytes", "host") if values.get(key) is not None}
+    there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
     data = {key: value for key, value in values.items() if value or key in there}
     if costs.links:
         data["links"] = [{"from": ends[0], "to": ends[1], **_link_data(link)} for ends, link in costs.links.items()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe.costs import CostModel, amount, amounts, as_cost_model, set_fields
+from zbpipe.costs import CostModel, as_cost_model, set_fields
 from zbpipe.ir import Placement
 from zbpipe.layer_costs import LayerCosts
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.transport import Transport
 
 
@@ -23,15 +24,15 @@ class JobCosts:
     Raises:
         TypeError: something else than such costs, a Placement, numbers and a transport.
         ValueError: a placement with another number of stages than the costs, or beside costs of layers; limits for
-            another number of ranks than the placement has, or that are negative or not finite; an unknown transport.
+            another number of ranks than the placement has, or that are none; an unknown transport.
     """
 
     costs: CostModel | LayerCosts
     """Of the stages, or of the layers from which stages are cut."""
     placement: Placement | None = None
     """Where the stages are, if the costs are those of one placement only."""
-    memory_limit: float | tuple[float, ...] | None = None
-    """The activations that a rank, or each of them, can hold, in the unit of the costs' `activations`; None: any."""
+    memory_limit: MemoryLimitLike | None = None
+    """What a rank, or each of them, can hold: a `MemoryLimit` once it is parsed; None: any."""
     transport: Transport | None = None
     """What messages wait for; None where that is not known."""
 
@@ -41,7 +42,7 @@ class JobCosts:
         _require(self.placement, "placement", (Placement, type(None)), "a zbpipe.Placement, or None")
         _require(self.transport, "transport", (str, type(None)), f"one of {transports}, or None")
         transport = None if self.transport is None else Transport.parse(self.transport)
-        set_fields(self, memory_limit=_limit(self.memory_limit), transport=transport)
+        set_fields(self, memory_limit=MemoryLimit.parse(self.memory_limit), transport=transport)
         if self.placement is None:
             return
         placed = f"rank_of = {list(self.placement.rank_of)} places"
@@ -64,10 +65,8 @@ class JobCosts:
                 f" {self.placement.num_ranks} ranks, got {ranks}: use {self.placement.num_ranks}, or leave the"
                 " placement out of the costs"
             )
-        if isinstance(self.memory_limit, tuple) and len(self.memory_limit) != ranks:
-            raise ValueError(
-                f"memory_limit = {list(self.memory_limit)} has to be one number, or one for each of the {ranks} ranks"
-            )
+        if limit := MemoryLimit.parse(self.memory_limit):
+            limit.require_ranks(ranks)
         for sender, receiver in self.costs.links:
             if max(sender, receiver) >= ranks:
                 raise ValueError(f"links has one from {sender} to {receiver}, but the ranks are 0 to {ranks - 1}")
@@ -86,11 +85,3 @@ class JobCosts:
 def _require(value: Any, name: str, kinds: tuple[type, ...], expected: str) -> None:
     if not isinstance(value, kinds):
         raise TypeError(f"a job cannot have {name} = {value!r}: give {expected}")
-
-
-def _limit(memory_limit: Any) -> float | tuple[float, ...] | None:
-    if memory_limit is None:
-        return None
-    if isinstance(memory_limit, (tuple, list)):
-        return amounts("a job", "memory_limit", memory_limit, "rank")
-    return amount("a job", "memory_limit", memory_limit)

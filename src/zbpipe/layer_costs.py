@@ -163,7 +163,23 @@ def joined(costs: CostModel, split: Split) -> CostModel:
         costs.message_bytes,
         {kind: each for kind, each in working.items() if any(each)},
         costs.host,
+        costs.in_bytes,
     )
+
+
+def merged(costs: CostModel, num_stages: int) -> CostModel:
+    """The costs of fewer stages, each of them equally many neighbours in one.
+
+        >>> merged(CostModel((1, 2), (1, 2), (1, 2), activations=(3, 4)), 1).activations
+        (7.0,)
+
+    Raises:
+        ValueError: a number of stages that is no divisor of the present one.
+    """
+    each, rest = divmod(costs.num_stages, num_stages)
+    if rest:
+        raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
+    return joined(costs, split_of([each] * num_stages))
 
 
 def split_of(sizes: Sequence[int]) -> Split:

@@ -14,8 +14,9 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple, Self
 
-from zbpipe.costs import ROUNDING, CostModel, Placeable, amount, as_cost_model, limits_by_rank
+from zbpipe.costs import ROUNDING, CostModel, Placeable, amount, as_cost_model
 from zbpipe.ir import Op, OpKind, Schedule
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import Transport
@@ -71,7 +72,7 @@ class LimitTooSmallError(ValueError):
 def offload(
     schedule: Schedule,
     costs: CostModel | Placeable | Sequence[float],
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimitLike | None = None,
     *,
     what: Offload | str | bool = Offload.ALL,
     margin: float = 0.1,
@@ -93,8 +94,7 @@ def offload(
     Args:
         schedule: a valid one; copies that it has are planned anew.
         costs: of its stages, with `host`, the way to the host's memory.
-        memory_limit: what a rank may hold, one number or one a rank, in the unit of `costs.activations`. Default: as
-            little as costs no time.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: as little as costs no time.
         what: which things may be copied.
         margin: how much longer copies may take than `costs.host` says without holding anything up, as a share.
         transport: what messages wait for (see `zbpipe.transport`).
@@ -109,7 +109,8 @@ def offload(
     wanted = Offload.parse(what)
     margin = amount("an offload", "margin", margin)
     require_host(costs)
-    limits = limits_by_rank(0.0 if memory_limit is None else memory_limit, schedule.placement.num_ranks)
+    limit = MemoryLimit.parse(memory_limit) or MemoryLimit(0.0, "")
+    limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches)
     require_valid(schedule)
     schedule = schedule.computations
     timeline = simulate(schedule, costs, transport=transport)

@@ -6,8 +6,9 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a limit. Installed packages offer their functions through the
-entry-point group "zbpipe.algorithms". zbpipe's own stand in `zbpipe.algorithms`, which `import zbpipe` imports.
+measured times, one that takes `memory_limit` to a `zbpipe.memory_limit.MemoryLimit`. Installed packages offer their
+functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
+zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Literal, Protocol, runtime_checkable
 from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import Placement, Schedule, require_size, require_whole
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.user_code import SEPARATOR, function_of
 
 Generate = Callable[..., Schedule]
@@ -120,7 +122,7 @@ class Algorithm:
         *,
         stages_per_rank: int | None = None,
         costs: CostModel | Sequence[float] | None = None,
-        memory_limit: float | Sequence[float] | None = None,
+        memory_limit: MemoryLimitLike | None = None,
         runs_ahead: bool = False,
     ) -> Schedule:
         """The schedule of this size: see `zbpipe.generate`, which takes a name."""
@@ -132,7 +134,13 @@ class Algorithm:
             costs = as_cost_model(costs, placement)
         if memory_limit is not None:
             self.require_limits("memory_limit")
-        given = dict(zip(_KEYWORDS, (len(placement.stages_on(0)), costs, memory_limit, runs_ahead), strict=True))
+        given = dict(
+            zip(
+                _KEYWORDS,
+                (len(placement.stages_on(0)), costs, MemoryLimit.parse(memory_limit), runs_ahead),
+                strict=True,
+            )
+        )
         made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(made, self.name, placement, microbatches)
         return made
@@ -368,7 +376,7 @@ def generate(
     *,
     stages_per_rank: int | None = None,
     costs: CostModel | Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimitLike | None = None,
     runs_ahead: bool = False,
 ) -> Schedule:
     """The schedule of that name for so many ranks and microbatches.
@@ -384,9 +392,8 @@ def generate(
         stages_per_rank: for the looped schedules; default: the schedule's usual one.
         costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
             the others do not look at them.
-        memory_limit: what a rank may hold, one number or one a rank, in the unit of the costs' activations, for the
-            schedules that fit themselves to a limit (ZBVLean, ZBH1Lean); without costs 1 is what F keeps of a rank's
-            share of one microbatch.
+        memory_limit: for the schedules that fit themselves to one (ZBVLean, ZBH1Lean), see
+            `zbpipe.memory_limit.MemoryLimit`.
         runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
             (ZB2P): with the shortest period, in place of the shortest makespan.
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from zbpipe.frameworks.installation import asked_for, install_with
 from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
-from zbpipe.runtime.options import IMPORTED, add_arguments, from_arguments
-from zbpipe.user_code import import_modules
+from zbpipe.runtime.options import add_arguments, from_arguments
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,9 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("name the script to run, or -m and a module: python -m zbpipe.run --schedule ZBV -- script.py")
     if not is_module and not Path(target[0]).is_file():
         parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
-    options = from_arguments(vars(found))
+    options = from_arguments(parser, vars(found))
     try:
-        import_modules(found.imported)
         install_with(options, found.schedule, everywhere=found.schedule is not None)
     except ValueError as error:
         parser.error(str(error))
@@ -54,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--schedule", metavar="NAME", help="zbpipe's or torch's name, a .csv file, or file.py:function")
-    parser.add_argument("--import", **IMPORTED)
     add_arguments(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # torchrun drops a "--"
     parser.add_argument(

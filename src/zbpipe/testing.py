@@ -23,13 +23,14 @@ This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
 from zbpipe import registry
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.validation import validate
 
 try:
@@ -42,7 +43,7 @@ _Rows = list[list[Op]]
 
 
 def check_schedule(
-    schedule: Schedule, memory_limit: float | Sequence[float] | None = None, costs: CostModel | None = None
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> None:
     """Assert that `schedule` can run, and in how much memory.
 
@@ -50,8 +51,7 @@ def check_schedule(
 
     Args:
         schedule: any.
-        memory_limit: the most activations that a rank may hold, one number or one a rank, in the unit of
-            `costs.activations`.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
             1F1B and ZBV need p.
 

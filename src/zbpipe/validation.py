@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, TypeVar
 
-from zbpipe.costs import ROUNDING, CostModel, as_cost_model, limits_by_rank
+from zbpipe.costs import ROUNDING, CostModel, as_cost_model
 from zbpipe.dry_run import DryRun
 from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.turns import Turns
 
 T = TypeVar("T", bound=Hashable)
@@ -45,7 +46,7 @@ class Finding:
 
 def validate(
     schedule: Schedule,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimitLike | None = None,
     costs: CostModel | None = None,
 ) -> list[Finding]:
     """Everything that is wrong with `schedule`; an empty list if nothing is.
@@ -64,8 +65,7 @@ def validate(
 
     Args:
         schedule: any lists at all.
-        memory_limit: the most activations that a rank may hold, one number or one a rank, in the unit of
-            `costs.activations`. Default: no limit.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: no limit.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
 
     Raises:
@@ -74,7 +74,8 @@ def validate(
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
-    limits = None if memory_limit is None else limits_by_rank(memory_limit, schedule.placement.num_ranks)
+    limit = MemoryLimit.parse(memory_limit)
+    limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if limit else None
     if limits is None and _runs(schedule):
         return []
     places: _Places = defaultdict(list)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.costs import ROUNDING, CostModel, least_room, limits_by_rank, require_room
+from zbpipe.baseline import memory_of_1f1b
+from zbpipe.costs import ROUNDING, CostModel, least_room, require_room
 from zbpipe.ir import Placement, Schedule
 from zbpipe.lean import leanest, within
+from zbpipe.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, MemoryLimitLike
 from zbpipe.planner.lean_search import found
 from zbpipe.simulation import simulate
 from zbpipe.transformer import typical_costs
-from zbpipe.yardstick import peak_of_1f1b
-
-LEEWAY = 1.02
-"""The factor by which limits are above what 1F1B takes. I needs a little more than B while it runs, without
-checkpointing, too: with no leeway, no W could wait on a rank that is full."""
 
 
 def usual_costs(placement: Placement) -> CostModel:
@@ -23,29 +20,22 @@ def usual_costs(placement: Placement) -> CostModel:
     return typical_costs(placement, "selective")
 
 
-def memory_of_1f1b(costs: CostModel, ranks: int, microbatches: int) -> float:
-    """Its worst rank's, with neighbouring stages taken together. More than p microbatches take no more than p."""
-    peak = peak_of_1f1b(CostModel.uniform, ranks, min(ranks, microbatches), measured=costs)
-    assert peak is not None, "costs of whole ranks"
-    return peak
-
-
 def room(
     name: str,
     placement: Placement,
     costs: CostModel,
     microbatches: int,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: MemoryLimitLike | None = None,
 ) -> tuple[float, ...]:
     """What each rank may hold: the limit, or a little more than 1F1B's worst rank holds.
 
     Raises:
         ValueError: the limit is too small for even one microbatch of the schedule called `name`.
     """
-    if memory_limit is None:
-        return (LEEWAY * memory_of_1f1b(costs, placement.num_ranks, microbatches),) * placement.num_ranks
-    limits = limits_by_rank(memory_limit, placement.num_ranks)
-    require_room(placement, costs, limits, f" for {name}")
+    limit = MemoryLimit.parse(memory_limit)
+    limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
+    if limit is not None:
+        require_room(placement, costs, limits, f" for {name}")
     return limits
 
 

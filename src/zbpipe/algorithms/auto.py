@@ -9,6 +9,7 @@ from zbpipe.algorithms._lean import room
 from zbpipe.algorithms.zbv_lean import shortest
 from zbpipe.costs import CostModel
 from zbpipe.ir import Op, OpKind, Placement, Schedule
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.registry import register
 from zbpipe.simulation import simulate
 from zbpipe.transformer import typical_costs
@@ -16,7 +17,7 @@ from zbpipe.transformer import typical_costs
 
 @register("Auto", placement="v", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
 def auto(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
 ) -> Schedule:
     """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
 

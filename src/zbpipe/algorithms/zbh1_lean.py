@@ -5,12 +5,11 @@ For jobs that cannot place their stages in a V; ZBVLean is shorter. As in ZB-H1 
 none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 """
 
-from collections.abc import Sequence
-
 from zbpipe.algorithms._lean import best, room, usual_costs
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.registry import register
 
 
@@ -20,7 +19,7 @@ from zbpipe.registry import register
     by_checkpointing=True,
 )
 def zbh1_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of list scheduling, by the synchronous step: never longer than 1F1B.
 

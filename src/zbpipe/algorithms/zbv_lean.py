@@ -13,6 +13,7 @@ from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
+from zbpipe.memory_limit import MemoryLimitLike
 from zbpipe.registry import register
 
 
@@ -24,7 +25,7 @@ from zbpipe.registry import register
     by_checkpointing=True,
 )
 def zbv_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: float | Sequence[float] | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
 ) -> Schedule:
     """The best of lean forms of known schedules and of list scheduling, by the synchronous step.
 
@@ -36,8 +37,8 @@ def zbv_lean(
         ranks: p.
         microbatches: from 1 on.
         costs: of the 2p stages; default: typical ones under selective checkpointing.
-        memory_limit: what a rank may hold, one number or one a rank, in the unit of `costs.activations`. Default: 1.02
-            times what 1F1B's worst rank holds under these costs, or, where that is more, what one microbatch takes.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more,
+            what one microbatch takes.
 
     Raises:
         ValueError: a limit that is too small for even one microbatch.

@@ -70,12 +70,16 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
-def _transport(context: click.Context, option: click.Parameter, text: str) -> Transport:
-    """Parse `--transport`."""
-    try:
-        return Transport.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+def parsed_by(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """The callback of an option whose text `parse` takes; it raises ValueError."""
+
+    def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            raise click.BadParameter(one_line(str(error)), context, option) from None
+
+    return parsed
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
@@ -147,7 +151,7 @@ stages_option = click.option(
 )
 transport_option = click.option(
     "--transport",
-    callback=_transport,
+    callback=parsed_by(Transport.parse),
     metavar="NAME",
     default="ideal",
     show_default=True,

@@ -1,4 +1,4 @@
-"""What the commands simulate with: the options for costs, and a memory limit in their unit."""
+"""What the commands simulate with: the options for costs and for a memory limit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+from zbpipe.cli.base import parsed_by
 from zbpipe.costs import MOST, is_amount
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import SPELLINGS, MemoryLimit
 
 if TYPE_CHECKING:
+    from zbpipe.baseline import CostsOf
+    from zbpipe.costs import CostModel
     from zbpipe.ir import Placement
     from zbpipe.job_costs import JobCosts
+    from zbpipe.layer_costs import LayerCosts
     from zbpipe.transport import Transport
-    from zbpipe.yardstick import CostsOf
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 CHECKPOINTING = ("none", "selective", "full")
@@ -78,37 +81,20 @@ class Costs:
             return chosen
         return self.job.transport
 
-    def peak_of_1f1b(self, ranks: int, microbatches: int) -> float | None:
-        """In the unit of the costs; None if these are costs of stages from which 1F1B's cannot be put together."""
+    @property
+    def for_limits(self) -> CostModel | LayerCosts | CostsOf:
+        """Those by which memory limits are resolved."""
+        return self.job.costs if self.job else self.of
+
+    def baseline(self, ranks: int, microbatches: int) -> float | None:
+        """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
+        from zbpipe.baseline import memory_of_1f1b
         from zbpipe.costs import CostModel
-        from zbpipe.yardstick import peak_of_1f1b
 
-        measured = self.job.costs if self.job and isinstance(self.job.costs, CostModel) else None
-        return peak_of_1f1b(self.of, ranks, microbatches, measured)
-
-    def limit(self, asked: Limit | None, ranks: int, microbatches: int) -> float | None:
-        """What is asked for in the unit of the costs.
-
-        Raises:
-            click.UsageError: bytes where nothing is measured in bytes, or a multiple of 1F1B's peak that is not known.
-        """
-        if asked is None:
+        costs = self.for_limits
+        if isinstance(costs, CostModel) and costs.num_stages % ranks:
             return None
-        if asked.unit == "bytes" and self.job is None:
-            raise click.UsageError(
-                f"--memory-limit {asked.text!r} is in bytes, but nothing here was measured in bytes: write a number"
-                " (1 is a rank's share of one microbatch), a multiple of 1F1B's memory such as 1.0x, or use measured"
-                " costs with --costs-file"
-            )
-        if asked.unit != "x":
-            return asked.amount
-        peak = self.peak_of_1f1b(ranks, microbatches)
-        if peak is None:
-            raise click.UsageError(
-                f"--memory-limit {asked.text!r} is a multiple of 1F1B's memory, which the cost file does not tell: its"
-                f" stages cannot be shared equally by {ranks} ranks; write bytes, for example 40GiB"
-            )
-        return asked.amount * peak
+        return memory_of_1f1b(costs, ranks, microbatches)
 
 
 def equal() -> Costs:
@@ -258,23 +244,10 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     return add
 
 
-def _memory(context: click.Context, option: click.Parameter, text: str | None) -> Limit | None:
-    """Parse `--memory-limit`."""
-    try:
-        return None if text is None else Limit.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-_UNITS_OF_LIMIT = (
-    "a multiple of what 1F1B's worst rank holds under the same costs, such as 1.0x; or in the unit of the costs: 1 is"
-    " what F keeps of a rank's share of one microbatch, of which 1F1B holds p; with --costs-file bytes, also as 6500MB"
-    " or 6.5GiB."
-)
-
-
 def _limit_option(what: str) -> Callable[[_Function], _Function]:
-    return click.option("--memory-limit", callback=_memory, metavar="X", help=f"{what}: {_UNITS_OF_LIMIT}")
+    return click.option(
+        "--memory-limit", callback=parsed_by(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
+    )
 
 
 memory_limit_option = _limit_option("What a rank can hold of activations")

@@ -128,11 +128,11 @@ def _require_job(arguments: Sequence[str]) -> None:
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
     from zbpipe.estimation.ranks import memory_by_rank
-    from zbpipe.runtime.arguments import limit
+    from zbpipe.memory_limit import MemoryLimit
     from zbpipe.titan.command_line import parse
     from zbpipe.views.estimates import rank_lines, rank_record
 
-    found = memory_by_rank(workload, limit(parse(arguments)[0].memory_limit))
+    found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))
     if as_json:
         print_json(rank_record(found))
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, one_line
+from zbpipe.cli.base import COUNT, parsed_by
 
 if TYPE_CHECKING:
     from zbpipe.jitter import Jitter
@@ -15,20 +15,15 @@ if TYPE_CHECKING:
     from zbpipe.views.report import Vary
 
 
-def _parsed(context: click.Context, option: click.Parameter, text: str | None) -> Jitter | None:
-    if text is None:
-        return None
+def _parse(text: str) -> Jitter:
     from zbpipe.jitter import Jitter
 
-    try:
-        return Jitter.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(one_line(str(error)), context, option) from None
+    return Jitter.parse(text)
 
 
 jitter_option = click.option(
     "--jitter",
-    callback=_parsed,
+    callback=parsed_by(_parse),
     metavar="WORDS",
     help="What varies, with commas between: ops=0.1 (standard deviation of an op's time, as a share), links=0.5 (of a"
     " message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank or a link"

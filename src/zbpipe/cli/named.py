@@ -15,7 +15,7 @@ from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
 if TYPE_CHECKING:
     from zbpipe.costs import CostModel
     from zbpipe.ir import Schedule
-    from zbpipe.limits import Limit
+    from zbpipe.memory_limit import MemoryLimit
     from zbpipe.timeline import Timeline
 
 
@@ -29,7 +29,7 @@ class Request:
     microbatches: int | None
     costs: Costs
     stages_per_rank: int | None = None
-    memory_limit: Limit | None = None
+    memory_limit: MemoryLimit | None = None
 
     def make(self) -> tuple[Schedule, CostModel]:
         """The schedule, which may be unable to run, and the costs of its stages."""
@@ -45,11 +45,12 @@ class Request:
             missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
             raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
         costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
+        limits = None
         if self.memory_limit is not None:
             algorithm.require_limits("--memory-limit")
-        limit = self.costs.limit(self.memory_limit, ranks, microbatches)
+            limits = self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches)
         schedule = algorithm.make(
-            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limit
+            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
         )
         # A registered function may give its schedule any name; people look for the one that they typed.
         return replace(schedule, name=algorithm.name), costs
@@ -83,7 +84,7 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
             microbatches: int | None,
             stages_per_rank: int | None,
             costs: Costs,
-            memory_limit: Limit | None,
+            memory_limit: MemoryLimit | None,
             **others: Any,
         ) -> Any:
             request = Request(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
@@ -97,7 +98,7 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
 
 
 def simulate_all(
-    ranks: int, microbatches: int, costs: Costs, memory_limit: Limit | None = None, **how: Any
+    ranks: int, microbatches: int, costs: Costs, memory_limit: MemoryLimit | None = None, **how: Any
 ) -> Iterator[Timeline]:
     """The timelines of all named schedules whose placement has costs; `how` is for `zbpipe.simulate`.
 

@@ -170,18 +170,17 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
     ranks, microbatches = costs.required_ranks(asked["ranks"]), asked["microbatches"]
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     asked |= {"ranks": ranks, "placements": asked["placements"] or None}
-    limit, asked["memory_limit"] = asked["memory_limit"], costs.limit(asked["memory_limit"], ranks, microbatches)
     if not is_given(context, "transport"):
         asked["transport"] = None
     jitter = asked.pop("jitter")
     with _progress_bar() as progress:
         found = plan(costs=job or costs.of, **asked, robust=jitter, progress=progress)
-    yardstick = costs.peak_of_1f1b(ranks, microbatches)
+    baseline = costs.baseline(ranks, microbatches)
     varied = vary(jitter, _DRAWS) if jitter else None
-    named = simulate_all(ranks, microbatches, costs, limit, transport=found.timeline.transport)
+    named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=found.timeline.transport)
     return found, _Named(
-        ComparedSchedule.of(found.timeline, found.limits, yardstick, varied),
-        [ComparedSchedule.of(timeline, found.limits, yardstick, varied) for timeline in named],
+        ComparedSchedule.of(found.timeline, found.limits, baseline, varied),
+        [ComparedSchedule.of(timeline, found.limits, baseline, varied) for timeline in named],
         costs.words,
         None if job or jitter or asked["offload"] else _better_wave(found, costs, **asked),
     )

@@ -22,7 +22,7 @@ from zbpipe.cli.named import Request, request_options, simulate_all
 
 if TYPE_CHECKING:
     from zbpipe.jitter import Jitter
-    from zbpipe.limits import Limit
+    from zbpipe.memory_limit import MemoryLimit
     from zbpipe.timeline import Timeline
     from zbpipe.transport import Transport
 
@@ -46,8 +46,8 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
 
     ranks = costs.required_ranks(ranks or (None if costs.ranks(None) else 4))
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    yardstick = costs.peak_of_1f1b(ranks, microbatches)
-    compared = report.compare(simulate_all(ranks, microbatches, costs), None, yardstick)
+    baseline = costs.baseline(ranks, microbatches)
+    compared = report.compare(simulate_all(ranks, microbatches, costs), None, baseline)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
     listed = report.listed(known, compared)
     if as_json:
@@ -165,12 +165,12 @@ def simulate(
         transport=costs.transport(transport, click.get_current_context()),
     )
     schedule = timeline.schedule
-    yardstick = costs.peak_of_1f1b(schedule.num_ranks, schedule.num_microbatches)
+    baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
     varied = vary(jitter, draws)(timeline) if jitter else None
     if as_json:
-        print_json(record(timeline, yardstick) | ({"jitter": varied} if varied else {}))
+        print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
-    click.echo(report(timeline, yardstick))
+    click.echo(report(timeline, baseline))
     if varied:
         words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
         click.echo(f"\nwhere times vary, {draws} steps: {words}")
@@ -189,7 +189,7 @@ def compare(
     microbatches: int,
     costs: Costs,
     transport: Transport,
-    memory_limit: Limit | None,
+    memory_limit: MemoryLimit | None,
     jitter: Jitter | None,
     draws: int,
     as_json: bool,
@@ -207,21 +207,20 @@ def compare(
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
     """
-    from zbpipe.costs import limits_by_rank
     from zbpipe.ir import require_size
+    from zbpipe.memory_limit import MemoryLimit
     from zbpipe.views import report
 
     ranks = costs.required_ranks(ranks)
     transport = costs.transport(transport, click.get_current_context())
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    limit = costs.limit(memory_limit, ranks, microbatches)
-    ours = costs.job.memory_limit if limit is None and costs.job else limit
-    limits = None if ours is None else limits_by_rank(ours, ranks)
-    yardstick = costs.peak_of_1f1b(ranks, microbatches)
+    limit = memory_limit or (MemoryLimit.parse(costs.job.memory_limit) if costs.job else None)
+    limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
+    baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
-    standings = report.compare(timelines, limits, yardstick, vary(jitter, draws) if jitter else None)
+    standings = report.compare(timelines, limits, baseline, vary(jitter, draws) if jitter else None)
     if as_json:
         print_json([standing.record() for standing in standings])
         return

@@ -13,7 +13,7 @@ from zbpipe.cli.named import Request, request_options
 
 if TYPE_CHECKING:
     from zbpipe.ir import Schedule
-    from zbpipe.limits import Limit
+    from zbpipe.memory_limit import MemoryLimit
 
 
 @click.command(cls=Command)
@@ -55,7 +55,7 @@ def validate(
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
-    memory_limit: Limit | None,
+    memory_limit: MemoryLimit | None,
 ) -> None:
     """Check a schedule, by its name or in a CSV file.
 
@@ -75,15 +75,14 @@ def validate(
     from zbpipe.validation import validate as findings_of
     from zbpipe.views.style import counted
 
-    if memory_limit is not None and memory_limit.unit:
-        raise click.UsageError(f"--memory-limit {memory_limit.text!r}: `validate` counts activations; write a number")
-    limit = None if memory_limit is None else memory_limit.amount
+    if memory_limit is not None:
+        memory_limit.resolve(equal().of, 1, 1)  # not an error of the table: nothing here is in bytes
     if isinstance(name, str):
         schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
-        findings, how = findings_of(schedule, limit), ""
+        findings, how = findings_of(schedule, memory_limit), ""
     else:
         try:
-            schedule, findings, how = check_table(read_text(name), str(name), limit)
+            schedule, findings, how = check_table(read_text(name), str(name), memory_limit)
         except ValueError as error:
             click.echo(f"table: {one_line(str(error))}")
             raise SystemExit(1) from None

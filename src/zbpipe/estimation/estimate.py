@@ -13,14 +13,13 @@ from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Rates, Workload, rates
 from zbpipe.ir import OpKind, Placement, Schedule
 from zbpipe.job_costs import JobCosts
-from zbpipe.layer_costs import Split
+from zbpipe.layer_costs import Split, merged
 from zbpipe.memory import Held, peak_parts
 from zbpipe.planner.plan import plan
 from zbpipe.registry import Algorithm, resolve, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transformer import usual_costs
-from zbpipe.yardstick import merged
 
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))

@@ -18,14 +18,10 @@ from zbpipe.estimation.result import Memory
 from zbpipe.estimation.workload import Workload
 from zbpipe.ir import Placement, Schedule
 from zbpipe.layer_costs import joined
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.registry import Algorithm, resolve
 from zbpipe.simulation import simulate
 from zbpipe.transformer import usual_costs
-from zbpipe.yardstick import in_unit_of
-
-_AS_1F1B = Limit.parse("1x")
-"""What Auto takes by default."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class JobMemory:
     memories: tuple[Memory, ...]
     """On each GPU."""
     unit: float
-    """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1."""
+    """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
 
     @property
     def worst(self) -> float:
@@ -49,7 +45,7 @@ class JobMemory:
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
-def memory_by_rank(workload: Workload, limit: Limit | None = None) -> JobMemory:
+def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
     """What each rank of a job needs with the job's own schedule.
 
     Args:
@@ -63,25 +59,23 @@ def memory_by_rank(workload: Workload, limit: Limit | None = None) -> JobMemory:
     timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        memories = tuple(_with_plan(memories, placement, costs, workload, limit or _AS_1F1B))
+        memories = tuple(_with_plan(memories, placement, costs, workload, limit or AS_1F1B))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
 
 
-def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: Limit | None) -> Schedule:
+def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
     """As the job makes it before anything is measured."""
     ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
     made_for = usual_costs(placement, known) if algorithm.by_checkpointing and known is not None else None
-    unit = made_for or CostModel.uniform(placement)
-    room = None if limit is None else in_unit_of(unit, limit, ranks, microbatches)
-    return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=room)
+    return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)
 
 
 def _with_plan(
-    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: Limit
+    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
 ) -> Iterator[Memory]:
     """The same with all that a plan may hold, where that is more: it counts as activations."""
-    room = in_unit_of(costs, limit, placement.num_ranks, workload.microbatches)
-    for memory, least in zip(memories, least_room(placement, costs), strict=True):
+    rooms = limit.resolve(costs, placement.num_ranks, workload.microbatches)
+    for memory, least, room in zip(memories, least_room(placement, costs), rooms, strict=True):
         empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)
         yield max(memory, replace(empty, activations=max(room, least)), key=lambda each: each.total)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ from zbpipe.frameworks import automodel
 from zbpipe.frameworks.proxies import proxy_of
 from zbpipe.registry import Algorithm
 from zbpipe.runtime import arguments, job
-from zbpipe.runtime.options import ForTorch, Options
+from zbpipe.runtime.options import Options, list_options
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
 """Names for which torch gives an abstract class; frameworks use them with a CSV file of their own."""
@@ -48,7 +47,7 @@ class _Installation:
             ValueError: there is no such schedule, or the options do not fit it.
         """
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
-        algorithm = self.known(name)
+        algorithm = self.find_algorithm(name)
         self._log(schedule_name, name, algorithm)
         if algorithm is None or algorithm.source == "torch":
             automodel.restore()
@@ -61,8 +60,8 @@ class _Installation:
             self._proxies[algorithm.name] = proxy_of(algorithm, self._options)
         return self._proxies[algorithm.name]
 
-    def known(self, name: str) -> Algorithm | None:
-        """See the function `known`."""
+    def find_algorithm(self, name: str) -> Algorithm | None:
+        """See the function `find_algorithm`."""
         if str(name).lower() in _ABSTRACT:
             return None
         algorithm = self._tables.get(name) or registry.resolve(name)
@@ -105,17 +104,17 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
-        options: what the framework does not pass on: `split_backward`, `defer_loss`, `receives`, `max_active_stages`,
-            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends`, `memory_limit` (ZBVLean, ZBH1Lean,
-            Auto), `profile_steps`, `costs_out`, `costs_file`, `offload`, `trace`, `trace_step`, `check_gradients`.
-            "Options of a job", docs/options.md, explains them. What the framework gives wins over them.
+        options: those of "Options of a job", docs/options.md, which the framework does not pass on. What it gives wins
+            over them.
 
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
 
     A second call replaces what the first one installed. `zbpipe.uninstall` undoes it.
     """
-    install_with(_options(options), schedule, everywhere=everywhere)
+    # The job's own trainer steps its optimizer.
+    arguments.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})
+    install_with(Options(**options), schedule, everywhere=everywhere)
 
 
 def install_with(
@@ -157,18 +156,18 @@ def uninstall() -> None:
     logger.info("zbpipe.uninstall: torch's get_schedule_class is back in %s", ", ".join(found))
 
 
-def known(name: str) -> Algorithm | None:
+def find_algorithm(name: str) -> Algorithm | None:
     """The schedule of that name; None for the abstract classes of torch's that frameworks use with a CSV file.
 
     While zbpipe is installed, a file is read once: it may be changed or gone while the job runs.
 
-    >>> known("zbv").name, known("PipelineScheduleMulti")
+    >>> find_algorithm("zbv").name, find_algorithm("PipelineScheduleMulti")
     ('ZBV', None)
 
     Raises:
         ValueError: there is no such schedule.
     """
-    return (_installed or _Installation(None, False, Options(), False)).known(name)
+    return (_installed or _Installation(None, False, Options(), False)).find_algorithm(name)
 
 
 def asked_for() -> tuple[str, ...]:
@@ -192,12 +191,3 @@ def _places(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is function:
                 yield module, name
-
-
-def _options(given: dict[str, Any]) -> Options:
-    for_torch = {each.name for each in fields(ForTorch)}
-    # The job's own trainer steps its optimizer.
-    own = {each.name for each in fields(Options)} - {"for_torch", "optimizer_step"}
-    arguments.require_known("zbpipe.install", given, for_torch | own)
-    values = {name: value for name, value in given.items() if name in own}
-    return Options(**values, for_torch=ForTorch(**{name: given[name] for name in for_torch & given.keys()}))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
 from zbpipe.job_costs import JobCosts
+from zbpipe.layer_costs import merged
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
-from zbpipe.yardstick import merged
 
 _WORTH_A_START = 0.99
 _EVEN_ENOUGH = 1.05

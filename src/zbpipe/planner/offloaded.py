@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zbpipe import bound, registry
+from zbpipe.baseline import CostsOf
 from zbpipe.ir import Placement, Schedule
 from zbpipe.offloading import LimitTooSmallError, Offload, offload, require_host
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
-from zbpipe.planner.stages import CostsOf
 from zbpipe.simulation import simulate
 
 _LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)

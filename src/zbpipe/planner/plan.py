@@ -7,24 +7,25 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from zbpipe.costs import CostModel, as_cost_model, limits_by_rank
+from zbpipe.baseline import CostsOf
+from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.ir import Placement
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import LayerCosts
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, named_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress
-from zbpipe.planner.stages import CostsOf, plan_stages
+from zbpipe.planner.stages import plan_stages
 from zbpipe.transport import Transport
 
 if TYPE_CHECKING:
     from zbpipe.jitter import Jitter
 
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
-Limit = float | Sequence[float]
 
 
 # The arguments are those of a search that many ask for in different ways; all but four are by name only.
@@ -32,7 +33,7 @@ def plan(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    memory_limit: Limit | None = None,
+    memory_limit: MemoryLimitLike | None = None,
     *,
     placements: str | Placement | Iterable[str | Placement] | None = None,
     objective: Objective = "makespan",
@@ -70,9 +71,7 @@ def plan(
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
             - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
             - a function that gives a CostModel for a placement.
-        memory_limit: the activations that a rank can hold, one number for all or one for each, in the unit of the
-            costs' activations: bytes where they were measured. With seconds of F, I and W, 1 is a rank's share of one
-            microbatch. Default: no limit.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: no limit.
         placements: names out of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
             `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
@@ -116,11 +115,13 @@ def plan(
         raise TypeError(f"transport = {transport!r} is no zbpipe.transport.Transport, nor the name of one")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress = {progress!r} is no function (share, best)")
+    limit = MemoryLimit.parse(memory_limit)
+    known = costs if isinstance(costs, (CostModel, LayerCosts)) else _costs_of(costs)
     request = Request(
         ranks,
         microbatches,
         named_placements(ranks, DEFAULT_PLACEMENTS if placements is None else placements),
-        None if memory_limit is None else limits_by_rank(memory_limit, ranks),
+        limit.resolve(known, ranks, microbatches) if limit else None,
         objective,
         budget,
         seed,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zbpipe.baseline import CostsOf
 from zbpipe.costs import ROUNDING, CostModel, Link
 from zbpipe.ir import Op, Placement, Schedule
 from zbpipe.jitter import Jitter, Luck, Seconds, StepTimes, step_times
@@ -26,7 +27,7 @@ from zbpipe.planner.problem import KINDS, Problem
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress
-from zbpipe.planner.stages import CostsOf, default_budget, named_schedules, plan_stages, problem_of
+from zbpipe.planner.stages import default_budget, named_schedules, plan_stages, problem_of
 from zbpipe.simulation import simulate
 from zbpipe.transport import Transport
 

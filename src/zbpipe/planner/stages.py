@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from zbpipe import registry
+from zbpipe.baseline import CostsOf
 from zbpipe.costs import CostModel, least_room, most_room, require_room, too_small
 from zbpipe.frozendict import FrozenDict
 from zbpipe.ir import Placement, require_size
@@ -20,8 +21,6 @@ from zbpipe.running_ahead import period_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Transport
-
-CostsOf = Callable[[Placement], CostModel]
 
 _MOST_CANDIDATES = 64
 """Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zbpipe.baseline import memory_of_1f1b
 from zbpipe.costs import MOST, ROUNDING, CostModel, is_amount
 from zbpipe.ir import Placement
 from zbpipe.planner.plan import plan
@@ -16,7 +17,6 @@ from zbpipe.timeline import Timeline
 from zbpipe.transformer import Block, Checkpointing, typical_costs, typical_times
 from zbpipe.views.html import drawing
 from zbpipe.views.report import record
-from zbpipe.yardstick import peak_of_1f1b
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
 _MOST_CELLS = 2**13
@@ -116,9 +116,9 @@ class Setting:
         return typical_costs(placement, self.checkpointing, times=self.times, comm=self.comm)
 
     @property
-    def yardstick(self) -> float | None:
+    def baseline(self) -> float:
         """The memory of 1F1B's worst rank."""
-        return peak_of_1f1b(self.costs, self.ranks, self.microbatches, None)
+        return memory_of_1f1b(self.costs, self.ranks, self.microbatches)
 
     @property
     def options(self) -> str:
@@ -154,8 +154,7 @@ def planned(setting: Setting) -> dict[str, Any]:
     Raises:
         ValueError: the limit is too small for even one microbatch.
     """
-    yardstick = setting.yardstick
-    limit = None if setting.limit is None or yardstick is None else setting.limit * yardstick
+    limit = None if setting.limit is None else f"{setting.limit!r}x"
     found = plan(
         setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET
     )
@@ -166,7 +165,7 @@ def planned(setting: Setting) -> dict[str, Any]:
 
 
 def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> dict[str, Any]:
-    figures = record(timeline, setting.yardstick)
+    figures = record(timeline, setting.baseline)
     memory = figures["memory_to_1f1b"]
     return {
         "title": title,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 
-from zbpipe.limits import Limit
 from zbpipe.runtime import _torch
 
 
@@ -33,22 +31,6 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
             near = get_close_matches(option, known, n=1)
             hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
-
-
-def limit(memory_limit: object) -> Limit | None:
-    """What is given as memory_limit: microbatches of an average rank's share, or a multiple of 1F1B's memory."""
-    if memory_limit is None:
-        return None
-    found = None
-    if isinstance(memory_limit, (int, float, str)) and not isinstance(memory_limit, bool):
-        with suppress(ValueError):
-            found = Limit.parse(str(memory_limit))
-    if found is None or found.unit == "bytes" or not found.amount:
-        raise ValueError(
-            "memory_limit has to be a number above 0, of microbatches of an average rank's share, or a multiple of"
-            f" 1F1B's memory such as '1.2x', or None for the default, got memory_limit={memory_limit!r}"
-        )
-    return found
 
 
 def require_above_0(name: str, number: object) -> None:

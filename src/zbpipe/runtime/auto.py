@@ -18,7 +18,7 @@ from zbpipe.costs import CostModel, least_room
 from zbpipe.drift import Drift, causes
 from zbpipe.ir import Placement, Schedule, require_whole
 from zbpipe.job_costs import JobCosts
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
@@ -33,15 +33,12 @@ from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.simulation import simulate
-from zbpipe.yardstick import in_unit_of
 
 _MANY_OPS = 20_000
 _WORK = 5e8
 """The search's budget for so many ops, about ten seconds, because all other ranks wait for it."""
 USUAL_STEPS = 5
 """Timed steps of each schedule."""
-_AS_1F1B = Limit.parse("1.02x")
-"""As ZBVLean has it."""
 _WORTH_IT = 0.995
 """A plan has to be faster than this share of the start's step, simulated, to be tried."""
 
@@ -80,7 +77,7 @@ class _Proposal:
 class AutoSchedule(RegisteredSchedule):
     """Starts as lean as 1F1B, measures the job, plans for it, and switches between two steps.
 
-        schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn, memory_limit=3)
+        schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
         ...                     # train; the log of the first rank says what it does
         schedule.outcome        # what it measured and chose; None before
 
@@ -120,7 +117,7 @@ class AutoSchedule(RegisteredSchedule):
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         *args: Any,
-        memory_limit: float | str | None = None,
+        memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
         profile_steps: int = USUAL_STEPS,
         budget: float | None = None,
@@ -139,7 +136,7 @@ class AutoSchedule(RegisteredSchedule):
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         """None until it has chosen."""
-        self._limit = arguments.limit(memory_limit)
+        self._limit = MemoryLimit.parse(memory_limit)
         self._offload = Offload.parse(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
@@ -324,10 +321,10 @@ class _InTurn(Watcher):
             self._done(records[::2], records[1::2])
 
 
-def memory_limits(limit: Limit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
+def memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
     """By rank what it may hold, in the unit of `costs.activations`: the limit, or None for 1F1B's memory.
 
     At least what one microbatch alone takes: it has run.
     """
-    room = in_unit_of(costs, limit or _AS_1F1B, ranks, microbatches)
-    return tuple(max(room, least) for least in least_room(Placement.v(ranks), costs))
+    limits = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
+    return tuple(map(max, limits, least_room(Placement.v(ranks), costs)))

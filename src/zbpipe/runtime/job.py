@@ -16,10 +16,10 @@ from zbpipe import costs_file
 from zbpipe.costs import CostModel, require_room
 from zbpipe.ir import OpKind, Placement
 from zbpipe.job_costs import JobCosts
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import MemoryLimit
 from zbpipe.offloading import Offload
 from zbpipe.registry import Algorithm
-from zbpipe.runtime import _torch, arguments, checks
+from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.gradient_check import GradientCheck
@@ -29,7 +29,6 @@ from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
 from zbpipe.transport import Transport
 from zbpipe.views import report
-from zbpipe.yardstick import in_unit_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         ValueError: for the first of them.
     """
     name, is_auto = algorithm.name, algorithm is AutoSchedule.algorithm
-    require_options(algorithm, options.for_torch.given())
+    require_options(algorithm, options.for_torch())
     if options.memory_limit is not None:
         algorithm.require_limits(spell("memory_limit"))
     if algorithm.source == "torch" and options.need_zbpipes_schedule():
@@ -56,7 +55,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    checks.asked_receives(options.receives, options.for_torch.given())
+    checks.asked_receives(options.receives, options.for_torch())
     if options.transport is not None:
         Transport.parse(options.transport)
     if not will_run:
@@ -93,10 +92,12 @@ def require_size(
         ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
             or the job has too few steps.
     """
-    if not algorithm.any_stages_per_rank:
-        measured_costs(options, algorithm.place(num_ranks), spell)
-    if options.memory_limit is not None:
-        _require_room(algorithm, arguments.limit(options.memory_limit), num_ranks, n_microbatches)
+    placement = algorithm.place(num_ranks)
+    known = None if algorithm.any_stages_per_rank else measured_costs(options, placement, spell)
+    if limit := MemoryLimit.parse(options.memory_limit):
+        # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
+        costs = known.on(placement) if known else CostModel.uniform(placement)
+        require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
     if options.profile_steps and not _runs_i_and_w(algorithm, num_ranks, n_microbatches):
         raise ValueError(
             f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with one of"
@@ -107,15 +108,6 @@ def require_size(
             raise ValueError(
                 f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
             )
-
-
-def _require_room(algorithm: Algorithm, limit: Limit | None, num_ranks: int, n_microbatches: int) -> None:
-    """Refuse what not even the activations fit into. What ops need besides is known when the schedule is built."""
-    placement = algorithm.place(num_ranks)
-    costs = CostModel.uniform(placement)
-    if limit is not None:
-        room = in_unit_of(costs, limit, num_ranks, n_microbatches)
-        require_room(placement, costs, (room,) * num_ranks, f" for {algorithm.name}")
 
 
 def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell) -> None:
@@ -219,7 +211,7 @@ def build(
     if algorithm is AutoSchedule.algorithm:
         own |= options.for_auto()
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)
-    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **options.for_torch.given() | own | more)
+    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **options.for_torch() | own | more)
 
 
 def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs import CostModel
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -31,6 +32,7 @@ class LeanSchedule(RegisteredSchedule):
         checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
             `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
         costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
+        memory_limit: see `zbpipe.memory_limit.MemoryLimit`.
 
     Raises:
         ValueError: as for every schedule, or an unknown checkpointing.
@@ -44,15 +46,17 @@ class LeanSchedule(RegisteredSchedule):
         *args: Any,
         checkpointing: Checkpointing | str | None = None,
         costs: CostModel | None = None,
+        memory_limit: MemoryLimitLike | None = None,
         **options: Any,
     ) -> None:
+        limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
             ordered, placement = checks.placed(stages, self.algorithm)
             found = found or checkpointing_of(ordered)
             costs = usual_costs(placement, found)
-        super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, **options)
+        super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
         self.checkpointing = found
         """That the schedule is made for; None if it is made for measured costs."""
         self._unsure = None if is_sure else self.schedule

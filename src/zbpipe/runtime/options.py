@@ -1,234 +1,70 @@
-"""The options of a schedule besides its name, in Python and on a command line."""
+"""The options of a job, each defined once: a field of `Options` with its help text and how a command line takes it."""
+
+# ruff: noqa: RUF009 -- `_option` is `dataclasses.field` with this project's metadata
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal, get_args
 
+from zbpipe.costs import set_fields
 from zbpipe.ir import require_whole
+from zbpipe.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.transport import Receives, Transport
+from zbpipe.user_code import import_modules
 
 OptimizerSteps = Literal["synchronous", "validated"]
 """How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""
 
-
-@dataclass(frozen=True)
-class ForTorch:
-    """Options that both torch's schedules and zbpipe's have; None leaves the schedule's default."""
-
-    max_active_stages: int | None = None
-    unshard_lookahead: str | tuple[int, ...] | None = None
-    defer_reduce_grad_wait: bool | None = None
-    max_outstanding_sends: int | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The options that are not None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+_Taker = Literal["torch", "zbpipe", "auto", "job", "trainer"]
+"""Who takes an option: torch's schedules and zbpipe's, zbpipe's alone, `Auto` alone, who builds the schedule, or a plug
+that has the job's trainer."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a job's schedule, besides the schedule's name.
+def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
+    """A field of `Options`.
 
-    Raises:
-        ValueError: a value of the wrong kind. torch judges the values of `for_torch` when the schedule is built.
+    Args:
+        taker: who takes it.
+        text: sentences for the command line and docs/options.md, with `{prefix}` before names of options.
+        default: of the field.
+        check: called with name and value; raises ValueError.
+        how: for argparse.
     """
-
-    split_backward: SplitBackward = "deferred"
-    """How I and W share the backward."""
-    defer_loss: bool = False
-    """Whether weight gradients of backwards that the loss runs itself wait for W, too."""
-    receives: str | None = None
-    """When ranks post their receives; None for what is best with the transport."""
-    transport: str | None = None
-    """What messages wait for; None for what is usual on the device."""
-    for_torch: ForTorch = field(default_factory=ForTorch)
-    """The options that torch's schedules have, too."""
-    profile_steps: int | None = None
-    """The number of steps to time; None measures nothing, or with `Auto` its usual number."""
-    costs_out: str | None = None
-    """The file for the measured costs."""
-    memory_limit: float | str | None = None
-    """For `ZBVLean`, `ZBH1Lean` and `Auto`: what a rank may hold, in microbatches of an average rank's share of the
-    model, or as a multiple of 1F1B's memory, such as "1.2x"."""
-    costs_file: str | None = None
-    """The file with measured costs, for which the schedule is made."""
-    offload: Offload | str | bool | None = None
-    """What goes to the host's memory while it waits; None for nothing."""
-    trace: str | None = None
-    """The file for a trace of one step."""
-    trace_step: int = 3
-    """The step to trace, counted from 1."""
-    check_gradients: int | None = None
-    """The number of steps in which the split is compared with an ordinary backward; None compares nothing."""
-    plan_out: str | None = None
-    """For `Auto`: the CSV file for a plan that places stages otherwise, if that would be faster."""
-    optimizer_step: OptimizerSteps = "synchronous"
-    """Whether all ranks wait for each other in the optimizer step; a framework's plug may have the other way."""
-
-    def __post_init__(self) -> None:
-        if self.split_backward not in get_args(SplitBackward):
-            known = ", ".join(map(repr, get_args(SplitBackward)))
-            raise ValueError(f"split_backward={self.split_backward!r} is unknown: use one of {known}")
-        if self.optimizer_step not in get_args(OptimizerSteps):
-            known = " or ".join(map(repr, get_args(OptimizerSteps)))
-            raise ValueError(f"optimizer_step={self.optimizer_step!r} is unknown: use {known}")
-        arguments.require_yes_or_no("defer_loss", self.defer_loss)
-        arguments.require_path("costs_out", self.costs_out)
-        arguments.require_path("costs_file", self.costs_file)
-        arguments.require_path("plan_out", self.plan_out)
-        Offload.parse(self.offload)
-        arguments.require_path("trace", self.trace)
-        steps = {"profile_steps": self.profile_steps, "check_gradients": self.check_gradients}
-        given = {name: number for name, number in steps.items() if number is not None}
-        require_whole(1, trace_step=self.trace_step, **given)
-        arguments.limit(self.memory_limit)
-
-    def for_zbpipe(self) -> dict[str, Any]:
-        """The keyword arguments that only zbpipe's schedules have."""
-        names = ("split_backward", "defer_loss", "receives", "transport", "memory_limit", "offload")
-        return {name: getattr(self, name) for name in names}
-
-    def for_auto(self) -> dict[str, Any]:
-        """The keyword arguments that only `Auto` has."""
-        names = ("profile_steps", "plan_out")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    def need_zbpipes_schedule(self) -> bool:
-        """Whether an option is set that torch's own schedules do not have."""
-        given = (self.check_gradients, self.costs_file)
-        return self.for_zbpipe() != Options().for_zbpipe() or any(each is not None for each in given)
+    return field(default=default, metadata={"taker": taker, "text": text, "check": check, "how": how})
 
 
-IMPORTED: Mapping[str, Any] = {
-    "dest": "imported",
-    "action": "append",
-    "default": [],
-    "metavar": "MODULE",
-    "help": "Import this module first, which registers schedules; it may be in the current folder.",
-}
-"""The argument of both command lines that names modules of the user's."""
-
-
-def from_arguments(values: Mapping[str, Any]) -> Options:
-    """The options among the parsed `values` of a parser that has `add_arguments`."""
-    for_torch = ForTorch(**{each.name: values[each.name] for each in fields(ForTorch)})
-    own = {each.name: values[each.name] for each in fields(Options) if each.name in values}
-    return Options(**own, for_torch=for_torch)
-
-
-def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--") -> Callable[..., Any]:
-    """Make `parser` take an argument for each option, in a group of its own; returns what adds more to it."""
-    group = parser.add_argument_group("zbpipe's options")
-
-    def add(name: str, **how: Any) -> None:
-        group.add_argument(f"{prefix}{name.replace('_', '-')}", dest=name, **how)
-
-    add(
-        "split_backward",
-        choices=get_args(SplitBackward),
-        default=Options.split_backward,
-        help="How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing"
-        " to defer (strict), or torch's own split (autograd). Default: %(default)s.",
-    )
-    add(
-        "defer_loss",
-        action="store_true",
-        help="Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head.",
-    )
-    add(
-        "receives",
-        choices=_words(Receives),
-        help="Where ranks post their receives. Default: where the simulated step is the shortest.",
-    )
-    add(
-        "transport",
-        choices=_words(Transport),
-        help="What messages wait for. Default: what is usual on the device.",
-    )
-    _add_torchs(add)
-    _add_measurements(add, prefix)
-    return group.add_argument
-
-
-def _add_measurements(add: Callable[..., None], prefix: str) -> None:
-    add("profile_steps", type=_positive, metavar="N", help="Measure times and memory of the stages in N steps.")
-    add("costs_out", metavar="FILE", help="Write the measured costs to this .json or .toml file, for `zbpipe plan`.")
-    add(
-        "memory_limit",
-        type=_limit,
-        metavar="X",
-        help="For ZBVLean, ZBH1Lean and Auto: what a rank may hold, as a multiple of 1F1B's memory, such as 1.2x, or in"
-        " microbatches of an average rank's share of the model.",
-    )
-    add(
-        "check_gradients",
-        type=_positive,
-        metavar="N",
-        help="Compare the split's gradients with those of an ordinary backward in the first N steps.",
-    )
-    add(
-        "costs_file",
-        metavar="FILE",
-        help="Make the schedule for the stages' costs in this file, as an earlier job has measured and written them.",
-    )
-    add(
-        "offload",
-        choices=_words(Offload),
-        help="Copy to the host's memory what waits for W (pairs), for I (activations), or both (all). It needs"
-        f" {prefix}costs-file, or the schedule Auto.",
-    )
-    add(
-        "plan_out",
-        metavar="FILE",
-        help="For Auto: if another placement of the stages would be faster, write its plan to this CSV file, which the"
-        " next start takes as its schedule.",
-    )
-    add("trace", metavar="FILE", help="Write what every rank did in one step to this file, for ui.perfetto.dev.")
-    add(
-        "trace_step",
-        type=_positive,
-        default=Options.trace_step,
-        metavar="N",
-        help=f"The step that {prefix}trace records, counted from 1. Default: %(default)s.",
-    )
-
-
-def _add_torchs(add: Callable[..., None]) -> None:
-    add(
-        "max_active_stages",
-        type=_count,
-        metavar="N",
-        help="torch's option: the number of stages whose weights FSDP holds gathered at a time.",
-    )
-    add(
-        "unshard_lookahead",
-        type=_lookahead,
-        metavar="full|auto|N,N,...",
-        help="torch's option: how many stages ahead FSDP gathers weights, on each rank.",
-    )
-    add(
-        "defer_reduce_grad_wait",
-        action="store_true",
-        default=None,
-        help="torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
-    )
-    add(
-        "max_outstanding_sends",
-        type=_count,
-        metavar="N",
-        help="torch's option: the number of sends that a rank may have under way.",
-    )
+_torchs = partial(_option, "torch")
+_zbpipes = partial(_option, "zbpipe")
+_autos = partial(_option, "auto")
+_jobs = partial(_option, "job")
+_trainers = partial(_option, "trainer")
 
 
 def _words(kind: type[StrEnum]) -> list[str]:
     return [each.replace(" ", "-") for each in kind]
+
+
+def _one_of(kind: Any) -> dict[str, Any]:
+    words = get_args(kind)
+
+    def check(name: str, value: object) -> None:
+        if value not in words:
+            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, words))}")
+
+    return {"choices": words, "check": check}
+
+
+def _require_count(name: str, value: object) -> None:
+    if value is not None:
+        require_whole(1, **{name: value})
 
 
 def _count(text: str) -> int:
@@ -243,13 +79,172 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _limit(text: str) -> float | str:
-    try:
-        found = arguments.limit(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor such a multiple as 1.2x") from None
-    return found.amount if found and not found.unit else text
-
-
 def _lookahead(text: str) -> str | tuple[int, ...]:
     return text if text in ("full", "auto") else tuple(map(_count, text.split(",")))
+
+
+_COUNT: Mapping[str, Any] = {"metavar": "N", "type": _count}
+_FLAG: Mapping[str, Any] = {"action": "store_true", "check": arguments.require_yes_or_no}
+_FILE: Mapping[str, Any] = {"metavar": "FILE", "check": arguments.require_path}
+_STEPS: Mapping[str, Any] = {"metavar": "N", "type": _positive, "check": _require_count}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a job's schedule, besides the schedule's name; None leaves the schedule's default.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a value of the wrong kind. torch judges the values of its own options when the schedule is built.
+    """
+
+    split_backward: SplitBackward = _zbpipes(
+        "How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing to"
+        " defer (strict), or torch's own split (autograd).",
+        default="deferred",
+        **_one_of(SplitBackward),
+    )
+    defer_loss: bool = _zbpipes(
+        "Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head. The"
+        " gradients of all logits of a microbatch stay in memory until then.",
+        default=False,
+        **_FLAG,
+    )
+    check_gradients: int | None = _jobs(
+        "Compare the split's gradients with those of an ordinary backward in the first N steps"
+        " (docs/checking-gradients.md).",
+        **_STEPS,
+    )
+    profile_steps: int | None = _autos(
+        "Measure times and memory of the stages in N steps, and log a table, with a schedule that runs I and W. For"
+        " Auto, the number of steps that it times.",
+        **_STEPS,
+    )
+    costs_out: str | None = _jobs(
+        "Write the measured costs, with the links and the way to the host, to this .json or .toml file, for `zbpipe"
+        " plan` (docs/costs-file.md).",
+        **_FILE,
+    )
+    plan_out: str | None = _autos(
+        "For Auto: if another placement of the stages would be faster by more than 1 %, write its plan to this CSV"
+        " file, which the next start takes as its schedule (docs/changing-jobs.md).",
+        **_FILE,
+    )
+    memory_limit: MemoryLimitLike | None = _zbpipes(
+        f"For ZBVLean, ZBH1Lean and Auto, what a rank may hold: {SPELLINGS}. Without a cost file no costs are known,"
+        f" and it has to be one of the first two. Default: {AS_1F1B.written}.",
+        metavar="X",
+    )
+    trace: str | None = _jobs("Write what every rank did in one step to this file, for ui.perfetto.dev.", **_FILE)
+    trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
+    costs_file: str | None = _jobs(
+        "Make the schedule for the stages' costs in this file, as an earlier job has measured and written them. The"
+        " file's memory_limit counts for `zbpipe plan` only (docs/costs-file.md).",
+        **_FILE,
+    )
+    offload: Offload | str | bool | None = _zbpipes(
+        "Copy to the host's memory what waits for W (pairs), for I (activations), or both (all), as far as that costs"
+        " no time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
+        choices=_words(Offload),
+        check=lambda name, value: Offload.parse(value),
+    )
+    receives: str | None = _zbpipes(
+        "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
+        choices=_words(Receives),
+    )
+    transport: str | None = _zbpipes(
+        "What messages wait for. Default: what is usual on the device (docs/messages.md).",
+        choices=_words(Transport),
+    )
+    max_outstanding_sends: int | None = _torchs(
+        "torch's option: the number of sends that a rank may have under way.",
+        **_COUNT,
+    )
+    optimizer_step: OptimizerSteps = _trainers(
+        "Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or step"
+        " when they are done, and validate the norm while the next step begins (validated; docs/optimizer-step.md).",
+        default="synchronous",
+        **_one_of(OptimizerSteps),
+    )
+    max_active_stages: int | None = _torchs(
+        "torch's option: the number of stages whose weights FSDP holds gathered at a time.",
+        **_COUNT,
+    )
+    unshard_lookahead: str | tuple[int, ...] | None = _torchs(
+        "torch's option: how many stages ahead FSDP gathers weights, on each rank.",
+        type=_lookahead,
+        metavar="full|auto|N,N,...",
+    )
+    defer_reduce_grad_wait: bool | None = _torchs(
+        "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
+        action="store_true",
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if check := each.metadata["check"]:
+                check(each.name, getattr(self, each.name))
+        limit = MemoryLimit.parse(self.memory_limit, costs_are_known=self.costs_file is not None)
+        set_fields(self, memory_limit=limit)
+
+    def _of(self, taker: _Taker) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["taker"] == taker}
+
+    def for_torch(self) -> dict[str, Any]:
+        """The keyword arguments that torch's schedules have, too, as far as they are given."""
+        return {name: value for name, value in self._of("torch").items() if value is not None}
+
+    def for_zbpipe(self) -> dict[str, Any]:
+        """The keyword arguments that only zbpipe's schedules have."""
+        return self._of("zbpipe")
+
+    def for_auto(self) -> dict[str, Any]:
+        """The keyword arguments that only `Auto` has, as far as they are given."""
+        return {name: value for name, value in self._of("auto").items() if value is not None}
+
+    def need_zbpipes_schedule(self) -> bool:
+        """Whether an option is set that torch's own schedules do not have."""
+        given = (self.check_gradients, self.costs_file)
+        return self.for_zbpipe() != Options().for_zbpipe() or any(each is not None for each in given)
+
+
+def list_options(*, steps_optimizer: bool) -> Iterator[Field[Any]]:
+    """The options, as fields; those of a plug that steps the job's optimizer only if it does."""
+    return (each for each in fields(Options) if steps_optimizer or each.metadata["taker"] != "trainer")
+
+
+def help_of(option: Field[Any], prefix: str) -> str:
+    """The sentences on an option, and its default."""
+    default = f" Default: {option.default}." if option.default not in (None, False) else ""
+    return str(option.metadata["text"]).format(prefix=prefix) + default
+
+
+IMPORT_HELP = "Import this module first, which registers schedules; it may be in the current folder."
+
+
+def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_optimizer: bool = False) -> None:
+    """Make `parser` take an argument for each option, in a group of its own."""
+    group = parser.add_argument_group("zbpipe's options")
+    for each in list_options(steps_optimizer=steps_optimizer):
+        group.add_argument(
+            f"{prefix}{each.name.replace('_', '-')}",
+            dest=each.name,
+            default=each.default,
+            help=help_of(each, prefix).replace("%", "%%"),
+            **each.metadata["how"],
+        )
+    group.add_argument(
+        f"{prefix}import", dest="imported", action="append", default=[], metavar="MODULE", help=IMPORT_HELP
+    )
+
+
+def from_arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> Options:
+    """The options among the `values` that a parser with `add_arguments` found; imports the modules that they name.
+
+    What cannot be ends the program with an error.
+    """
+    try:
+        import_modules(values["imported"])
+        return Options(**{each.name: values[each.name] for each in fields(Options) if each.name in values})
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))

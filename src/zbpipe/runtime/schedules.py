@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.costs import CostModel
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule, require_whole
+from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.planner.result import Plan
 from zbpipe.registry import Algorithm
@@ -61,9 +62,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
             loss does with the LM head, wait for W, too. The gradients of all logits of a microbatch then stay in memory
             until W.
         costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
-        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto): what a rank may hold, with
-            what ops need while they run. A number of microbatches of an average rank's share, of which 1F1B's first
-            rank holds p, or a multiple of what 1F1B's worst rank holds under the same costs, such as "1.2x".
+        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
+            `zbpipe.memory_limit.MemoryLimit`.
         offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
             waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
@@ -104,7 +104,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
         costs: CostModel | None = None,
-        memory_limit: float | str | None = None,
+        memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
@@ -112,7 +112,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     ) -> None:
         algorithm = self.algorithm
         arguments.require_yes_or_no("defer_loss", defer_loss)
-        limit, wanted = arguments.limit(memory_limit), Offload.parse(offload)
+        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
         asked_receives = checks.asked_receives(receives, options)
         transport = None if transport is None else Transport.parse(transport)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from zbpipe import passes
 from zbpipe.costs import CostModel
 from zbpipe.ir import Placement, Schedule
-from zbpipe.limits import Limit
+from zbpipe.memory_limit import MemoryLimit
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
 from zbpipe.registry import Algorithm
-from zbpipe.yardstick import in_unit_of
 
 
 class SchedulesBySize:
@@ -30,7 +29,7 @@ class SchedulesBySize:
         algorithm: Algorithm,
         placement: Placement,
         costs: CostModel | None,
-        limit: Limit | None,
+        limit: MemoryLimit | None,
         offload: Offload | None,
     ) -> None:
         self.costs = costs
@@ -74,15 +73,12 @@ class SchedulesBySize:
         Raises:
             ValueError: there is none, for example because the schedule is a table.
         """
-        size = self._placement.num_ranks, number
-        limit = None
-        if self._limit is not None:
-            limit = in_unit_of(self.costs or CostModel.uniform(self._placement), self._limit, *size)
         made = self._algorithm.make(
-            *size,
+            self._placement.num_ranks,
+            number,
             stages_per_rank=len(self._placement.stages_on(0)) if self._algorithm.any_stages_per_rank else None,
             costs=self.costs,
-            memory_limit=limit,
+            memory_limit=self._limit,
             runs_ahead=runs_ahead,
         )
         return made if self._offload is None else offloaded(made, self.simulated_costs, what=self._offload)

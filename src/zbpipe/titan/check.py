@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from zbpipe.frameworks.installation import known
+from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.passes import default_costs
 from zbpipe.registry import Algorithm
 from zbpipe.running_ahead import LEAST_GAIN, gain
@@ -34,7 +34,7 @@ def check(config: Any, options: Options) -> None:
             option does not fit the schedule or the number of steps, or names a file that cannot be written.
     """
     name = config.parallelism.pipeline_parallel_schedule
-    algorithm = known(name)
+    algorithm = find_algorithm(name)
     if algorithm is None:
         if options != Options():
             raise ValueError(

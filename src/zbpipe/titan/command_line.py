@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import get_args
 
-from zbpipe.runtime.options import IMPORTED, OptimizerSteps, Options, add_arguments, from_arguments
-from zbpipe.user_code import import_modules
+from zbpipe.runtime.options import Options, add_arguments, from_arguments
 
 _PREFIX = "--zbpipe."
 
@@ -27,11 +25,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     for argument in rest:
         if argument.startswith(_PREFIX):
             parser.error(f"unknown argument {argument}")
-    try:
-        import_modules(found.imported)
-    except ValueError as error:
-        parser.error(str(error))
-    return from_arguments(vars(found)), rest
+    return from_arguments(parser, vars(found)), rest
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -52,14 +46,5 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    add = add_arguments(parser, _PREFIX)
-    add(f"{_PREFIX}import", **IMPORTED)
-    add(
-        f"{_PREFIX}optimizer-step",
-        dest="optimizer_step",
-        choices=get_args(OptimizerSteps),
-        default=Options.optimizer_step,
-        help="Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or"
-        " step when they are done, and validate the norm while the next step begins (validated). Default: %(default)s.",
-    )
+    add_arguments(parser, _PREFIX, steps_optimizer=True)
     return parser

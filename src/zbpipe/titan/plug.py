@@ -169,7 +169,7 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
         if HAS_JOB_CONFIG:
             check(args[1], options)  # in a trainer that another program has started nobody has called this yet
         name = job.parallelism.pipeline_parallel_schedule
-        algorithm = installation.known(name)
+        algorithm = installation.find_algorithm(name)
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
         helpers = _helpers(algorithm, model, job) if algorithm is not None and is_zbpipes else {}
         with replaced(pipeline_parallel, **helpers):
@@ -319,7 +319,7 @@ def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
     """The rank that reports loss and metrics: the first of all ranks with the last stage, by `ParallelDims`."""
     if not parallel_dims.pp_enabled:
         return 0
-    algorithm = installation.known(pp_schedule)
+    algorithm = installation.find_algorithm(pp_schedule)
     place = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
     # The pipeline is the outermost dimension of TorchTitan's mesh.
     return int(parallel_dims.world_size // parallel_dims.pp * place)

@@ -132,7 +132,7 @@ def rank_lines(found: JobMemory) -> Iterator[str]:
         for rank, (count, memory) in enumerate(zip(found.parameters, found.memories, strict=True))
     ]
     yield from table(("rank", "parameters", *_PARTS.values(), "GiB"), rows, left=0)
-    yield f"a microbatch of an average rank's share, the unit of a memory limit: {found.unit / GIB:.2f} GiB"
+    yield f"1 microbatch in --zbpipe.memory-limit: {found.unit / GIB:.2f} GiB"
     fits = ", ".join(found.fits) or "no GPU"
     yield f"worst rank: {found.worst / GIB:.1f} GiB, which with {1 - USABLE:.0%} left free fits: {fits}"
 

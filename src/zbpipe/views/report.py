@@ -18,10 +18,10 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 """Mean and quantiles of a schedule's step times, where times vary (`zbpipe.jitter.StepTimes.record`)."""
 
 
-def record(timeline: Timeline, yardstick: float | None = None) -> dict[str, Any]:
+def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
-    `memory_to_1f1b` is the worst rank's peak by `yardstick`, that of 1F1B's worst rank; None where that is not known.
+    `memory_to_1f1b` is the worst rank's peak by `baseline`, that of 1F1B's worst rank; None where that is not known.
 
     >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
     25.5
@@ -39,26 +39,26 @@ def record(timeline: Timeline, yardstick: float | None = None) -> dict[str, Any]
         "bubble": max(timeline.bubble, 0.0),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
-        "memory_to_1f1b": max(timeline.peak_memory) / yardstick if yardstick else None,
+        "memory_to_1f1b": max(timeline.peak_memory) / baseline if baseline else None,
         "lower_bound": timeline.lower_bound,
         "period": period_of(timeline),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
 
 
-def report(timeline: Timeline, yardstick: float | None = None) -> str:
+def report(timeline: Timeline, baseline: float | None = None) -> str:
     """The record for people: the summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
 
     >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
     ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
     """
-    compared = ComparedSchedule.of(timeline, None, yardstick)
+    compared = ComparedSchedule.of(timeline, None, baseline)
     peaks = timeline.peak_memory
     rows = [
         (f"rank {rank}", number(busy), *map(_without_rounding, idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
-    beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(yardstick)})" if yardstick else ""
+    beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(baseline)})" if baseline else ""
     return "\n".join(
         [
             summary(timeline),
@@ -117,11 +117,11 @@ class ComparedSchedule:
         cls,
         timeline: Timeline,
         limits: tuple[float, ...] | None,
-        yardstick: float | None = None,
+        baseline: float | None = None,
         vary: Vary | None = None,
     ) -> ComparedSchedule:
         splits = any(op.kind is OpKind.I for ops in timeline.schedule for op in ops)
-        return cls(record(timeline, yardstick), limits, splits, vary(timeline) if vary else None)
+        return cls(record(timeline, baseline), limits, splits, vary(timeline) if vary else None)
 
     @property
     def peak(self) -> float:
@@ -179,11 +179,11 @@ class ComparedSchedule:
 def compare(
     timelines: Iterable[Timeline],
     limits: tuple[float, ...] | None,
-    yardstick: float | None,
+    baseline: float | None,
     vary: Vary | None = None,
 ) -> list[ComparedSchedule]:
     """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
-    compared = (ComparedSchedule.of(timeline, limits, yardstick, vary) for timeline in timelines)
+    compared = (ComparedSchedule.of(timeline, limits, baseline, vary) for timeline in timelines)
     return sorted(compared, key=lambda each: each.sort_key)
 
 

@@ -1,0 +1,50 @@
+"""Prints docs/options.md, whose tables are the fields of `zbpipe.runtime.options.Options`:
+
+python docs/_options.py > docs/options.md
+"""
+
+import re
+from collections.abc import Iterator
+
+from zbpipe.runtime.options import IMPORT_HELP, help_of, known
+
+_PREFIX = "--zbpipe."
+_SECTIONS = {
+    "split_backward": "The split and its check",
+    "profile_steps": "Measuring",
+    "costs_file": "Measured costs and offload",
+    "receives": "Messages",
+    "optimizer_step": "The optimizer step",
+    "max_active_stages": "FSDP",
+    "import": "Schedules of your own",
+}
+"""By the first option of each."""
+_BEFORE = """\
+# Options of a job
+
+Each option has one name and three ways to give it: `--zbpipe.NAME` for `zbpipe.titan.train` and Primus, `--NAME` for
+`python -m zbpipe.run`, and `NAME=` with underscores for `zbpipe.install`. `zbpipe.build_pipeline_schedule` takes those
+that concern the schedule itself."""
+_AFTER = """
+Options marked "torch's" need a torch that has them; otherwise zbpipe refuses them. An option that the schedule of the
+job cannot use is refused, too, before anything starts."""
+
+
+def _lines() -> Iterator[str]:
+    yield _BEFORE
+    for each in known(steps_optimizer=True):
+        how = each.metadata["how"]
+        yield from _row(each.name, how.get("metavar") or "|".join(how.get("choices", ())), help_of(each, _PREFIX))
+    yield from _row("import", "MODULE", f"{IMPORT_HELP} On command lines only: in Python, import it.")
+    yield _AFTER
+
+
+def _row(name: str, values: str, words: str) -> Iterator[str]:
+    if name in _SECTIONS:
+        yield f"\n## {_SECTIONS[name]}\n\n| option | meaning |\n|---|---|"
+    option = f"{_PREFIX}{name.replace('_', '-')} {values}".strip().replace("|", "\\|")
+    linked = re.sub(r"docs/([a-z-]+\.md)", r"[more](\1)", words)
+    yield f"| `{option}` | {linked} |"
+
+
+print("\n".join(_lines()))

@@ -1,0 +1,163 @@
+"""The spellings of a memory limit mean the same in each function, option, file and command that takes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe import CostModel, JobCosts, Placement
+from zbpipe.baseline import memory_of_1f1b
+from zbpipe.ir import OpKind
+from zbpipe.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.runtime.options import Options
+from zbpipe.testing import cost_models
+from zbpipe.transformer import typical_costs
+
+GB = 1e9
+IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})
+"""Of four stages on a V of two ranks: 3 GB a microbatch on each, of which 1F1B holds two, and a quarter of one."""
+HOST = CostModel.uniform(Placement.v(2), host=zbpipe.Link(bandwidth=1))
+
+
+def built(schedule: str, **options: Any) -> Any:
+    stages = [PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2)]
+    return zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss, **options)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("limit", [2 * GB, "2GB", "2 microbatches", "2.0x"])
+def test_a_plan_and_a_job_mean_the_same(limit: float | str) -> None:
+    costs = CostModel((1, 1), (1, 1), (1, 1), (0.5 * GB, 0.5 * GB))
+    plan = zbpipe.plan(1, 4, costs, limit, placements="v", budget=1e4)
+    job = built("ZBVLean", costs=costs, memory_limit=limit).schedule
+    assert plan.limits == (2 * GB,)
+    assert job == zbpipe.generate("ZBVLean", 1, 4, costs=costs, memory_limit=plan.limits)
+    for schedule in (plan.schedule, job):
+        assert zbpipe.validate(schedule, limit, costs) == []
+    with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
+        zbpipe.plan(1, 4, costs, 0.5 * GB, placements="v")
+    with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
+        built("ZBVLean", costs=costs, memory_limit=0.5 * GB)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("schedule", ["ZBVLean", "Auto"])
+@pytest.mark.parametrize("limit", [3, "3", "2GiB"])
+def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit: float | str) -> None:
+    with pytest.raises(ValueError, match="but no costs are known here") as error:
+        built(schedule, memory_limit=limit)
+    assert str(error.value).startswith(f"memory_limit = {limit!r} is in ")
+    assert SPELLINGS in str(error.value)
+    with pytest.raises(ValueError, match="but no costs are known here"):
+        Options(memory_limit=limit)
+    for too_small in ("0.5 microbatches", "0.5x"):
+        with pytest.raises(ValueError, match=f"is too small for {schedule}: one microbatch peaks at"):
+            built(schedule, memory_limit=too_small)
+    assert Options(memory_limit=limit, costs_file="c.toml").memory_limit == MemoryLimit.parse(limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (4 * GB, (4 * GB, 4 * GB)),
+        ("4e9", (4 * GB, 4 * GB)),
+        ([4 * GB, math.inf], (4 * GB, math.inf)),
+        ("4gb", (4 * GB, 4 * GB)),
+        (["1MiB", "2 KiB"], (2.0**20, 2.0**11)),
+        ("1.5x", (1.5 * 6.25 * GB,) * 2),
+        ("2 microbatches", (6 * GB, 6 * GB)),
+        ("1Microbatch", (3 * GB, 3 * GB)),
+    ],
+)
+def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
+    found = MemoryLimit.parse(MemoryLimit.parse(limit))
+    assert found is not None
+    assert found.resolve(IN_BYTES, 2, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (True, "memory_limit = True is no number: write 1.2x"),
+        ([3, None], "memory_limit = None is no number"),
+        (object(), "memory_limit = <object .*> is no number"),
+        (-1, "memory_limit = -1 is no amount: write 1.2x"),
+        (math.nan, "memory_limit = nan is no amount"),
+        ("1y", "memory_limit = '1y' is no amount"),
+        ("x", "'x' is no amount"),
+        (["1x", 2], r"memory_limit = \['1x', 2\] has to have one unit"),
+        ([], r"memory_limit = \[\] has to have one unit"),
+    ],
+)
+def test_what_is_no_limit(limit: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        MemoryLimit.parse(limit)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda limit: zbpipe.plan(2, 4, (1, 1, 1), limit),
+        lambda limit: zbpipe.generate("Auto", 2, 4, memory_limit=limit),
+        lambda limit: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), limit),
+        lambda limit: zbpipe.offload(zbpipe.generate("ZBV", 2, 4), HOST, limit),
+        lambda limit: JobCosts(IN_BYTES, memory_limit=limit),
+        lambda limit: built("Auto", memory_limit=limit),
+        lambda limit: built("ZBH1Lean", memory_limit=limit),
+        lambda limit: zbpipe.install("Auto", memory_limit=limit),
+    ],
+)
+def test_all_that_take_a_limit_refuse_it(take: Callable[[Any], object]) -> None:
+    with pytest.raises(ValueError, match="memory_limit = '1y' is no amount"):
+        take("1y")
+
+
+def test_what_costs_do_not_tell() -> None:
+    for call in (
+        lambda: zbpipe.plan(2, 4, (1, 1, 1), "2GiB"),
+        lambda: zbpipe.generate("ZBVLean", 2, 4, memory_limit="2GiB"),
+        lambda: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), "2GiB"),
+        lambda: zbpipe.plan(2, 4, typical_costs, "2GiB"),
+    ):
+        with pytest.raises(ValueError, match="'2GiB' is in bytes, but nothing here was measured in bytes"):
+            call()
+    three = CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
+    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not tell: 3"):
+        zbpipe.plan(2, 4, three, "1x", placements=Placement((0, 1, 1)))
+    with pytest.raises(ValueError, match="one number or one for each rank, got 1 for 2 ranks"):
+        zbpipe.plan(2, 4, (1, 1, 1), ["1x"])
+
+
+def test_a_cost_file_keeps_the_spelling(tmp_path: Path) -> None:
+    limits: tuple[Any, ...] = (6e9, [6e9, 8e9], ["6.5GiB", "8GiB"], "1.2x", "3 microbatches", math.inf)
+    for number, limit in enumerate(limits):
+        job = JobCosts(IN_BYTES, Placement.v(2), limit)
+        for ending in ("toml", "json"):
+            file = tmp_path / f"{number}.{ending}"
+            zbpipe.dump_costs(job, file)
+            assert zbpipe.load_costs(file) == job
+    assert 'memory_limit = "1.2x"' in (tmp_path / "3.toml").read_text()
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 8))
+def test_1f1bs_memory_is_that_of_its_schedule(data: st.DataObject, ranks: int, microbatches: int) -> None:
+    costs = data.draw(cost_models(Placement.loop(ranks)))
+    simulated = max(zbpipe.simulate(zbpipe.generate("1F1B", ranks, microbatches), costs).peak_memory)
+    assert memory_of_1f1b(costs, ranks, microbatches) == pytest.approx(simulated)
+    assert memory_of_1f1b(lambda placement: costs, ranks, microbatches) == pytest.approx(simulated)
+
+
+def test_the_pages_use_the_same_words() -> None:
+    page = Path(__file__).parent.parent / "docs/costs-file.md"
+    assert SPELLINGS in " ".join(page.read_text().split())
