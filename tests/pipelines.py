@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -65,6 +65,14 @@ class Pipeline:
 
     def gradients(self) -> dict[str, Tensor]:
         return gradients(self.modules)
+
+
+def on_one_rank(
+    modules: Sequence[nn.Module], microbatches: int, name: Any = "ZBV", loss: Any = loss_fn, **options: Any
+) -> Any:
+    """A schedule over these stages, all on this process."""
+    stages = [PipelineStage(each, n, len(modules), torch.device("cpu")) for n, each in enumerate(modules)]
+    return zbpipe.build_pipeline_schedule(name, stages, microbatches, loss, **options)
 
 
 def assert_like(per_rank: Iterable[Result], expected: Result, about: object = "", **tolerance: float) -> None:

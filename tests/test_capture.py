@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from models import Checkpointing, batch, build_stage, loss_fn
+from models import Checkpointing, batch, build_stage
+from pipelines import on_one_rank
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-import zbpipe
 
 MICROBATCHES = 3
 _WAITS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "_unique2", "masked_select"}
@@ -40,8 +37,7 @@ class Steady(TorchDispatchMode):
 @pytest.mark.parametrize(("checkpointing", "set_to_none"), [("none", False), ("full", False), ("selective", True)])
 def test_a_steady_step(one_rank: None, checkpointing: Checkpointing, set_to_none: bool) -> None:
     modules = [build_stage(index, 2, checkpointing) for index in range(2)]
-    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
-    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, loss_fn)
+    schedule = on_one_rank(modules, MICROBATCHES)
     tokens, targets = batch(MICROBATCHES)
     for _ in range(2):  # infer shapes, look at all that could be put off, and check what waits
         schedule.step(tokens, target=targets)

@@ -23,6 +23,7 @@ from models import (
     loss_fn,
     reference,
 )
+from pipelines import on_one_rank
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -399,18 +400,12 @@ def test_autocast() -> None:
     assert {each.grad.dtype for each in block.parameters()} == {torch.float32}  # type: ignore[union-attr]
 
 
-def pipeline(modules: list[nn.Module], microbatches: int, **options: Any) -> Any:
-    """ZBV on this process alone: two stages."""
-    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(modules)]
-    return zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, loss_fn, **options)
-
-
 @pytest.mark.parametrize("checkpointing", IN_TURN)
 def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing) -> None:
     modules = [build_stage(0, 2, checkpointing), build_stage(1, 2, checkpointing)]
     for module in modules:
         compile_blocks(module, "inductor")
-    schedule = pipeline(modules, 4)
+    schedule = on_one_rank(modules, 4)
     tokens, targets = batch(4)
     expected_losses, expected = reference(2, 4)
     for _ in range(2):
@@ -430,7 +425,7 @@ def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpoint
 def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     modules = [build_stage(0, 2), build_stage(1, 2)]
     compile_blocks(modules[0], "aot_eager")
-    schedule = pipeline(modules, 3)
+    schedule = on_one_rank(modules, 3)
     tokens, targets = batch(3)
     with caplog.at_level(logging.WARNING, "zbpipe"):
         for _ in range(2):
@@ -445,17 +440,11 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
     ]
 
 
-@pytest.mark.parametrize("split", ["deferred", "strict"])
-def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCaptureFixture, split: str) -> None:
+def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     modules = [nn.Embedding(32, WIDTH), build_stage(1, 2)]
-    complaint = "stage 0 has no layer that can defer its weight gradient"
-    if split == "strict":
-        with pytest.raises(ValueError, match=complaint):
-            pipeline(modules, 2, split_backward=split)
-        return
     with caplog.at_level(logging.WARNING, "zbpipe"):
-        schedule = pipeline(modules, 2, split_backward=split)
-    assert complaint in caplog.text
+        schedule = on_one_rank(modules, 2)
+    assert "stage 0 has no layer that can defer its weight gradient" in caplog.text
     tokens, targets = batch(2)
     schedule.step(tokens, target=targets)
     assert gradients(dict(enumerate(modules))).keys() >= {"0.weight", "1.0.up.weight"}
@@ -490,23 +479,23 @@ def test_memory_of_cuda_graphs_is_refused(one_rank: None, in_place: bool, how: s
     with pytest.raises(
         ValueError, match=r"stage 0: 1 \((FeedForward|OptimizedModule)\) is compiled to run in CUDA graphs"
     ):
-        pipeline(modules, 2)
+        on_one_rank(modules, 2)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("how", IN_OWN_MEMORY)
 def test_other_modes_are_not(one_rank: None, in_place: bool, how: str) -> None:
-    pipeline(stages_with_one_compiled(in_place, **IN_OWN_MEMORY[how]), 2)
+    on_one_rank(stages_with_one_compiled(in_place, **IN_OWN_MEMORY[how]), 2)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_inductors_configuration_counts_until_the_first_step(one_rank: None, in_place: bool) -> None:
-    schedule = pipeline(stages_with_one_compiled(in_place), 2)
-    excused = pipeline(stages_with_one_compiled(in_place, options={"triton.cudagraphs": False}), 2)
+    schedule = on_one_rank(stages_with_one_compiled(in_place), 2)
+    excused = on_one_rank(stages_with_one_compiled(in_place, options={"triton.cudagraphs": False}), 2)
     x = torch.randn(2, SEQUENCE, WIDTH)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         with pytest.raises(ValueError, match="is compiled to run in CUDA graphs"):
-            pipeline(stages_with_one_compiled(in_place), 2)
+            on_one_rank(stages_with_one_compiled(in_place), 2)
         with pytest.raises(zbpipe.PipelineError, match="is compiled to run in CUDA graphs"):
             schedule.step(x, target=x)
         require_memory_that_lasts(excused._stages)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import batch, build_stage, loss_fn
-from pipelines import TOLERANCE, Pipeline
+from pipelines import TOLERANCE, Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
@@ -25,7 +25,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -367,8 +366,7 @@ def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split
     """torch's stages put the reduction off for a stage that is an FSDP module as a whole, and for nothing else."""
     modules: list[Any] = [build_stage(0, 2), build_stage(1, 2)]
     fully_shard(modules[0][1], mesh=init_device_mesh("cpu", (1,)))
-    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
-    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward=split)
+    schedule = on_one_rank(modules, 2, split_backward=split)
     tokens = torch.zeros(2, 4, dtype=torch.long)
     with pytest.raises(zbpipe.PipelineError, match=r"stage 0 has parts in fully_shard but is not itself"):
         schedule.step(tokens, target=tokens)
@@ -378,7 +376,6 @@ def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split
 def test_ddp_which_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
     modules: list[Any] = [build_stage(0, 2), build_stage(1, 2)]
     wrap(modules[0])
-    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in enumerate(modules)]
     for split in ("deferred", "autograd"):
         with pytest.raises(ValueError, match=r"stage 0 .*fully_shard"):
-            zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward=split)
+            on_one_rank(modules, 2, split_backward=split)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +22,6 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def trained(schedule: str | zbpipe.Schedule | zbpipe.Plan) -> tuple[RegisteredSchedule, list[torch.Tensor]]:
     """On one rank; the weight gradients of its two stages."""
     torch.manual_seed(0)
@@ -41,7 +33,7 @@ def trained(schedule: str | zbpipe.Schedule | zbpipe.Plan) -> tuple[RegisteredSc
     return built, [part.weight.grad for part in parts if part.weight.grad is not None]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
     _, expected = trained("ZBV")
     schedule = zbpipe.generate("ZBV", 1, 4)
@@ -60,7 +52,7 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
     assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
     """Neither is registered under its name."""
     costs = zbpipe.CostModel.uniform(zbpipe.Placement.v(1), 1.0, 1.2, 0.8)
@@ -72,7 +64,7 @@ def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
         built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text(zbpipe.generate("ZBV", 1, 4).to_csv())
@@ -104,7 +96,7 @@ def test_a_framework_reads_a_file_once_a_job(tmp_path: Path) -> None:
         zbpipe.uninstall()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="ZBV is a table for 8 microbatches, but the job has 4"):
         trained(zbpipe.generate("ZBV", 1, 8))

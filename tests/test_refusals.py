@@ -154,13 +154,6 @@ def test_distributed_data_parallel_is_refused(one_rank: None) -> None:
         build(on=stages(0, 1, module=module))
 
 
-def test_torchs_own_split_refuses_compiled_modules(one_rank: None) -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    module[0].compile()
-    with pytest.raises(ValueError, match=r"cannot split the compiled modules of stages \[0, 1\]"):
-        build(on=stages(0, 1, module=module), split_backward="autograd")
-
-
 def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
 
