@@ -102,7 +102,7 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
     assert made.pop() == (str(zbpipe.generate("ZBV", 1, 2)), False)
     assert _torch.num_microbatches(schedule) == 4
     assert schedule.schedule == zbpipe.generate("ZBV", 1, 4)
-    with pytest.raises(ValueError, match="microbatches has to be a whole number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="microbatches has to be a whole number"):
         schedule.prepare(2, 0)
     assert _torch.num_microbatches(schedule) == 4
     for number in (3, None, 3, 6, 3, 6, 2):
@@ -115,6 +115,6 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
         assert not gc.isenabled()
     finally:
         gc.enable()
-    with pytest.raises(ValueError, match="number of microbatches"):
+    with pytest.raises(ValueError, match="microbatches has to be a whole number"):
         schedule.step(x, target=x, microbatches=0)
     assert gc.isenabled()
