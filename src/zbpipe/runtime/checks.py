@@ -188,7 +188,7 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
         inputs: of the whole batch, as given to `step`.
         target: of the whole batch, as given to `step`; None on most ranks.
     """
-    if _torch.trains(runtime) and not _torch.has_loss(runtime):
+    if _torch.trains(runtime) and _torch.loss_fn_of(runtime) is None:
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
             " or call eval, which runs forwards only"
@@ -239,7 +239,7 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
     stages = _torch.stages_of(runtime)
     if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
         raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
-    if stages[-1].is_last and _torch.has_loss(runtime) and targets is None:
+    if stages[-1].is_last and _torch.loss_fn_of(runtime) is not None and targets is None:
         raise ValueError(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbpipe import passes
 from zbpipe.costs import CostModel
@@ -47,20 +47,17 @@ class Lowered:
         return self._cut if any(each.kind == "F" for row in self._cut.before for each in row) else None
 
 
+@dataclass(eq=False)
 class Lowering:
-    """Has torch lower schedules, and keeps the results.
+    """Has torch lower schedules, and keeps the results."""
 
-    Args:
-        receives: when ranks post them; None for what gives the shortest step.
-        transport: what messages wait for.
-        frees_sends_early: whether sent tensors are freed as soon as they have surely been received.
-    """
-
-    def __init__(self, receives: Receives | None, transport: Transport, frees_sends_early: bool) -> None:
-        self.transport = transport
-        self._receives = receives
-        self._frees_sends_early = frees_sends_early
-        self._known: dict[Schedule, Lowered] = {}
+    receives: Receives | None
+    """When ranks post them; None for what gives the shortest step."""
+    transport: Transport
+    """What messages wait for."""
+    frees_sends_early: bool
+    """Whether sent tensors are freed as soon as they have surely been received."""
+    _known: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
 
     def forget(self) -> None:
         """Lower everything anew, because the costs have changed."""
@@ -85,9 +82,9 @@ class Lowering:
         checks.require_runnable(schedule)
         computations = schedule.computations
         _torch.lower(runtime, computations)
-        receives = self._receives or best_receives(computations, costs, self.transport)
+        receives = self.receives or best_receives(computations, costs, self.transport)
         rows = passes.place_receives(_torch.rows_of(runtime), receives, simulate(computations, costs))
-        if self._frees_sends_early:
+        if self.frees_sends_early:
             rows = passes.free_sends_early(passes.with_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
         _torch.use_rows(runtime, rows)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime import _torch
 from zbpipe.runtime.contents import Contents, shared_generators
+from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
 
@@ -44,8 +45,7 @@ class State:
         ]
         attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
-        self._device = device
-        self._random = [get() for get, _ in _generators(device)]
+        self._random = RandomState.now(device)
         self._shared_random = list(shared_generators())
 
     @property
@@ -64,8 +64,7 @@ class State:
             # Write only what differs: the graph of another microbatch may need the tensor unchanged.
             if _has_storage(local) and not torch.equal(local, copy):
                 local.copy_(copy)
-        for (_, put), state in zip(_generators(self._device), self._random, strict=True):
-            put(state)
+        self._random.restore()
         for put_back in self._shared_random:
             put_back()
 
@@ -87,14 +86,6 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
     return copy if copy is not None and torch.equal(tensor, copy) else tensor.clone()
-
-
-def _generators(device: torch.device) -> Iterator[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """The functions that read and set the state of each generator."""
-    yield torch.get_rng_state, torch.set_rng_state
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
 
 
 class Gradients(NamedTuple):

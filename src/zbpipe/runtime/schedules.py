@@ -87,6 +87,12 @@ class RegisteredSchedule(_torch.OwnRuntime):
     """What makes its schedules."""
     changes_by_itself: ClassVar[bool] = False
     """Whether it may run other lists later than the first ones."""
+    _validation: Validation | None = None
+    _copies: Copies | None = None
+    """What runs the copies of schedules that have some."""
+    _models_are_checked = False
+    _is_warm = False
+    """Whether the compiler has seen the stages."""
 
     def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
         """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
@@ -138,12 +144,6 @@ class RegisteredSchedule(_torch.OwnRuntime):
         self._failures = StepFailures(self._board)
         self.sizes = StepSizes(self._board, n_microbatches)
         """Of the steps: numbers of microbatches, and shapes."""
-        self._validation: Validation | None = None
-        self._copies: Copies | None = None
-        """What runs the copies of schedules that have some."""
-        self._models_are_checked = False
-        self._is_warm = False
-        """Whether the compiler has seen the stages."""
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
@@ -182,11 +182,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
         checks.require_pairs(schedule, _torch.stages_of(self))
         if costs is not None:
             self._use_costs(costs)
-        self.by_size.adopt(schedule)
         if schedule.num_microbatches == _torch.num_microbatches(self):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
+        self.by_size.adopt(schedule)
 
     def load_table(self, file: str) -> None:
         """Adopt the computations of a CSV file: what torch's `_load_csv` does here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from zbpipe import passes
 from zbpipe.costs import CostModel
@@ -13,38 +14,25 @@ from zbpipe.offloading import offload as offloaded
 from zbpipe.registry import Algorithm
 
 
+@dataclass(eq=False)
 class SchedulesBySize:
-    """Makes and keeps the schedules of one job, by their number of microbatches; the same on all ranks.
+    """Makes and keeps the schedules of one job, by their number of microbatches; the same on all ranks."""
 
-    Args:
-        algorithm: makes them.
-        placement: of all stages.
-        costs: None where none are known.
-        limit: what a rank may hold; None for the algorithm's own limit.
-        offload: what goes to the host's memory; None for nothing.
-    """
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        placement: Placement,
-        costs: CostModel | None,
-        limit: MemoryLimit | None,
-        offload: Offload | None,
-    ) -> None:
-        self.costs = costs
-        """For the next schedules that are made; None where none are known."""
-        self._algorithm = algorithm
-        self._placement = placement
-        self._limit = limit
-        self._offload = offload
-        self._adopted: dict[int, Schedule] = {}
-        self._made: dict[int, Schedule] = {}
+    algorithm: Algorithm
+    placement: Placement
+    costs: CostModel | None
+    """For the next schedules that are made; None where none are known."""
+    limit: MemoryLimit | None
+    """What a rank may hold; None for the algorithm's own limit."""
+    offload: Offload | None
+    """What goes to the host's memory; None for nothing."""
+    _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _made: dict[int, Schedule] = field(default_factory=dict, init=False)
 
     @property
     def simulated_costs(self) -> CostModel:
         """The costs, or equal times where none are known."""
-        return self.costs or passes.default_costs(self._placement)
+        return self.costs or passes.default_costs(self.placement)
 
     def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
         """The schedule of steps with `number` microbatches; `make` makes it if none was adopted or made before."""
@@ -73,19 +61,19 @@ class SchedulesBySize:
         Raises:
             ValueError: there is none, for example because the schedule is a table.
         """
-        made = self._algorithm.make(
-            self._placement.num_ranks,
+        made = self.algorithm.make(
+            self.placement.num_ranks,
             number,
-            stages_per_rank=len(self._placement.stages_on(0)) if self._algorithm.any_stages_per_rank else None,
+            stages_per_rank=len(self.placement.stages_on(0)) if self.algorithm.any_stages_per_rank else None,
             costs=self.costs,
-            memory_limit=self._limit,
+            memory_limit=self.limit,
             runs_ahead=runs_ahead,
         )
-        return made if self._offload is None else offloaded(made, self.simulated_costs, what=self._offload)
+        return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 
     def make_to_run_ahead(self, running: Schedule) -> Schedule:
         """`running` made for steps that run ahead; itself if it was adopted, or cannot be made for that."""
         number = running.num_microbatches
-        if "runs_ahead" in self._algorithm.keywords and running == self.make(number):
+        if "runs_ahead" in self.algorithm.keywords and running == self.make(number):
             return self.make(number, runs_ahead=True)
         return running

@@ -554,11 +554,6 @@ def needs_autograd(schedule: _PipelineSchedule) -> bool:
     return bool(getattr(schedule, "_backward_requires_autograd", True))
 
 
-def has_loss(schedule: _PipelineSchedule) -> bool:
-    """Whether it was built with a loss function."""
-    return schedule._loss_fn is not None
-
-
 def is_without_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> bool:
     """Whether messages on this side of `stage` were set up without any gradient, as all before is frozen.
 
