@@ -20,12 +20,13 @@ from operator import add
 
 from zbpipe.actions import COMPUTE, Action, Rows, other_end
 from zbpipe.costs import CostModel
-from zbpipe.ir import Op, Schedule, inputs
+from zbpipe.event_loop import Clock, EventLoop
+from zbpipe.ir import Schedule
 from zbpipe.passes import wait_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Transport
-from zbpipe.turns import Turns
+from zbpipe.validation import order_of
 
 LEAST_GAIN = 1e-3
 """The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
@@ -102,6 +103,13 @@ def gain(schedule: Schedule, costs: CostModel) -> float:
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
 
+class _After(tuple[float, ...]):
+    """A time by rank: how long after that rank's end of the last step it is at the earliest."""
+
+    def __add__(self, seconds: float) -> _After:  # type: ignore[override]
+        return _After([each + seconds for each in self])
+
+
 @dataclass(frozen=True)
 class _Paths:
     """How a step depends on the end of the step before: longest paths from the times at which the ranks were done.
@@ -112,33 +120,27 @@ class _Paths:
     1992, section 3.2).
     """
 
-    starts: tuple[tuple[tuple[float, ...], ...], ...]
-    """By rank and op: for each rank, how long after its end of the last step the op starts at the earliest."""
-    ends: tuple[tuple[float, ...], ...]
-    """By rank: the same for its end of this step."""
+    starts: tuple[tuple[_After, ...], ...]
+    """By rank and op: when the op starts."""
+    ends: tuple[_After, ...]
+    """By rank: when it ends this step."""
 
     @classmethod
     def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
         """One step. After so many ops `ahead`, a rank waits for all ranks' end of the last step; default: for none."""
-        ranks, stages = range(schedule.num_ranks), schedule.placement.num_stages
-        rank_of = schedule.placement.rank_of
-        clocks = [[0.0 if other == rank else _NEVER for other in ranks] for rank in ranks]
-        starts: list[list[tuple[float, ...]]] = [[] for _ in ranks]
-        ends: dict[Op, list[float]] = {}
-        turns = Turns(schedule.computations.ops, lambda op: inputs(op, stages))
-        for rank, op, feeders in turns:
-            start = clocks[rank]
-            if ahead is not None and len(starts[rank]) >= ahead[rank]:
-                start = [max(each, 0.0) for each in start]
-            for feeder in feeders:
-                lag = costs.transfer(rank_of[feeder.stage], rank_of[op.stage])
-                start = [max(mine, fed + lag) for mine, fed in zip(start, ends[feeder], strict=True)]
-            starts[rank].append(tuple(start))
-            seconds = costs.seconds(op.stage, op.kind)
-            clocks[rank] = ends[op] = [each + seconds for each in start]
-        if turns.waiting:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
-        return cls(tuple(map(tuple, starts)), tuple(map(tuple, clocks)))
+        ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
+        free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
+        starts: list[list[_After]] = [[] for _ in ranks]
+        clock = Clock(
+            free,
+            lambda rank, op: costs.seconds(op.stage, op.kind),
+            lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+            latest=lambda one, other: _After(map(max, one, other)),
+        )
+        gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
+        for rank, _, start, _ in clock.run(order_of(schedule.computations), gate):
+            starts[rank].append(start)
+        return cls(tuple(map(tuple, starts)), tuple(free))
 
     @cached_property
     def period(self) -> float:
@@ -254,10 +256,10 @@ def _stuck(rows: Rows) -> Iterator[str]:
             return [(other_end(action._replace(kind=kind.removeprefix("WAIT_"))),)]
         return []
 
-    turns = Turns(rows, needs)
-    for _ in turns:
+    loop = EventLoop(rows, needs)
+    for _ in loop:
         pass
-    for rank, choices in turns.waiting.items():
+    for rank, choices in loop.waiting.items():
         yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
 
 

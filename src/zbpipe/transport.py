@@ -141,7 +141,7 @@ def run(
     behind: dict[Action, Action] = {}
     """By node the computation that it is behind."""
     try:
-        # No `Turns`: a message is one node on two ranks, so these are no lists that each rank runs by itself.
+        # No `EventLoop`: a message is one node on two ranks, so these are no lists that each rank runs by itself.
         for node in TopologicalSorter(before).static_order():
             latest = max(before[node], key=end.__getitem__, default=None)
             start[node] = 0.0 if latest is None else end[latest]

@@ -1,0 +1,142 @@
+"""The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it is there.
+
+`EventLoop` decides what can run, and so also what never can. A `Clock` tells when it runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class EventLoop(Generic[T]):
+    """Runs through all lists: each item comes after those before it in its list, and after its dependencies.
+
+    Each turn gives a rank, its item, and the dependencies that the item had, one of each group. When there are no more
+    turns, the ranks in `waiting` are stuck.
+
+        >>> loop = EventLoop([["a", "c"], ["b"]], lambda item: {"b": [["a"]], "c": [["b"]]}.get(item, []))
+        >>> list(loop)
+        [(0, 'a', []), (1, 'b', ['a']), (0, 'c', ['b'])]
+        >>> loop.waiting
+        {}
+
+    Args:
+        rows: the list of each rank.
+        dependencies: of an item: groups of items, of which one each has to be over before it.
+        priority: by rank and position; of the ranks that can go on, the one with the lowest is next. It is asked when
+            a rank can go on, after the caller has dealt with the turn that made this so. Default: the lowest rank.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[T]],
+        dependencies: Callable[[T], Iterable[Sequence[T]]],
+        priority: Callable[[int, int], Any] | None = None,
+    ) -> None:
+        self._rows = rows
+        self._dependencies = dependencies
+        self._priority = priority
+        self._done: set[T] = set()
+        self._sleepers: dict[T, list[int]] = defaultdict(list)
+        """By item the ranks that wait for it."""
+        self.position = [0] * len(rows)
+        """By rank how many items it has run."""
+        self.waiting: dict[int, Sequence[T]] = {}
+        """By sleeping rank the group of which its next item still needs one."""
+
+    def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
+        awake = [self._entry(rank) for rank, row in enumerate(self._rows) if row]
+        heapify(awake)
+        while awake:
+            _, rank = heappop(awake)
+            row = self._rows[rank]
+            for item in islice(row, self.position[rank], None):
+                found = self._found(rank, item)
+                if found is None:
+                    break
+                yield rank, item, found
+                self._done.add(item)
+                self.position[rank] += 1
+                for sleeper in self._sleepers.pop(item, ()):
+                    if self.waiting.pop(sleeper, None) is not None:
+                        heappush(awake, self._entry(sleeper))
+                if self._priority and self.position[rank] < len(row):
+                    heappush(awake, self._entry(rank))
+                    break
+
+    def _entry(self, rank: int) -> tuple[Any, int]:
+        return self._priority(rank, self.position[rank]) if self._priority else rank, rank
+
+    def _found(self, rank: int, item: T) -> list[T] | None:
+        """What the rank's next item depends on; None if that is missing, and then the rank sleeps until it is there."""
+        found = []
+        for choices in self._dependencies(item):
+            for choice in choices:
+                if choice in self._done:
+                    found.append(choice)
+                    break
+            else:
+                self.waiting[rank] = choices
+                for choice in choices:
+                    self._sleepers[choice].append(rank)
+                return None
+        return found
+
+
+@dataclass
+class Clock(Generic[T]):
+    """When items run. Times are numbers, or whatever else can be added and compared.
+
+    >>> clock = Clock([0, 0], lambda rank, item: 2, lambda giver, taker: 0.5)
+    >>> [(item, end) for _, item, _, end in clock.run([(0, "a", []), (1, "b", ["a"]), (0, "c", ["b"])])]
+    [('a', 2), ('b', 4.5), ('c', 7.0)]
+    """
+
+    free: list[Any]
+    """By rank from when on it is free."""
+    seconds: Callable[[int, T], Any]
+    """By rank and item how long it runs."""
+    transfer: Callable[[T, T], Any]
+    """By dependency and item how long after the end of the one the other gets to know."""
+    latest: Callable[[Any, Any], Any] = max
+    """Of two times."""
+    beside: Callable[[T], Hashable] | None = None
+    """By item that runs beside its rank's other ones the lane in which it does; None for all others."""
+    ends: dict[T, Any] = field(default_factory=dict)
+    """By item."""
+
+    def run(
+        self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
+    ) -> Iterator[tuple[int, T, Any, Any]]:
+        """Rank, item, start and end of all turns.
+
+        Args:
+            turns: of an `EventLoop`.
+            gate: by rank a number of items, and the earliest time at which all later items start.
+        """
+        free, ends, latest = self.free, self.ends, self.latest
+        lanes: dict[Hashable, Any] = {}
+        done = [0] * len(free)
+        for rank, item, dependencies in turns:
+            start = free[rank]
+            lane = self.beside(item) if self.beside else None
+            if (rank, lane) in lanes:
+                start = latest(start, lanes[rank, lane])
+            if gate and done[rank] >= gate[0][rank]:
+                start = latest(start, gate[1])
+            done[rank] += 1
+            for each in dependencies:
+                start = latest(start, ends[each] + self.transfer(each, item))
+            ends[item] = end = start + self.seconds(rank, item)
+            if lane is None:
+                free[rank] = end
+            else:
+                lanes[rank, lane] = end
+            yield rank, item, start, end
