@@ -161,9 +161,11 @@ def _alone(placement: Placement, costs: CostModel) -> _Path:
         lambda rank, op: costs.seconds(op.stage, op.kind),
         lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
     )
-    runs = list(clock.run(EventLoop([ops], lambda op: inputs(op, len(stages)))))
-    down, up = runs[: len(stages)], runs[: len(stages) - 1 : -1]
-    return _Path(*([run[at] for run in half] for half in (down, up) for at in (2, 3)))
+    times = [(start, end) for _, _, start, end in clock.run(EventLoop([ops], lambda op: inputs(op, len(stages))))]
+    down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
+    return _Path(
+        [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]
+    )
 
 
 def _ranks(placement: Placement, limits: Sequence[float] | None) -> list[tuple[tuple[int, ...], float]]:

@@ -32,6 +32,7 @@ class EventLoop(Generic[T]):
         dependencies: of an item: groups of items, of which one each has to be over before it.
         priority: by rank and position; of the ranks that can go on, the one with the lowest is next. It is asked when
             a rank can go on, after the caller has dealt with the turn that made this so. Default: the lowest rank.
+        ends_later: of an item that only begins in its turn, such as a receive: it is over when `finish` is called.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class EventLoop(Generic[T]):
         rows: Sequence[Sequence[T]],
         dependencies: Callable[[T], Iterable[Sequence[T]]],
         priority: Callable[[int, int], Any] | None = None,
+        ends_later: Callable[[T], bool] | None = None,
     ) -> None:
         self._rows = rows
         self._dependencies = dependencies
         self._priority = priority
+        self._ends_later = ends_later
+        self._awake: list[tuple[Any, int]] = []
         self._done: set[T] = set()
         self._sleepers: dict[T, list[int]] = defaultdict(list)
         """By item the ranks that wait for it."""
@@ -52,24 +56,32 @@ class EventLoop(Generic[T]):
         """By sleeping rank the group of which its next item still needs one."""
 
     def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
-        awake = [self._entry(rank) for rank, row in enumerate(self._rows) if row]
-        heapify(awake)
-        while awake:
-            _, rank = heappop(awake)
+        done, sleepers, ends_later = self._done, self._sleepers, self._ends_later
+        self._awake = [self._entry(rank) for rank, row in enumerate(self._rows) if row]
+        heapify(self._awake)
+        while self._awake:
+            _, rank = heappop(self._awake)
             row = self._rows[rank]
             for item in islice(row, self.position[rank], None):
                 found = self._found(rank, item)
                 if found is None:
                     break
                 yield rank, item, found
-                self._done.add(item)
                 self.position[rank] += 1
-                for sleeper in self._sleepers.pop(item, ()):
-                    if self.waiting.pop(sleeper, None) is not None:
-                        heappush(awake, self._entry(sleeper))
+                if ends_later is None or not ends_later(item):
+                    done.add(item)
+                    if item in sleepers:
+                        self.finish(item)
                 if self._priority and self.position[rank] < len(row):
-                    heappush(awake, self._entry(rank))
+                    heappush(self._awake, self._entry(rank))
                     break
+
+    def finish(self, item: T) -> None:
+        """Wake the ranks that wait for `item`, which is over."""
+        self._done.add(item)
+        for sleeper in self._sleepers.pop(item, ()):
+            if self.waiting.pop(sleeper, None) is not None:
+                heappush(self._awake, self._entry(sleeper))
 
     def _entry(self, rank: int) -> tuple[Any, int]:
         return self._priority(rank, self.position[rank]) if self._priority else rank, rank

@@ -11,6 +11,7 @@ received late, but nothing is received ahead that is not sent ahead; so on failu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,10 @@ from itertools import islice
 from math import inf
 from operator import add
 
-from zbpipe.actions import COMPUTE, Action, Rows, other_end
+from zbpipe.actions import COMPUTE, Action, Rows, dependencies, other_end
 from zbpipe.costs import CostModel
 from zbpipe.event_loop import Clock, EventLoop
-from zbpipe.ir import Schedule
+from zbpipe.ir import Op, Schedule
 from zbpipe.passes import wait_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
@@ -131,7 +132,7 @@ class _Paths:
         ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
         free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
         starts: list[list[_After]] = [[] for _ in ranks]
-        clock = Clock(
+        clock: Clock[Op] = Clock(
             free,
             lambda rank, op: costs.seconds(op.stage, op.kind),
             lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
@@ -210,17 +211,18 @@ class RunAhead:
 
     def findings(self) -> list[str]:
         """What is wrong with it, in words: something else than forwards runs ahead, or ranks would wait forever."""
-        last_stage = max(each.stage for row in (*self.before, *self.after) for each in row)
+        rows = map(add, self.before, self.after)
+        rank_of = [rank for _, rank in sorted({(each.stage, rank) for rank, row in enumerate(rows) for each in row})]
         foreign = [
             f"rank {rank} runs {each} ahead"
             for rank, row in enumerate(self.before)
             for each in row
-            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == last_stage)
+            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
         ]
         # What runs ahead must need nothing from behind the validation; waits for sends may, which needs only votes.
         alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
         drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
-        return [*foreign, *_stuck(alone), *_stuck(drained), *_left_over(drained)]
+        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_left_over(drained)]
 
 
 _AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
@@ -239,26 +241,10 @@ def _drained(before: Sequence[Action], after: Sequence[Action], sent: Set[Action
     yield from (wait for wait in waits if wait not in before)
 
 
-def _stuck(rows: Rows) -> Iterator[str]:
+def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     """The ranks that do not get to the end of these rows."""
-    known = {each for row in rows for each in row}
-
-    def needs(action: Action) -> list[tuple[Action, ...]]:
-        stage, kind, microbatch = action
-        if kind == "F":
-            received = Action(stage, "RECV_F", microbatch)
-            return [(received if received in known else Action(stage - 1, "F", microbatch),)] if stage else []
-        if kind.startswith("SEND"):
-            return [(Action(stage, "F", microbatch),)]
-        if kind.startswith("RECV"):
-            return [(other_end(action),)]
-        if kind.startswith("WAIT_SEND"):
-            return [(other_end(action._replace(kind=kind.removeprefix("WAIT_"))),)]
-        return []
-
-    loop = EventLoop(rows, needs)
-    for _ in loop:
-        pass
+    loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
+    deque(loop, maxlen=0)
     for rank, choices in loop.waiting.items():
         yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
 

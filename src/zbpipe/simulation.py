@@ -8,16 +8,14 @@ Copies to the host and back run beside the computations, one at a time in each d
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import inf
 
 from zbpipe.actions import Action, Rows, action_of
 from zbpipe.costs import CostModel, Placeable, as_cost_model
 from zbpipe.event_loop import Clock
-from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before, require_whole
+from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import CircleError, Receives, Transport, run
@@ -183,21 +181,17 @@ def _with_queues(
 
 def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
     """What each copy waits for, and each computation for copies."""
-    found: dict[Action, list[Action]] = defaultdict(list)
-    there = {op for ops in schedule for op in ops if op.kind in RELOADS}
-    for ops in schedule if schedule.has_copies else ():
-        last: dict[Collection[OpKind], Op] = {}
-        """The last computation, and the last copy in each direction."""
-        for op in ops:
-            own = next(kinds for kinds in (COMPUTATIONS, OFFLOADS, RELOADS) if op.kind in kinds)
-            if own is COMPUTATIONS:
-                reload = reload_before(op)
-                before = [reload] if reload in there else []
-            else:
-                feeders = chain.from_iterable(inputs(op, schedule.placement.num_stages))
-                before = [*feeders, *(last[kinds] for kinds in (COMPUTATIONS, own) if kinds in last)]
-            found[action_of(op)] += [action_of(each) for each in before if each]
-            last[own] = op
+    found: dict[Action, list[Action]] = {}
+    last: dict[tuple[int, bool | None], Op] = {}
+    """By rank the last computation, and the last copy in each direction."""
+    for rank, op, dependencies in order_of(schedule) if schedule.has_copies else ():
+        lane = _direction(op)
+        if lane is None:
+            before = [each for each in dependencies if each.kind in RELOADS]
+        else:
+            before = [*dependencies, *(last[rank, each] for each in (None, lane) if (rank, each) in last)]
+        found[action_of(op)] = list(map(action_of, before))
+        last[rank, lane] = op
     return found
 
 
