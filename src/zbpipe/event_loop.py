@@ -47,7 +47,8 @@ class EventLoop(Generic[T]):
         self._priority = priority
         self._ends_later = ends_later
         self._awake: list[tuple[Any, int]] = []
-        self._done: set[T] = set()
+        self._done: dict[T, T] = {}
+        """By item the item itself: what is given out is what the lists have, and no copy that `dependencies` made."""
         self._sleepers: dict[T, list[int]] = defaultdict(list)
         """By item the ranks that wait for it."""
         self.position = [0] * len(rows)
@@ -69,7 +70,7 @@ class EventLoop(Generic[T]):
                 yield rank, item, found
                 self.position[rank] += 1
                 if ends_later is None or not ends_later(item):
-                    done.add(item)
+                    done[item] = item
                     if item in sleepers:
                         self.finish(item)
                 if self._priority and self.position[rank] < len(row):
@@ -78,7 +79,7 @@ class EventLoop(Generic[T]):
 
     def finish(self, item: T) -> None:
         """Wake the ranks that wait for `item`, which is over."""
-        self._done.add(item)
+        self._done[item] = item
         for sleeper in self._sleepers.pop(item, ()):
             if self.waiting.pop(sleeper, None) is not None:
                 heappush(self._awake, self._entry(sleeper))
@@ -88,11 +89,11 @@ class EventLoop(Generic[T]):
 
     def _found(self, rank: int, item: T) -> list[T] | None:
         """What the rank's next item depends on; None if that is missing, and then the rank sleeps until it is there."""
-        found = []
+        found, done = [], self._done
         for choices in self._dependencies(item):
             for choice in choices:
-                if choice in self._done:
-                    found.append(choice)
+                if choice in done:
+                    found.append(done[choice])
                     break
             else:
                 self.waiting[rank] = choices
@@ -133,20 +134,20 @@ class Clock(Generic[T]):
             turns: of an `EventLoop`.
             gate: by rank a number of items, and the earliest time at which all later items start.
         """
-        free, ends, latest = self.free, self.ends, self.latest
+        free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
             start = free[rank]
             lane = self.beside(item) if self.beside else None
-            if (rank, lane) in lanes:
+            if lane is not None and (rank, lane) in lanes:
                 start = latest(start, lanes[rank, lane])
             if gate and done[rank] >= gate[0][rank]:
                 start = latest(start, gate[1])
             done[rank] += 1
             for each in dependencies:
-                start = latest(start, ends[each] + self.transfer(each, item))
-            ends[item] = end = start + self.seconds(rank, item)
+                start = latest(start, ends[each] + transfer(each, item))
+            ends[item] = end = start + seconds(rank, item)
             if lane is None:
                 free[rank] = end
             else:

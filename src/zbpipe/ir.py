@@ -378,14 +378,14 @@ class Schedule:
         >>> [str(op) for _, op, _ in Schedule.from_csv("0F0,0B0\\n1F0,1B0").order]
         ['0F0', '1F0', '1B0', '0B0']
         """
+        num_stages = self.placement.num_stages
         reloads = {op for row in self.ops for op in row if op.kind in RELOADS}
 
-        def dependencies(op: Op) -> tuple[tuple[Op, ...], ...]:
-            needed = inputs(op, self.placement.num_stages)
-            reload = reload_before(op) if reloads else None
+        def with_reload(op: Op) -> tuple[tuple[Op, ...], ...]:
+            needed, reload = inputs(op, num_stages), reload_before(op)
             return (*needed, (reload,)) if reload in reloads else needed
 
-        return tuple(EventLoop(self.ops, dependencies))
+        return tuple(EventLoop(self.ops, with_reload if reloads else lambda op: inputs(op, num_stages)))
 
     def __iter__(self) -> Iterator[tuple[Op, ...]]:
         return iter(self.ops)

@@ -100,7 +100,7 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
     copies: list[list[Span]] = [[] for _ in free]
     clock = Clock(
         free,
-        lambda rank, op: seconds[op.stage, op.kind],
+        lambda rank, op: seconds[op[:2]],
         lambda giver, taker: lag[giver.stage, taker.stage],
         beside=_direction if schedule.has_copies else None,
     )
