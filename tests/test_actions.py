@@ -21,12 +21,12 @@ from zbpipe import CostModel, Schedule, generate, plan, registry, simulate, test
 from zbpipe.actions import (
     Action,
     Rows,
-    blocked_queues,
     check_table,
     mixed_up_messages,
     parse,
     validate_lowered,
 )
+from zbpipe.message_queues import blocked_queues
 from zbpipe.passes import free_sends_early, place_receives, with_messages
 from zbpipe.runtime._torch import lower, lowered_table, rows_of
 from zbpipe.transport import Receives

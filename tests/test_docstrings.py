@@ -20,7 +20,19 @@ MODULES = sorted(
     for path in ROOT.rglob("*.py")
     if path.stem != "__main__"
 )
-SHOWN = ("ir", "actions", "passes", "simulation", "timeline", "transport", "turns", "validation", "bound", "registry")
+SHOWN = (
+    "ir",
+    "actions",
+    "passes",
+    "simulation",
+    "timeline",
+    "transport",
+    "event_loop",
+    "message_queues",
+    "validation",
+    "bound",
+    "registry",
+)
 """Modules in which each public name has an example."""
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, bound, simulate
+from zbpipe.event_loop import EventLoop
 from zbpipe.ir import inputs, users
 from zbpipe.planner.problem import Problem
 from zbpipe.testing import cost_models, placements, runnable_schedules
-from zbpipe.turns import Turns
 
 
 def all_ops(num_stages: int) -> list[Op]:
@@ -78,44 +78,44 @@ def test_each_item_has_its_turn_after_its_inputs(schedule: Schedule, priority: s
     num_stages = schedule.placement.num_stages
     seen: set[Op] = set()
     orders = {"static": lambda rank, position: -rank, "dynamic": lambda rank, position: (len(seen) + rank) % 3}
-    turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), orders[priority] if priority else None)
+    loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), orders[priority] if priority else None)
     done: list[list[Op]] = [[] for _ in schedule]
-    for rank, op, feeders in turns:
+    for rank, op, feeders in loop:
         assert seen.issuperset(feeders)
         assert all(feeder in group for feeder, group in zip(feeders, inputs(op, num_stages), strict=True))
         seen.add(op)
         done[rank].append(op)
     assert tuple(map(tuple, done)) == schedule.ops
-    assert not turns.waiting
-    assert turns.position == [len(ops) for ops in schedule]
+    assert not loop.waiting
+    assert loop.position == [len(ops) for ops in schedule]
 
 
 def test_of_those_that_can_go_on_the_first_by_priority_does() -> None:
     rows = [["a", "b"], ["c", "d"], ["e"]]
     needs = {"a": [["d"]], "e": [["b", "c"]]}
-    order = [item for _, item, _ in Turns(rows, lambda item: needs.get(item, []), lambda rank, position: -rank)]
+    order = [item for _, item, _ in EventLoop(rows, lambda item: needs.get(item, []), lambda rank, position: -rank)]
     assert order == ["c", "e", "d", "a", "b"]
 
 
 def test_who_waits_for_what_never_comes() -> None:
     rows = [["a", "b"], ["c"], ["d"]]
     needs = {"b": [["a"], ["c", "x"]], "c": [["b"]], "d": [["a"]]}
-    turns = Turns(rows, lambda item: needs.get(item, []))
-    assert [item for _, item, _ in turns] == ["a", "d"]
-    assert turns.waiting == {0: ["c", "x"], 1: ["b"]}
-    assert turns.position == [1, 0, 1]
+    loop = EventLoop(rows, lambda item: needs.get(item, []))
+    assert [item for _, item, _ in loop] == ["a", "d"]
+    assert loop.waiting == {0: ["c", "x"], 1: ["b"]}
+    assert loop.position == [1, 0, 1]
 
 
 def test_a_rank_that_several_items_could_wake_wakes_once() -> None:
     """Otherwise it would have two turns when `a` is done, and `z` would come before `e`."""
     rows = [["a", "z"], ["b", "c"], ["d"], ["e"]]
     needs = {"a": [["b", "c"], ["d"]], "d": [["c"]], "e": [["a"]]}
-    turns = Turns(rows, lambda item: needs.get(item, []), lambda rank, position: 5 if rank else 10 * position)
-    assert [item for _, item, _ in turns] == ["b", "c", "d", "a", "e", "z"]
+    loop = EventLoop(rows, lambda item: needs.get(item, []), lambda rank, position: 5 if rank else 10 * position)
+    assert [item for _, item, _ in loop] == ["b", "c", "d", "a", "e", "z"]
 
 
 @given(st.lists(st.lists(st.integers()).map(sorted), max_size=6))
 def test_priorities_merge_rows(rows: list[list[int]]) -> None:
     items = [[(number, rank, position) for position, number in enumerate(row)] for rank, row in enumerate(rows)]
-    turns = Turns(items, lambda item: [], lambda rank, position: items[rank][position])
-    assert [item for _, item, _ in turns] == sorted(chain.from_iterable(items))
+    loop = EventLoop(items, lambda item: [], lambda rank, position: items[rank][position])
+    assert [item for _, item, _ in loop] == sorted(chain.from_iterable(items))

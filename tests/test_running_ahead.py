@@ -147,7 +147,7 @@ def test_what_is_gained(name: str, times: tuple[float, ...], saved: float) -> No
 def test_one_rank_too_many_ahead_is_found() -> None:
     rows = lists_of(zbpipe.generate("ZBH2", 3, 6), Receives.EARLY)
     assert RunAhead.of(rows, (3, 2, 0)).findings() == []
-    too_far = "rank 1 waits for 0F1, which nobody runs ahead of the validation"
+    too_far = "rank 1 waits for 1RECV_F1, which nobody runs ahead of the validation"
     assert too_far in RunAhead.of(rows, (1, 2, 0)).findings()
     assert "rank 2 runs 2F0 ahead" in RunAhead.of(rows, (3, 2, 1)).findings()
 

@@ -354,6 +354,13 @@ def test_ranks_with_different_numbers_of_stages() -> None:
     assert timeline.peak_memory == (4, 1)
 
 
+def test_activations_are_counted_without_working_memory() -> None:
+    schedule = Schedule.from_csv("0F0,0F1,0I0,0W0,0B1\n")
+    timeline = simulate(schedule, CostModel((1,), (1,), (1,), (2,), working={OpKind.F: 1, OpKind.B: 6}))
+    assert timeline.peak_memory == (8,)
+    assert timeline.peak_activations == (2,)
+
+
 def test_a_schedule_without_microbatches_takes_no_time() -> None:
     timeline = simulate(Schedule("nothing", Placement.loop(2), 0, ((), ())), CostModel.uniform(Placement.loop(2)))
     assert (timeline.makespan, timeline.bubble, timeline.busy) == (0, 0, (0, 0))

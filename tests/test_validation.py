@@ -98,7 +98,7 @@ def test_memory_is_measured_as_the_simulator_does(schedule: Schedule, freed: flo
     costs = CostModel.uniform(
         schedule.placement, freed_by_i=freed, working={OpKind.I: working, OpKind.W: working / 2, OpKind.B: working}
     )
-    peaks = simulate(schedule, costs).peak_activations
+    peaks = simulate(schedule, costs).peak_memory
     assert validate(schedule, max(peaks), costs) == validate(schedule, peaks, costs) == []
     limit = max(peaks) - 0.125
     findings = validate(schedule, limit, costs)

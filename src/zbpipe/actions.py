@@ -9,14 +9,13 @@ which the other rank sends them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zbpipe import tables
 from zbpipe.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
 from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.validation import Finding, Rule, first_positions, validate, waiting_circles
+from zbpipe.validation import Finding, Rule, deadlocked, disordered, validate
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
@@ -183,7 +182,7 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
         *alone,
         *checks.unmatched(),
         *checks.disordered(),
-        *checks.ungathered(),
+        *ungathered(rows),
         *checks.crossed(),
         *checks.deadlocked(),
     ]
@@ -199,72 +198,59 @@ def mixed_up_messages(rows: Rows) -> list[Finding]:
     return list(_Table(rows, Schedule.from_actions(rows, "")).crossed())
 
 
-Queues = Callable[[int], Hashable]
-"""By the rank at the other end the queue in which a message stands. Those of one queue go one after the other."""
+def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
+    """Groups of actions, of which one each has to be over before `action`.
 
+        >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
+        [['1F0'], ['1RECV_B0']]
 
-def blocked_queues(rows: Rows) -> list[Finding]:
-    """A circle of messages that wait for each other if each rank sends and receives one message at a time, in order.
-
-    That is the strictest reading of NCCL and RCCL: all messages of a rank stand in one queue, where each begins when
-    the computations before it are over, and lasts until both ends have met. Of a table that `validate_lowered` finds
-    sound.
-
-        >>> blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
-        []
+    Args:
+        action: of lists with messages.
+        rank_of: by stage.
     """
-    rank_of = Schedule.from_actions(rows, "").placement.rank_of
-    try:
-        TopologicalSorter(waits(rows, rank_of, lambda peer: 0)).prepare()
-    except CycleError as error:
-        circle: list[Action] = error.args[1]
-        rank = next(rank for rank, row in enumerate(rows) if circle[0] in row)
-        text = "messages wait for each other: " + " before ".join(map(str, circle))
-        return [Finding("deadlock", rank, rows[rank].index(circle[0]), circle[0], text)]
+    if action.kind in COMPUTE:
+        op = op_of(action)
+        receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)
+        return [
+            tuple(map(action_of, group)) if rank_of[group[0].stage] == rank_of[op.stage] else (receive,)
+            for group in inputs(op, len(rank_of))
+        ]
+    if action.kind in SENDS:
+        return [makers_of(action)]
+    if action.kind in RECEIVES:
+        return [(other_end(action),)]
+    if action.kind in WAITS:
+        send = action._replace(kind=action.kind.removeprefix("WAIT_"))
+        return [(send,), (other_end(send),)]
     return []
 
 
-def waits(
-    rows: Rows, rank_of: Sequence[int], queues: Queues, holds_up_compute: bool = False
-) -> dict[Action, list[Action]]:
-    """What each computation and each message waits for, if messages go one after the other.
+def makers_of(send: Action) -> tuple[Action, ...]:
+    """The computations of which one makes what is sent.
 
-    A message is one thing at both ends, called as its send. It waits for the computations before it and the message
-    before it in its queue, at both ends; a computation for the one before it and for its message.
-
-        >>> found = waits(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1), lambda peer: 0)
-        >>> {str(node): [str(each) for each in before] for node, before in found.items()}
-        {'0F0': [], '0SEND_F0': ['0F0'], '1F0': ['0SEND_F0']}
-
-    Args:
-        rows: of a table that `validate_lowered` finds sound.
-        rank_of: by stage.
-        queues: which messages of a rank go one after the other.
-        holds_up_compute: whether computations wait for the messages before them as well.
+    >>> [str(each) for each in makers_of(Action(1, "SEND_B", 0))]
+    ['1I0', '1B0']
     """
-    sends = {action for row in rows for action in row if action.kind.startswith("SEND")}
-    found: dict[Action, list[Action]] = defaultdict(list)
-    for row in rows:
-        compute: list[Action] = []
-        """The last one."""
-        last: dict[Hashable, Action] = {}
-        """By queue."""
-        for action in row:
-            if action.kind in tables.SHARDING:
-                continue
-            message = message_of(action)
-            if action.kind.startswith(("SEND", "RECV")) and message:
-                queue = queues(rank_of[other_end(action).stage])
-                found[message] += [*compute, *([last[queue]] if queue in last else ())]
-                last[queue] = message
-                continue
-            found[action] += compute
-            if message in sends:
-                found[action].append(message)
-            if holds_up_compute:
-                found[action] += last.values()
-            compute = [action]
-    return found
+    kinds = ("F",) if send.kind == "SEND_F" else ("I", "B")
+    return tuple(Action(send.stage, kind, send.microbatch) for kind in kinds)
+
+
+def ungathered(rows: Rows) -> Iterator[Finding]:
+    """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any.
+
+    >>> print(*ungathered(parse("0UNSHARD,0F0,0RESHARD,0B0")))
+    order: rank 0, position 3, 0B0: it needs 0UNSHARD before it
+    """
+    for rank, row in enumerate(rows):
+        gathered: set[int] = set()
+        gathers = any(action.kind == "UNSHARD" for action in row)
+        for position, action in enumerate(row):
+            if action.kind == "UNSHARD":
+                gathered.add(action.stage)
+            elif action.kind == "RESHARD":
+                gathered.discard(action.stage)
+            elif gathers and action.kind in COMPUTE and action.stage not in gathered:
+                yield Finding("order", rank, position, action, f"it needs {action.stage}UNSHARD before it")
 
 
 class _Table:
@@ -313,52 +299,15 @@ class _Table:
                 if again:
                     yield self.finding("doubled", action, "it stands in the table before", place)
 
-    def needs(self, action: Action) -> list[tuple[Action, ...]]:
-        """What has to be over before `action`, one action of each tuple."""
-        match action.kind.split("_"):
-            case ["F" | "I" | "W" | "B"]:
-                return [self.given_by(op_of(action), group) for group in inputs(op_of(action), len(self.rank_of))]
-            case ["SEND", way]:
-                return [tuple(action._replace(kind=kind) for kind in (("F",) if way == "F" else ("I", "B")))]
-            case ["RECV", _]:
-                return [(other_end(action),)]
-            case ["WAIT", "SEND", way]:
-                send = action._replace(kind=f"SEND_{way}")
-                return [(send,), (other_end(send),)]
-        return []
-
-    def given_by(self, op: Op, group: tuple[Op, ...]) -> tuple[Action, ...]:
-        """What gives `op` an input that one of `group` makes: that op itself, or the receive from another rank."""
-        if self.rank_of[op.stage] != self.rank_of[group[0].stage]:
-            return (Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch),)
-        return tuple(map(action_of, group))
-
     def disordered(self) -> Iterator[Finding]:
         """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
-        for rank, row in enumerate(self.rows):
-            first = first_positions(row)
-            for position, action in enumerate(row):
-                for choices in self.needs(action):
-                    if action.kind in COMPUTE and all(choice.kind in COMPUTE for choice in choices):
-                        continue
-                    here = [first[choice] for choice in choices if choice in first]
-                    if here and min(here) > position:
-                        message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
-                        yield self.finding("order", action, message, (rank, position))
 
-    def ungathered(self) -> Iterator[Finding]:
-        """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
-        for rank, row in enumerate(self.rows):
-            gathered: set[int] = set()
-            gathers = any(action.kind == "UNSHARD" for action in row)
-            for position, action in enumerate(row):
-                if action.kind == "UNSHARD":
-                    gathered.add(action.stage)
-                elif action.kind == "RESHARD":
-                    gathered.discard(action.stage)
-                elif gathers and action.kind in COMPUTE and action.stage not in gathered:
-                    message = f"it needs {action.stage}UNSHARD before it"
-                    yield self.finding("order", action, message, (rank, position))
+        def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
+            for choices in dependencies(action, self.rank_of):
+                if action.kind not in COMPUTE or any(choice.kind not in COMPUTE for choice in choices):
+                    yield choices
+
+        return disordered(self.rows, around_messages)
 
     def crossed(self) -> Iterator[Finding]:
         """Messages from one rank to another that are not received in the order in which they are sent."""
@@ -385,5 +334,4 @@ class _Table:
 
     def deadlocked(self) -> Iterator[Finding]:
         """Ranks that wait for each other in a circle."""
-        for rank, position, message in waiting_circles(self.rows, self.places, self.needs):
-            yield self.finding("deadlock", self.rows[rank][position], message, (rank, position))
+        return deadlocked(self.rows, self.places, lambda action: dependencies(action, self.rank_of))

@@ -25,7 +25,8 @@ from math import floor, inf
 from typing import NamedTuple
 
 from zbpipe.costs import ROUNDING, CostModel
-from zbpipe.ir import OpKind, Placement
+from zbpipe.event_loop import Clock, EventLoop
+from zbpipe.ir import Op, OpKind, Placement, inputs
 
 
 def lower_bound(
@@ -152,21 +153,19 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
 
 
 def _alone(placement: Placement, costs: CostModel) -> _Path:
-    """F down all stages and I up again: repeats the rule of `ir.inputs`, and a test holds it against the simulator."""
+    """F down all stages and I up again."""
     rank_of, stages = placement.rank_of, range(costs.num_stages)
-    path = _Path([], [], [0.0] * len(stages), [0.0] * len(stages))
-    now = 0.0
-    for stage in stages:
-        now += costs.transfer(rank_of[stage - 1], rank_of[stage]) if stage else 0.0
-        path.forward_start.append(now)
-        now += costs.f[stage]
-        path.forward_end.append(now)
-    for stage in reversed(stages):
-        now += costs.transfer(rank_of[stage + 1], rank_of[stage]) if stage < stages[-1] else 0.0
-        path.input_start[stage] = now
-        now += costs.i[stage]
-        path.input_end[stage] = now
-    return path
+    ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
+    clock: Clock[Op] = Clock(
+        [0.0],
+        lambda rank, op: costs.seconds(op.stage, op.kind),
+        lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+    )
+    times = [(start, end) for _, _, start, end in clock.run(EventLoop([ops], lambda op: inputs(op, len(stages))))]
+    down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
+    return _Path(
+        [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]
+    )
 
 
 def _ranks(placement: Placement, limits: Sequence[float] | None) -> list[tuple[tuple[int, ...], float]]:

@@ -16,9 +16,10 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import count
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from zbpipe import tables
+from zbpipe.event_loop import EventLoop
 from zbpipe.painter import painter
 
 _MOST_SHOWN = 64
@@ -210,6 +211,10 @@ def reload_before(op: Op) -> Op | None:
     return None if kind is None else Op(op.stage, kind, op.microbatch)
 
 
+Turn: TypeAlias = tuple[int, Op, list[Op]]
+"""A rank, its op, and the ops on which that depends."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage: `rank_of[stage]` is a pipeline rank; ranks count from 0 without a gap.
@@ -351,6 +356,24 @@ class Schedule:
     def has_copies(self) -> bool:
         """Whether it offloads anything."""
         return self.computations is not self
+
+    @cached_property
+    def order(self) -> tuple[Turn, ...]:
+        """Its ops in an order in which ranks can run them, each with its rank and the ops on which it depends.
+
+        Ops that can never run are not in it.
+
+        >>> [str(op) for _, op, _ in Schedule.from_csv("0F0,0B0\\n1F0,1B0").order]
+        ['0F0', '1F0', '1B0', '0B0']
+        """
+        num_stages = self.placement.num_stages
+        reloads = {op for row in self.ops for op in row if op.kind in RELOADS}
+
+        def with_reload(op: Op) -> tuple[tuple[Op, ...], ...]:
+            needed, reload = inputs(op, num_stages), reload_before(op)
+            return (*needed, (reload,)) if reload in reloads else needed
+
+        return tuple(EventLoop(self.ops, with_reload if reloads else lambda op: inputs(op, num_stages)))
 
     def __iter__(self) -> Iterator[tuple[Op, ...]]:
         return iter(self.ops)

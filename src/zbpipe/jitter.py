@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs import CostModel, Placeable, as_cost_model, set_fields
+from zbpipe.event_loop import Clock
 from zbpipe.frozendict import FrozenDict
-from zbpipe.ir import COMPUTATIONS, Op, Schedule, inputs, require_whole
-from zbpipe.turns import Turns
-from zbpipe.validation import require_schedule, require_valid
+from zbpipe.ir import COMPUTATIONS, Op, Schedule, require_whole
+from zbpipe.validation import order_of, require_schedule
 
 if TYPE_CHECKING:
     from zbpipe.timeline import Timeline
@@ -242,7 +242,7 @@ def step_times(
         raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
     _require_ranks(schedule.num_ranks, jitter)
     costs = as_cost_model(costs, schedule.placement)
-    return StepTimes(_simulated(schedule, costs, Luck(schedule.num_ranks, jitter, draws, seed)))
+    return StepTimes(_simulate(schedule, costs, Luck(schedule.num_ranks, jitter, draws, seed)))
 
 
 def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
@@ -309,35 +309,24 @@ def _lognormal(random: np.random.Generator, deviation: float, draws: int) -> Sec
     return np.exp(random.normal(-variance / 2, sqrt(variance), draws))
 
 
-def _simulated(schedule: Schedule, costs: CostModel, luck: Luck) -> Seconds:
-    """The ends of a step; as `zbpipe.simulation` runs it, with an array in place of each time."""
+def _simulate(schedule: Schedule, costs: CostModel, luck: Luck) -> Seconds:
+    """The ends of a step: as `zbpipe.simulation` runs it, with an array in place of each time."""
     rank_of = schedule.placement.rank_of
-    order = _in_order(schedule)
+
+    def transfer(feeder: Op, op: Op) -> Seconds | float:
+        ranks = rank_of[feeder.stage], rank_of[op.stage]
+        return 0.0 if ranks[0] == ranks[1] else luck.transfer(op, ranks, costs.transfer(*ranks))
+
+    def seconds(rank: int, op: Op) -> Seconds | float:
+        return luck.seconds(op, rank, costs.seconds(op.stage, op.kind))
+
+    free: list[Seconds | float] = [0.0] * schedule.num_ranks
+    clock = Clock(free, seconds, transfer, np.maximum)
+    order = order_of(schedule)
     uses = Counter(feeder for _, _, feeders in order for feeder in feeders)
-    clocks: list[Seconds | float] = [0.0] * schedule.num_ranks
-    end: dict[Op, Seconds | float] = {}
-    for rank, op, feeders in order:
-        start = clocks[rank]
-        for feeder in feeders:
-            giver = rank_of[feeder.stage]
-            arrived = end[feeder]
-            if giver != rank:
-                arrived = arrived + luck.transfer(op, (giver, rank), costs.transfer(giver, rank))
-            start = np.maximum(start, arrived)
-            uses[feeder] -= 1
-            if not uses[feeder]:
-                del end[feeder]  # large jobs have tens of thousands
-        clocks[rank] = start + luck.seconds(op, rank, costs.seconds(op.stage, op.kind))
-        if uses[op]:
-            end[op] = clocks[rank]
-    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*clocks)), (luck.draws,)).astype(np.float64)
-
-
-def _in_order(schedule: Schedule) -> list[tuple[int, Op, list[Op]]]:
-    """Each op behind those that feed it, with its rank and these."""
-    turns = Turns(schedule.ops, lambda op: inputs(op, schedule.placement.num_stages))
-    order = list(turns)
-    if turns.waiting:
-        require_valid(schedule)
-        raise ValueError(f"schedule {schedule.name} cannot run")
-    return order
+    for (_, op, feeders), _ in zip(order, clock.run(order), strict=True):
+        uses.subtract(feeders)
+        for each in (op, *feeders):
+            if not uses[each]:
+                del clock.ends[each]  # large jobs have tens of thousands
+    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (luck.draws,)).astype(np.float64)

@@ -25,10 +25,10 @@ from zbpipe.actions import (
     send_of,
 )
 from zbpipe.costs import CostModel
+from zbpipe.event_loop import EventLoop
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Receives
-from zbpipe.turns import Turns
 
 
 def with_messages(schedule: Schedule) -> Rows:
@@ -56,7 +56,7 @@ def with_messages(schedule: Schedule) -> Rows:
         number, now = turn
         return number + (rank <= now), rank
 
-    for rank, op, _ in Turns(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
+    for rank, op, _ in EventLoop(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
         turn = next_turn(rank, 0)
         rows[rank].append(action_of(op))
         taker = next((user for user in users(op, num_stages) if rank_of[user.stage] != rank), None)
@@ -293,5 +293,5 @@ def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
         # Then all ends before whatever takes its result, and the order of the ends is the order.
         return (span.op for span in sorted(chain.from_iterable(spans), key=attrgetter("end")))
     num_stages = schedule.placement.num_stages
-    turns = Turns(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
-    return (op for _, op, _ in turns)
+    loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
+    return (op for _, op, _ in loop)

@@ -11,6 +11,7 @@ received late, but nothing is received ahead that is not sent ahead; so on failu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,14 +19,15 @@ from itertools import islice
 from math import inf
 from operator import add
 
-from zbpipe.actions import COMPUTE, Action, Rows, other_end
+from zbpipe.actions import COMPUTE, Action, Rows, dependencies, other_end
 from zbpipe.costs import ROUNDING, CostModel
-from zbpipe.ir import Op, Schedule, inputs
+from zbpipe.event_loop import Clock, EventLoop
+from zbpipe.ir import Op, Schedule
 from zbpipe.passes import wait_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transport import Transport
-from zbpipe.turns import Turns
+from zbpipe.validation import order_of
 
 LEAST_GAIN = 1e-3
 """The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
@@ -100,6 +102,13 @@ def gain(schedule: Schedule, costs: CostModel) -> float:
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
 
+class _After(tuple[float, ...]):
+    """A time by rank: how long after that rank's end of the last step it is at the earliest."""
+
+    def __add__(self, seconds: float) -> _After:  # type: ignore[override]
+        return _After([each + seconds for each in self])
+
+
 @dataclass(frozen=True)
 class _Paths:
     """How a step depends on the end of the step before: longest paths from the times at which the ranks were done.
@@ -110,33 +119,27 @@ class _Paths:
     1992, section 3.2).
     """
 
-    starts: tuple[tuple[tuple[float, ...], ...], ...]
-    """By rank and op: for each rank, how long after its end of the last step the op starts at the earliest."""
-    ends: tuple[tuple[float, ...], ...]
-    """By rank: the same for its end of this step."""
+    starts: tuple[tuple[_After, ...], ...]
+    """By rank and op: when the op starts."""
+    ends: tuple[_After, ...]
+    """By rank: when it ends this step."""
 
     @classmethod
     def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
         """One step. After so many ops `ahead`, a rank waits for all ranks' end of the last step; default: for none."""
-        ranks, stages = range(schedule.num_ranks), schedule.placement.num_stages
-        rank_of = schedule.placement.rank_of
-        clocks = [[0.0 if other == rank else _NEVER for other in ranks] for rank in ranks]
-        starts: list[list[tuple[float, ...]]] = [[] for _ in ranks]
-        ends: dict[Op, list[float]] = {}
-        turns = Turns(schedule.computations.ops, lambda op: inputs(op, stages))
-        for rank, op, feeders in turns:
-            start = clocks[rank]
-            if ahead is not None and len(starts[rank]) >= ahead[rank]:
-                start = [max(each, 0.0) for each in start]
-            for feeder in feeders:
-                lag = costs.transfer(rank_of[feeder.stage], rank_of[op.stage])
-                start = [max(mine, fed + lag) for mine, fed in zip(start, ends[feeder], strict=True)]
-            starts[rank].append(tuple(start))
-            seconds = costs.seconds(op.stage, op.kind)
-            clocks[rank] = ends[op] = [each + seconds for each in start]
-        if turns.waiting:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
-        return cls(tuple(map(tuple, starts)), tuple(map(tuple, clocks)))
+        ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
+        free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
+        starts: list[list[_After]] = [[] for _ in ranks]
+        clock: Clock[Op] = Clock(
+            free,
+            lambda rank, op: costs.seconds(op.stage, op.kind),
+            lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+            latest=lambda one, other: _After(map(max, one, other)),
+        )
+        gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
+        for rank, _, start, _ in clock.run(order_of(schedule.computations), gate):
+            starts[rank].append(start)
+        return cls(tuple(map(tuple, starts)), tuple(free))
 
     @cached_property
     def period(self) -> float:
@@ -206,17 +209,18 @@ class RunAhead:
 
     def findings(self) -> list[str]:
         """What is wrong with it, in words: something else than forwards runs ahead, or ranks would wait forever."""
-        last_stage = max(each.stage for row in (*self.before, *self.after) for each in row)
+        rows = map(add, self.before, self.after)
+        rank_of = [rank for _, rank in sorted({(each.stage, rank) for rank, row in enumerate(rows) for each in row})]
         foreign = [
             f"rank {rank} runs {each} ahead"
             for rank, row in enumerate(self.before)
             for each in row
-            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == last_stage)
+            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
         ]
         # What runs ahead must need nothing from behind the validation; waits for sends may, which needs only votes.
         alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
         drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
-        return [*foreign, *_stuck(alone), *_stuck(drained), *_left_over(drained)]
+        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_left_over(drained)]
 
 
 _AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
@@ -235,27 +239,11 @@ def _drained(before: Sequence[Action], after: Sequence[Action], sent: Set[Action
     yield from (wait for wait in waits if wait not in before)
 
 
-def _stuck(rows: Rows) -> Iterator[str]:
+def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     """The ranks that do not get to the end of these rows."""
-    known = {each for row in rows for each in row}
-
-    def needs(action: Action) -> list[tuple[Action, ...]]:
-        stage, kind, microbatch = action
-        if kind == "F":
-            received = Action(stage, "RECV_F", microbatch)
-            return [(received if received in known else Action(stage - 1, "F", microbatch),)] if stage else []
-        if kind.startswith("SEND"):
-            return [(Action(stage, "F", microbatch),)]
-        if kind.startswith("RECV"):
-            return [(other_end(action),)]
-        if kind.startswith("WAIT_SEND"):
-            return [(other_end(action._replace(kind=kind.removeprefix("WAIT_"))),)]
-        return []
-
-    turns = Turns(rows, needs)
-    for _ in turns:
-        pass
-    for rank, choices in turns.waiting.items():
+    loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
+    deque(loop, maxlen=0)
+    for rank, choices in loop.waiting.items():
         yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
 
 

@@ -8,20 +8,18 @@ Copies to the host and back run beside the computations, one at a time in each d
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import inf
 
 from zbpipe.actions import Action, Rows, action_of
 from zbpipe.costs import CostModel, Placeable, as_cost_model
-from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before, require_whole
+from zbpipe.event_loop import Clock
+from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
 from zbpipe.transport import CircleError, Receives, Transport, run
-from zbpipe.turns import Turns
-from zbpipe.validation import require_schedule, require_valid
+from zbpipe.validation import order_of, require_schedule, require_valid
 
 _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""
@@ -90,12 +88,32 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
     """With a transport in which messages wait for nothing."""
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
-    clocks = [0.0] * schedule.num_ranks
-    spans: list[list[Span]] = [[] for _ in clocks]
-    copies: list[list[Span]] = [[] for _ in clocks]
+    rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)
+    seconds = {(stage, kind): costs.seconds(stage, kind) for stage in stages for kind in OpKind}
+    lag = {
+        (giver, taker): costs.transfer(rank_of[giver], rank_of[taker])
+        for giver in stages
+        for taker in range(max(giver - 1, 0), min(giver + 2, len(stages)))
+    }
+    free = [0.0] * schedule.num_ranks
+    spans: list[list[Span]] = [[] for _ in free]
+    copies: list[list[Span]] = [[] for _ in free]
+    clock = Clock(
+        free,
+        lambda rank, op: seconds[op[:2]],
+        lambda giver, taker: lag[giver.stage, taker.stage],
+        beside=_direction if schedule.has_copies else None,
+    )
     for step in range(num_steps):
-        _run_step(schedule, costs, step, clocks, spans, copies, ahead)
+        gate = (ahead, max(free)) if step else None
+        for rank, op, start, end in clock.run(order_of(schedule), gate):
+            (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
     return Timeline(schedule, costs, _frozen(spans), num_steps, copies=_frozen(copies))
+
+
+def _direction(op: Op) -> bool | None:
+    """Whether a copy goes to the host: one stream for each direction."""
+    return None if op.kind in COMPUTATIONS else op.kind in OFFLOADS
 
 
 def _frozen(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
@@ -163,21 +181,17 @@ def _with_queues(
 
 def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
     """What each copy waits for, and each computation for copies."""
-    found: dict[Action, list[Action]] = defaultdict(list)
-    there = {op for ops in schedule for op in ops if op.kind in RELOADS}
-    for ops in schedule if schedule.has_copies else ():
-        last: dict[Collection[OpKind], Op] = {}
-        """The last computation, and the last copy in each direction."""
-        for op in ops:
-            own = next(kinds for kinds in (COMPUTATIONS, OFFLOADS, RELOADS) if op.kind in kinds)
-            if own is COMPUTATIONS:
-                reload = reload_before(op)
-                before = [reload] if reload in there else []
-            else:
-                feeders = chain.from_iterable(inputs(op, schedule.placement.num_stages))
-                before = [*feeders, *(last[kinds] for kinds in (COMPUTATIONS, own) if kinds in last)]
-            found[action_of(op)] += [action_of(each) for each in before if each]
-            last[own] = op
+    found: dict[Action, list[Action]] = {}
+    last: dict[tuple[int, bool | None], Op] = {}
+    """By rank the last computation, and the last copy in each direction."""
+    for rank, op, dependencies in order_of(schedule) if schedule.has_copies else ():
+        lane = _direction(op)
+        if lane is None:
+            before = [each for each in dependencies if each.kind in RELOADS]
+        else:
+            before = [*dependencies, *(last[rank, each] for each in (None, lane) if (rank, each) in last)]
+        found[action_of(op)] = list(map(action_of, before))
+        last[rank, lane] = op
     return found
 
 
@@ -236,47 +250,3 @@ def _require_sense(schedule: Schedule, num_steps: int) -> None:
         op.stage not in stages for ops in schedule for op in ops
     ):
         require_valid(schedule)
-
-
-# What it advances is in lists of the caller, which go on from step to step.
-def _run_step(
-    schedule: Schedule,
-    costs: CostModel,
-    step: int,
-    clocks: list[float],
-    spans: list[list[Span]],
-    copies: list[list[Span]],
-    ahead: tuple[int, ...],
-) -> None:
-    """Advance every rank through its list once; only so many ops start before the step before is over."""
-    over, done = max(clocks), [0] * len(clocks)
-    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
-    seconds = {(stage, kind): costs.seconds(stage, kind) for stage in range(num_stages) for kind in OpKind}
-    lag = {
-        (giver, taker): costs.transfer(rank_of[giver], rank_of[taker])
-        for giver in range(num_stages)
-        for taker in range(max(giver - 1, 0), min(giver + 2, num_stages))
-    }
-    end: dict[Op, float] = {}
-    # Of a rank's two copy streams: when they are free.
-    offloaded, reloaded = list(clocks), list(clocks)
-    has_copies = schedule.has_copies
-    turns = Turns(schedule.ops, lambda op: inputs(op, num_stages))
-    for rank, op, feeders in turns:
-        start = clocks[rank] if done[rank] < ahead[rank] else max(clocks[rank], over)
-        done[rank] += 1
-        for feeder in feeders:
-            start = max(start, end[feeder] + lag[feeder.stage, op.stage])
-        if has_copies:
-            if op.kind not in COMPUTATIONS:
-                stream = offloaded if op.kind in OFFLOADS else reloaded
-                start = max(start, stream[rank])
-                end[op] = stream[rank] = start + seconds[op.stage, op.kind]
-                copies[rank].append(Span(op, start, end[op], step))
-                continue
-            start = max(start, end.get(reload_before(op) or op, start))
-        end[op] = clocks[rank] = start + seconds[op.stage, op.kind]
-        spans[rank].append(Span(op, start, end[op], step))
-    if turns.waiting:
-        require_valid(schedule)
-        raise ValueError(f"schedule {schedule.name} cannot run")

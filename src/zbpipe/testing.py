@@ -184,7 +184,7 @@ def runnable_schedules(
 
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
     """One op after the other, each after those that feed it; lists that agree with one order cannot deadlock."""
-    # No `Turns`: there are no lists yet.
+    # No `EventLoop`: there are no lists yet.
     unmet = {op: len(inputs(op, num_stages)) for op in ops}
     ready = [op for op in ops if not unmet[op]]
     while ready:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -158,12 +158,16 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """By rank the peak of `memory` in units of its share of one microbatch: what all its stages keep of one."""
+        """By rank the peak of what ops leave behind, without what they need only while they run.
+
+        The unit is a rank's share of one microbatch: what all its stages keep of one.
+        """
+        kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
         shares = (
             sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
             for rank in range(len(self.spans))
         )
-        return tuple(peak / share if share else 0.0 for peak, share in zip(self.peak_memory, shares, strict=True))
+        return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple, Self
 
-from zbpipe.actions import COMPUTE, Action, Queues, Rows, waits
+from zbpipe.actions import COMPUTE, SENDS, Action, Rows, other_end
 from zbpipe.costs import CostModel
-from zbpipe.ir import OpKind, Placement
+from zbpipe.ir import KINDS, Placement
+from zbpipe.message_queues import MessageLoop, one_queue
 
 
 class _Named(StrEnum):
@@ -74,17 +75,6 @@ class Receives(_Named):
     """Between the two computations that are nearest to that, so that the rank does not wait for it for long."""
 
 
-_QUEUES: Mapping[Transport, Queues] = {
-    Transport.ONE_QUEUE: lambda peer: 0,
-    Transport.QUEUE_PER_PEER: lambda peer: peer,
-    Transport.SHARED: lambda peer: 0,
-}
-
-
-_TIMED = frozenset(OpKind)
-"""The kinds of actions that are ops."""
-
-
 class Times(NamedTuple):
     """When computations run.
 
@@ -133,33 +123,38 @@ def run(
         CircleError: messages wait for each other in a circle.
     """
     rank_of = placement.rank_of
-    before = waits(rows, rank_of, _QUEUES[transport], holds_up_compute=transport is Transport.SHARED)
-    for node, others in (copies or {}).items():
-        before.setdefault(node, []).extend(others)
+    queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
+    loop = MessageLoop(rows, rank_of, queue_of, holds_up_compute=transport is Transport.SHARED)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     behind: dict[Action, Action] = {}
     """By node the computation that it is behind."""
-    try:
-        # No `Turns`: a message is one node on two ranks, so these are no lists that each rank runs by itself.
-        for node in TopologicalSorter(before).static_order():
-            latest = max(before[node], key=end.__getitem__, default=None)
-            start[node] = 0.0 if latest is None else end[latest]
-            end[node] = start[node] + _seconds(node, rank_of, costs)
-            source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
-            if source:
-                behind[node] = source
-    except CycleError as error:
-        circle = " before ".join(map(str, error.args[1]))
-        raise CircleError(f"with {transport} messages wait for each other: {circle}") from None
+    for node, before in _with_copies(loop, copies or {}):
+        latest = max(before, key=end.__getitem__, default=None)
+        start[node] = 0.0 if latest is None else end[latest]
+        end[node] = start[node] + _seconds(node, rank_of, costs)
+        source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
+        if source:
+            behind[node] = source
+    if loop.is_stuck():
+        raise CircleError(f"with {transport} messages wait for each other: {' before '.join(map(str, loop.circle()))}")
     return Times(start, end, behind)
 
 
+def _with_copies(
+    loop: MessageLoop, copies: Mapping[Action, Sequence[Action]]
+) -> Iterator[tuple[Action, Sequence[Action]]]:
+    """All that the loop runs, and behind each computation the copies that are issued there."""
+    issued: dict[Action, list[Action]] = defaultdict(list)
+    for copy, before in copies.items():
+        if copy.kind not in COMPUTE:
+            issued[next(each for each in reversed(before) if each.kind in COMPUTE)].append(copy)
+    for node, before in loop:
+        yield node, [*before, *copies.get(node, ())]
+        yield from ((copy, copies[copy]) for copy in issued[node])
+
+
 def _seconds(node: Action, rank_of: tuple[int, ...], costs: CostModel) -> float:
-    if node.kind in _TIMED:
-        return costs.seconds(node.stage, OpKind(node.kind))
-    if node.kind == "SEND_F":
-        return costs.transfer(rank_of[node.stage], rank_of[node.stage + 1])
-    if node.kind == "SEND_B":
-        return costs.transfer(rank_of[node.stage], rank_of[node.stage - 1])
-    return 0.0
+    if node.kind in KINDS:
+        return costs.seconds(node.stage, KINDS[node.kind])
+    return costs.transfer(rank_of[node.stage], rank_of[other_end(node).stage]) if node.kind in SENDS else 0.0

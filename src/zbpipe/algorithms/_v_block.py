@@ -75,7 +75,7 @@ def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, 
 
     All ops take one unit here. Up to its last F each rank's order stays as it is, so memory does not grow.
     """
-    # No `Turns`: these ranks choose what to run next, and a clock says what is ready.
+    # No `EventLoop`: these ranks choose what to run next, and a clock says what is ready.
     steady = [max(n for n, op in enumerate(row) if op.kind is F) + 1 for row in rows]
     waiting = [list(row) for row in rows]
     done: dict[Op, int] = {}

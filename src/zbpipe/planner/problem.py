@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from zbpipe import bound
 from zbpipe.costs import ROUNDING, CostModel, highest, most_room
+from zbpipe.event_loop import EventLoop
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
 from zbpipe.planner.kernel import NEVER, Job, starts
 from zbpipe.running_ahead import period
 from zbpipe.simulation import simulate
-from zbpipe.turns import Turns
 
 T = TypeVar("T")
 KINDS = (OpKind.F, OpKind.I, OpKind.W)
@@ -140,9 +140,9 @@ class Problem:
         """
         num_stages = self.placement.num_stages
         rows = [list(self._as_run(ops)) for ops in schedule]
-        turns = Turns(rows, lambda op: inputs(op, num_stages))
-        order = [number for _, op, _ in turns for number in self._numbers(op)]
-        if turns.waiting or not len(order) == len(set(order)) == self.num_ops:
+        loop = EventLoop(rows, lambda op: inputs(op, num_stages))
+        order = [number for _, op, _ in loop for number in self._numbers(op)]
+        if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
         return self.in_time(order)
 

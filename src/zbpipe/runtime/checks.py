@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe import registry
-from zbpipe.actions import Rows, blocked_queues, mixed_up_messages, validate_lowered
-from zbpipe.dry_run_with_messages import DryRunWithMessages
+from zbpipe.actions import Rows, mixed_up_messages, validate_lowered
 from zbpipe.ir import OpKind, Placement, Schedule, require_whole
+from zbpipe.message_queues import are_sound, blocked_queues
 from zbpipe.offloading import Offload
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.split.stage import SplitBackward, is_split
@@ -302,7 +302,7 @@ def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
 
 def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
     """Refuse a schedule whose sends and receives do not match, or make ranks wait for each other."""
-    if DryRunWithMessages(rows, schedule.placement, schedule.num_microbatches).ends_well():
+    if are_sound(rows, schedule):
         return
     findings = validate_lowered(rows) or blocked_queues(rows)
     if findings:

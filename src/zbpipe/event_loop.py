@@ -1,0 +1,155 @@
+"""The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it is there.
+
+`EventLoop` decides what can run, and so also what never can. A `Clock` tells when it runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class EventLoop(Generic[T]):
+    """Runs through all lists: each item comes after those before it in its list, and after its dependencies.
+
+    Each turn gives a rank, its item, and the dependencies that the item had, one of each group. When there are no more
+    turns, the ranks in `waiting` are stuck.
+
+        >>> loop = EventLoop([["a", "c"], ["b"]], lambda item: {"b": [["a"]], "c": [["b"]]}.get(item, []))
+        >>> list(loop)
+        [(0, 'a', []), (1, 'b', ['a']), (0, 'c', ['b'])]
+        >>> loop.waiting
+        {}
+
+    Args:
+        rows: the list of each rank.
+        dependencies: of an item: groups of items, of which one each has to be over before it.
+        priority: by rank and position; of the ranks that can go on, the one with the lowest is next. It is asked when
+            a rank can go on, after the caller has dealt with the turn that made this so. Default: the lowest rank.
+        ends_later: of an item that only begins in its turn, such as a receive: it is over when `finish` is called.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[T]],
+        dependencies: Callable[[T], Iterable[Sequence[T]]],
+        priority: Callable[[int, int], Any] | None = None,
+        ends_later: Callable[[T], bool] | None = None,
+    ) -> None:
+        self._rows = rows
+        self._dependencies = dependencies
+        self._priority = priority
+        self._ends_later = ends_later
+        self._awake: list[tuple[Any, int]] = []
+        self._done: dict[T, T] = {}
+        """By item the item itself: what is given out is what the lists have, and no copy that `dependencies` made."""
+        self._sleepers: dict[T, list[int]] = defaultdict(list)
+        """By item the ranks that wait for it."""
+        self.position = [0] * len(rows)
+        """By rank how many items it has run."""
+        self.waiting: dict[int, Sequence[T]] = {}
+        """By sleeping rank the group of which its next item still needs one."""
+
+    def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
+        done, sleepers, ends_later = self._done, self._sleepers, self._ends_later
+        self._awake = [self._entry(rank) for rank, row in enumerate(self._rows) if row]
+        heapify(self._awake)
+        while self._awake:
+            _, rank = heappop(self._awake)
+            row = self._rows[rank]
+            for item in islice(row, self.position[rank], None):
+                found = self._found(rank, item)
+                if found is None:
+                    break
+                yield rank, item, found
+                self.position[rank] += 1
+                if ends_later is None or not ends_later(item):
+                    done[item] = item
+                    if item in sleepers:
+                        self.finish(item)
+                if self._priority and self.position[rank] < len(row):
+                    heappush(self._awake, self._entry(rank))
+                    break
+
+    def finish(self, item: T) -> None:
+        """Wake the ranks that wait for `item`, which is over."""
+        self._done[item] = item
+        for sleeper in self._sleepers.pop(item, ()):
+            if self.waiting.pop(sleeper, None) is not None:
+                heappush(self._awake, self._entry(sleeper))
+
+    def _entry(self, rank: int) -> tuple[Any, int]:
+        return self._priority(rank, self.position[rank]) if self._priority else rank, rank
+
+    def _found(self, rank: int, item: T) -> list[T] | None:
+        """What the rank's next item depends on; None if that is missing, and then the rank sleeps until it is there."""
+        found, done = [], self._done
+        for choices in self._dependencies(item):
+            for choice in choices:
+                if choice in done:
+                    found.append(done[choice])
+                    break
+            else:
+                self.waiting[rank] = choices
+                for choice in choices:
+                    self._sleepers[choice].append(rank)
+                return None
+        return found
+
+
+@dataclass
+class Clock(Generic[T]):
+    """When items run. Times are numbers, or whatever else can be added and compared.
+
+    >>> clock = Clock([0, 0], lambda rank, item: 2, lambda giver, taker: 0.5)
+    >>> [(item, end) for _, item, _, end in clock.run([(0, "a", []), (1, "b", ["a"]), (0, "c", ["b"])])]
+    [('a', 2), ('b', 4.5), ('c', 7.0)]
+    """
+
+    free: list[Any]
+    """By rank from when on it is free."""
+    seconds: Callable[[int, T], Any]
+    """By rank and item how long it runs."""
+    transfer: Callable[[T, T], Any]
+    """By dependency and item how long after the end of the one the other gets to know."""
+    latest: Callable[[Any, Any], Any] = max
+    """Of two times."""
+    beside: Callable[[T], Hashable] | None = None
+    """By item that runs beside its rank's other ones the lane in which it does; None for all others."""
+    ends: dict[T, Any] = field(default_factory=dict)
+    """By item."""
+
+    def run(
+        self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
+    ) -> Iterator[tuple[int, T, Any, Any]]:
+        """Rank, item, start and end of all turns.
+
+        Args:
+            turns: of an `EventLoop`.
+            gate: by rank a number of items, and the earliest time at which all later items start.
+        """
+        free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
+        lanes: dict[Hashable, Any] = {}
+        done = [0] * len(free)
+        for rank, item, dependencies in turns:
+            start = free[rank]
+            lane = self.beside(item) if self.beside else None
+            if lane is not None and (rank, lane) in lanes:
+                start = latest(start, lanes[rank, lane])
+            if gate and done[rank] >= gate[0][rank]:
+                start = latest(start, gate[1])
+            done[rank] += 1
+            for each in dependencies:
+                start = latest(start, ends[each] + transfer(each, item))
+            ends[item] = end = start + seconds(rank, item)
+            if lane is None:
+                free[rank] = end
+            else:
+                lanes[rank, lane] = end
+            yield rank, item, start, end
