@@ -43,7 +43,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress) -> Plan
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
-    search = Search(problems, budget, request.seed, engine, progress)
+    search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(named_schedules(problems))
     bounds = {problem.name: problem.lower_bound for problem in problems}
     if request.exact:
