@@ -54,7 +54,7 @@ def room(
 
 
 def best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> Schedule:
-    """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Of equals the leanest.
+    """The shortest that a short search finds within `limits`, from lean forms of `seeds`. Of equals the leanest.
 
     Args:
         name: of the result.

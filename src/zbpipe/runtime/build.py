@@ -16,7 +16,7 @@ from zbpipe import registry
 from zbpipe.ir import Schedule
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -122,16 +122,16 @@ def _class_of_plan(plan: Plan) -> type[RegisteredSchedule]:
 
 
 def _planned_again(schedule: Any, number: int) -> Schedule:
-    """The plan for another number of microbatches. All ranks search alike, so they find the same."""
+    """The plan for another number of microbatches, the same on all ranks."""
     plan: Plan = schedule.plan
     if plan.schedule.has_copies:
         raise ValueError(
             f"{plan.schedule.name} is for {plan.schedule.num_microbatches} microbatches and copies to the host, and a"
             f" step has {number}: let the schedule adopt a plan for this number before"
         )
-    placements = [plan.schedule.placement]
     size = plan.schedule.num_ranks, number, plan.timeline.costs
-    return search(*size, memory_limit=plan.limits, placements=placements, objective=plan.objective).schedule
+    wanted = {"memory_limit": plan.limits, "placements": [plan.schedule.placement], "objective": plan.objective}
+    return agreement.first_answer(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(
