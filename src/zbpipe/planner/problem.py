@@ -11,6 +11,7 @@ from typing import TypeVar
 from zbpipe import bound
 from zbpipe.costs import CostModel, highest, most_room
 from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.lean import ROUNDING
 from zbpipe.planner.kernel import NEVER, Job, starts
 from zbpipe.running_ahead import period
 from zbpipe.simulation import simulate
@@ -18,8 +19,6 @@ from zbpipe.turns import Turns
 
 T = TypeVar("T")
 KINDS = (OpKind.F, OpKind.I, OpKind.W)
-_ROUNDING = 1e-9
-"""The share of a limit by which sums of activations may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Problem:
             # leaves enough for the next, so the limit may be full. Where other ops than F take memory that is not sure.
             reserve=_flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
             ahead=_flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
-            limit=[limit * (1 + _ROUNDING) for limit in self.limits],
+            limit=[limit * (1 + ROUNDING) for limit in self.limits],
             origin=self._first_starts(exact, transfer) if self.by_period else [0.0] * self.placement.num_ranks,
         )
 

@@ -21,7 +21,7 @@ from zbpipe.job_costs import JobCosts
 from zbpipe.limits import Limit
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
-from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
+from zbpipe.planner.placement_advice import advise_placement, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import _torch, agreement, arguments, checks
@@ -199,7 +199,7 @@ class AutoSchedule(RegisteredSchedule):
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(records)
         proposal = self._search(costs, limits, number)
-        self._tell_elsewhere(
+        self._advise_placement(
             replace(costs, placement=self.placement, memory_limit=limits), min(proposal.expected, expected)
         )
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
@@ -232,13 +232,13 @@ class AutoSchedule(RegisteredSchedule):
             seconds = min(filter(None, (outcome.measured_before, outcome.measured_after)))
             watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
 
-    def _tell_elsewhere(self, job: JobCosts, here: float) -> None:
+    def _advise_placement(self, job: JobCosts, here: float) -> None:
         """Say on the first rank which placement would be faster than `here` seconds, and write its plan."""
         if dist.get_rank(self._group) != 0 or self._offload:
             return
         if words := uneven_stages(job):
             self._log(words)
-        found = faster_elsewhere(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
+        found = advise_placement(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
         if found is None:
             return
         self._log(found.words)

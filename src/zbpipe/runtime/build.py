@@ -130,7 +130,11 @@ def _planned_again(schedule: Any, number: int) -> Schedule:
             f" step has {number}: let the schedule adopt a plan for this number before"
         )
     size = plan.schedule.num_ranks, number, plan.timeline.costs
-    wanted = {"memory_limit": plan.limits, "placements": [plan.schedule.placement], "objective": plan.objective}
+    wanted: dict[str, Any] = {
+        "memory_limit": plan.limits,
+        "placements": [plan.schedule.placement],
+        "objective": plan.objective,
+    }
     return agreement.first_answer(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
