@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import settings
 
-from zbpipe.planner import lean_search
+from zbpipe.algorithms import _lean
 
 settings.register_profile("zbpipe", deadline=None, derandomize=True)
 settings.load_profile("zbpipe")
@@ -18,7 +18,7 @@ settings.load_profile("zbpipe")
 def searching_little() -> Iterator[None]:
     """Lean schedules take a tenth of the search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean_search, "_WORK", 3000)
+        patch.setattr(_lean, "BUDGET", 5e4)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
 from zbpipe.frameworks.installation import find_algorithm
-from zbpipe.runtime import _torch
+from zbpipe.runtime import _torch, build
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule
 
@@ -116,6 +117,33 @@ def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pyt
         ("WARNING", "found 1"),
         ("INFO", "found 2"),
     ]
+
+
+def another_size_of_a_plan() -> tuple[int, str]:
+    """Searches that differ between ranks, as where numba is installed on one of them only."""
+    rank, seeds = dist.get_rank(), []
+
+    def search(*size: Any, **wanted: Any) -> zbpipe.Plan:
+        seeds.append(rank)
+        return zbpipe.plan(*size, **wanted, seed=rank, budget=(1e3, 1e5)[rank])
+
+    planned = zbpipe.from_first_rank(lambda: zbpipe.plan(2, 8, (1, 1.2, 0.8), 2, placements=["v"], budget=1e3))
+    indices = zbpipe.stage_indices(planned, rank=rank, num_ranks=2)
+    modules = {index: nn.Linear(4, 4) for index in indices}
+    stages = [PipelineStage(module, index, 4, CPU) for index, module in modules.items()]
+    built: Any = zbpipe.build_pipeline_schedule(planned, stages, 8, nn.functional.mse_loss)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "search", search)
+        built.prepare(6)
+        batch = torch.ones(24, 4)
+        built.step(*([batch] if 0 in modules else []), target=batch if 3 in modules else None, microbatches=6)
+    return len(seeds), str(built.for_microbatches(6))
+
+
+def test_a_plan_for_another_size_is_searched_once_for_all_ranks() -> None:
+    (first, found), (second, other) = run_ranks(2, another_size_of_a_plan)
+    assert first + second == 1
+    assert found == other
 
 
 def from_the_first() -> list[str]:

@@ -203,7 +203,7 @@ def test_a_robust_plan_may_lose_only_so_much_without_jitter() -> None:
     assert bound.step_times is not None
     assert free.step_times.p95 < bound.step_times.p95
     zbv = step_times(generate("ZBV", 4, 16), costs(Placement.v(4)), LATE, draws=2000, seed=1)
-    assert bound.step_times.mean < 0.79 * zbv.mean  # without annealing in draws 0.80
+    assert bound.step_times.mean < 0.79 * zbv.mean  # without annealing in samples 0.80
 
 
 OPS_VARY = Jitter(ops=0.2, links=0.1, delay=0.3, slow_links={(0, 1): 0.5})
@@ -231,7 +231,7 @@ def test_annealing_counts_what_the_simulation_counts(data: st.DataObject) -> Non
     assert problem.fits(schedule)
     assert simulate(schedule, costs).makespan <= most * (1 + 1e-6)
     before, after = (
-        step_times(each, costs, jitter, draws=robust.ANNEALING_DRAWS, seed=robust.ANNEALING_SEED).seconds
+        step_times(each, costs, jitter, draws=robust.ANNEALING_SAMPLES, seed=robust.ANNEALING_SEED).seconds
         for each in (start, schedule)
     )
     assert orders[0][0] == pytest.approx(after.mean() + NormalDist().inv_cdf(0.9) * after.std())

@@ -24,7 +24,7 @@ from zbpipe.bound import lower_bound, period_bound
 from zbpipe.costs import least_room, rank_shares
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
-from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
@@ -83,7 +83,7 @@ def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
     microbatches = data.draw(st.integers(1, 8))
     tested = problem(placement, costs, microbatches, limit)
     scheduler = ListScheduler(tested, PLAIN)
-    for length, order in (scheduler.run(Shape.plain(scheduler.legs)), *scheduler.by_kind()):
+    for length, order in (scheduler.run(PriorityParams.plain(scheduler.legs)), *scheduler.by_kind()):
         schedule = tested.schedule("listed", order)
         check_schedule(schedule)
         assert tested.fits(schedule)
@@ -104,7 +104,7 @@ def test_list_scheduling_never_gets_stuck_where_one_microbatch_fits(data: st.Dat
     tested = Problem("tested", placement, costs, data.draw(st.integers(1, 6)), room)
     scheduler = ListScheduler(tested, PLAIN)
     for seed in range(5):
-        length, order = scheduler.run(replace(Shape.random(scheduler.legs, Random(seed)), spare=0.0))
+        length, order = scheduler.run(replace(PriorityParams.random(scheduler.legs, Random(seed)), spare=0.0))
         assert length < NEVER
         assert tested.fits(tested.schedule("listed", order))
 
@@ -113,7 +113,7 @@ def test_list_scheduling_fills_the_limit_if_another_microbatch_can_go_on() -> No
     """4 ranks with room for 2 microbatches: it took 35 when each F kept room for its own microbatch."""
     tested = problem(Placement.v(4), microbatches=8, limit=2)
     scheduler = ListScheduler(tested, PLAIN)
-    assert scheduler.run(Shape.plain(scheduler.legs))[0] == 30
+    assert scheduler.run(PriorityParams.plain(scheduler.legs))[0] == 30
     assert tested.lower_bound == 29.5
 
 
@@ -417,7 +417,7 @@ def test_machine_code_gives_the_same_results(freed_by_i: float) -> None:
     def results(engine: Engine) -> tuple[object, ...]:
         job = engine.prepare(tested.job)
         scheduler = ListScheduler(tested, engine)
-        length, order = scheduler.run(Shape.plain(scheduler.legs))
+        length, order = scheduler.run(PriorityParams.plain(scheduler.legs))
         annealed = engine.anneal(job, engine.integers(order), 0.0, 0.1, 100_000, 7)
         return length, order, scheduler.justify(order), annealed
 
@@ -551,7 +551,7 @@ def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) 
     placement = data.draw(placements(max_ranks=3))
     tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 6)), 2.0)
     scheduler = ListScheduler(tested, PLAIN)
-    before, order = scheduler.run(Shape.plain(scheduler.legs))
+    before, order = scheduler.run(PriorityParams.plain(scheduler.legs))
     length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 20_000, data.draw(st.integers(1, 99)))
     schedule = tested.schedule("annealed", better)
     check_schedule(schedule)

@@ -23,7 +23,7 @@ import zbpipe
 from zbpipe import CostModel, Link, Placement, Schedule
 from zbpipe.drift import CALIBRATION
 from zbpipe.job_costs import JobCosts
-from zbpipe.planner.elsewhere import _on, faster_elsewhere, uneven_stages
+from zbpipe.planner.placement_advice import _on, advise_placement, uneven_stages
 
 SLOW_FROM = 45
 QUIET = CALIBRATION + 5
@@ -110,7 +110,7 @@ def test_another_placement_is_told_if_it_is_faster() -> None:
     uneven = (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0)
     job = measured(4, f=uneven, i=uneven, w=uneven)
     here = zbpipe.plan(4, 8, job, budget=1e5).makespan
-    found = faster_elsewhere(8, job, here, budget=1e5)
+    found = advise_placement(8, job, here, budget=1e5)
     assert found is not None
     assert found.schedule.placement != Placement.v(4)
     assert "less than now" in found.words
@@ -121,7 +121,7 @@ def test_another_placement_is_told_if_it_is_faster() -> None:
 def test_no_other_placement_is_told_if_it_gains_little() -> None:
     job = measured(4)
     here = zbpipe.plan(4, 8, job, budget=1e5).makespan
-    assert faster_elsewhere(8, job, here, budget=1e5) is None
+    assert advise_placement(8, job, here, budget=1e5) is None
 
 
 def test_ranks_with_no_link_measured_have_the_slowest() -> None:

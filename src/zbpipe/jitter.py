@@ -242,7 +242,7 @@ def step_times(
         raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
     _require_ranks(schedule.num_ranks, jitter)
     costs = as_cost_model(costs, schedule.placement)
-    return StepTimes(_simulate(schedule, costs, Luck(schedule.num_ranks, jitter, draws, seed)))
+    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.num_ranks, jitter, draws, seed)))
 
 
 def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
@@ -251,7 +251,7 @@ def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
         raise ValueError(f"jitter names rank {strangers[0]}, but there are ranks 0 to {num_ranks - 1}")
 
 
-class Luck:
+class RandomTimes:
     """The random times of all draws. Each op and each message has its own, whatever else is drawn."""
 
     def __init__(self, num_ranks: int, jitter: Jitter, draws: int, seed: int) -> None:
@@ -309,7 +309,7 @@ def _lognormal(random: np.random.Generator, deviation: float, draws: int) -> Sec
     return np.exp(random.normal(-variance / 2, sqrt(variance), draws))
 
 
-def _simulate(schedule: Schedule, costs: CostModel, luck: Luck) -> Seconds:
+def _simulate(schedule: Schedule, costs: CostModel, luck: RandomTimes) -> Seconds:
     """The ends of a step: as `zbpipe.simulation` runs it, with an array in place of each time."""
     rank_of = schedule.placement.rank_of
 

@@ -20,7 +20,7 @@ from zbpipe.registry import register
     by_checkpointing=True,
 )
 def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
-    """The best of lean forms of VHalf and of list scheduling within (p + 2) // 2 of 1F1B's p activations.
+    """The best of lean forms of VHalf and of a short search within (p + 2) // 2 of 1F1B's p activations.
 
     What ops need only while they run comes on top. Where VHalf with whole backwards takes more, that is the limit.
 

@@ -21,7 +21,7 @@ from zbpipe.registry import register
     by_checkpointing=True,
 )
 def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
-    """The best of lean forms of VMin and of list scheduling within (p + 4) // 3 of 1F1B's p activations.
+    """The best of lean forms of VMin and of a short search within (p + 4) // 3 of 1F1B's p activations.
 
     What ops need only while they run comes on top. Where VMin with whole backwards takes more, that is the limit.
 

@@ -21,7 +21,7 @@ from zbpipe.registry import register
 def zbh1_lean(
     ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
 ) -> Schedule:
-    """The best of lean forms of ZBH1 and of list scheduling, by the synchronous step: never longer than 1F1B.
+    """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 
         >>> print(zbh1_lean(2, 2))
         rank 0: 0F0 0F1 0B0 0I1 0W1

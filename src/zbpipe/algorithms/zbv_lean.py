@@ -27,7 +27,7 @@ from zbpipe.registry import register
 def zbv_lean(
     ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
 ) -> Schedule:
-    """The best of lean forms of known schedules and of list scheduling, by the synchronous step.
+    """The best of lean forms of known schedules and of a short search, by the synchronous step.
 
         >>> print(zbv_lean(2, 2))
         rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1

@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from zbpipe.planner import draws, kernel
+from zbpipe.planner import kernel, samples
 from zbpipe.planner.kernel import Job
+
+_FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
+"""The sequences of a `Job` that hold no whole numbers."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of `kernel` and `draws` that a search calls, and how to make their sequences from lists."""
+    """The functions of `kernel` and `samples` that a search calls, and how to make their sequences from lists."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
     anneal: Callable[..., tuple[float, list[int], int]]
-    anneal_in_draws: Callable[..., tuple[float, list[int]]]
+    anneal_in_samples: Callable[..., tuple[float, list[int]]]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
     rows: Callable[[Sequence[Sequence[float]]], Any]
@@ -31,22 +34,9 @@ class Engine:
 
     def prepare(self, job: Job) -> Job:
         """The job with the sequences that the loops take."""
-        return Job(
-            job.ranks,
-            job.microbatches,
-            self.integers(job.rank),
-            self.integers(job.feeder),
-            self.integers(job.after),
-            self.floats(job.lag),
-            self.integers(job.fed),
-            self.floats(job.seconds),
-            self.floats(job.takes),
-            self.floats(job.needs),
-            self.floats(job.full),
-            self.floats(job.reserve),
-            self.floats(job.ahead),
-            self.floats(job.limit),
-            self.floats(job.origin),
+        return job._replace(
+            **{name: self.integers(getattr(job, name)) for name in ("rank", "feeder", "after", "fed")},
+            **{name: self.floats(getattr(job, name)) for name in _FLOATS},
         )
 
 
@@ -55,7 +45,7 @@ def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 PLAIN = Engine(
-    kernel.list_schedule, kernel.justify, kernel.anneal, draws.anneal_in_draws, list, list, _lists, compiled=False
+    kernel.list_schedule, kernel.justify, kernel.anneal, samples.anneal_in_samples, list, list, _lists, compiled=False
 )
 
 
@@ -68,14 +58,14 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for helper in (*kernel.HELPERS, *draws.HELPERS):
+    for helper in (*kernel.HELPERS, *samples.HELPERS):
         numba.extending.register_jitable(helper)
     jit = numba.njit(cache=True)
     return Engine(
         jit(kernel.list_schedule),
         jit(kernel.justify),
         jit(kernel.anneal),
-        jit(draws.anneal_in_draws),
+        jit(samples.anneal_in_samples),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
         lambda rows: np.array(rows, dtype=np.float64),

@@ -19,7 +19,7 @@ from zbpipe.planner.problem import Problem
 
 
 @dataclass(frozen=True)
-class Shape:
+class PriorityParams:
     """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
 
     forward: tuple[float, ...]
@@ -44,12 +44,12 @@ class Shape:
     """By leg: B runs in place of I and W if they would leave less room than this, in activations of its stage."""
 
     @classmethod
-    def plain(cls, legs: int) -> Shape:
+    def plain(cls, legs: int) -> PriorityParams:
         """A microbatch that nothing holds up, with W one interval after I."""
         return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs, lean=(0.0,) * legs)
 
     @classmethod
-    def random(cls, legs: int, random: Random, *, merges: bool = False) -> Shape:
+    def random(cls, legs: int, random: Random, *, merges: bool = False) -> PriorityParams:
         """Any shape that may be good, and lean if B `merges` I and W; the ranges were chosen by hand, not tuned."""
 
         def draw(low: float, high: float) -> tuple[float, ...]:
@@ -68,13 +68,13 @@ class Shape:
             lean=tuple(_leanness(random) for _ in range(legs)) if merges else (0.0,) * legs,
         )
 
-    def vary(self, random: Random, *, merges: bool = False) -> Shape:
+    def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
         """A shape like this one: about a quarter of its numbers change; steps and chances were chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
 
-        return Shape(
+        return PriorityParams(
             forward=near(self.forward, 0.7),
             backward=near(self.backward, 0.7),
             turn_forward=near(self.turn_forward, 1),
@@ -118,7 +118,7 @@ class ListScheduler:
         self.weight = max(problem.job.seconds[2::3])
         self.merges = any(problem.merges)
 
-    def run(self, shape: Shape, cutoff: float = NEVER) -> tuple[float, list[int]]:
+    def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
         """The length and the order that a shape gives; infinity if it is not below `cutoff`."""
         return self.engine.list_schedule(
             self.job._replace(needs=self.engine.floats(self._needs(shape.spare))),
@@ -160,7 +160,7 @@ class ListScheduler:
             for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * takes[3 * stage], 0.0)
         ]
 
-    def _urgency(self, shape: Shape) -> list[float]:
+    def _urgency(self, shape: PriorityParams) -> list[float]:
         job, leg = self.problem.job, self.leg
         last = len(leg) - 1
         urgency = [0.0] * len(job.rank)

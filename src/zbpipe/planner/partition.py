@@ -12,7 +12,7 @@ from zbpipe.ir import Placement
 from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
-from zbpipe.planner.search import Progress
+from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import fits, plan_stages, problem_of
 from zbpipe.transport import Transport
 
@@ -70,7 +70,7 @@ def split_layers(
     placement: Placement,
     *,
     tries: int | None = None,
-    progress: Progress = lambda share, best: None,
+    progress: Progress = report_nothing,
 ) -> Split:
     """The split with the shortest step on one placement, as far as short searches show.
 
@@ -142,7 +142,7 @@ class _Trials:
             return inf
         stages = self.costs.stages(split_of(sizes))
         request = replace(self.request, budget=effort * 3 * stages.num_stages * self.request.microbatches)
-        return plan_stages(request, lambda placement: stages, lambda share, best: None).reached
+        return plan_stages(request, lambda placement: stages).reached
 
     def _heavy_and_light(self, sizes: Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""

@@ -18,7 +18,7 @@ from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, named_placements, require_job
 from zbpipe.planner.result import Plan
-from zbpipe.planner.search import Progress
+from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import plan_stages
 from zbpipe.transport import Transport
 
@@ -128,7 +128,7 @@ def plan(
         exact,
         Transport.IDEAL if transport is None else Transport.parse(transport),
     )
-    report = progress or _silent
+    report = progress or report_nothing
     wanted = Offload.parse(offload)
     if wanted is not None and objective == "period":
         raise ValueError(
@@ -195,7 +195,3 @@ def _costs_of(costs: Any) -> CostsOf:
             raise TypeError(f"the function given as costs, called with a placement: {error}") from error
 
     return called
-
-
-def _silent(share: float, best: float) -> None:
-    pass

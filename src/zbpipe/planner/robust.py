@@ -2,7 +2,7 @@
 
 A message that comes late is the same to who waits as one that takes long. So the search runs several times with links
 that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. The
-best of what it finds, and of the named schedules, are annealed in many draws of the times at once, which moves the
+best of what it finds, and of the named schedules, are annealed in many samples of the times at once, which moves the
 slack to where it is worth most. What is best then, in a simulation with other random times, wins (`zbpipe.jitter`).
 PipeMorph (2504.19232) shows what slack is worth where links are late.
 """
@@ -19,13 +19,13 @@ import numpy as np
 from zbpipe.baseline import CostsOf
 from zbpipe.costs import ROUNDING, CostModel, Link
 from zbpipe.ir import Op, Placement, Schedule
-from zbpipe.jitter import Jitter, Luck, Seconds, StepTimes, step_times
-from zbpipe.planner.draws import Draws
+from zbpipe.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
 from zbpipe.planner.engine import Engine, fastest
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import KINDS, Problem
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
+from zbpipe.planner.samples import Samples
 from zbpipe.planner.search import Progress
 from zbpipe.planner.stages import default_budget, named_schedules, plan_stages, problem_of
 from zbpipe.simulation import simulate
@@ -33,24 +33,24 @@ from zbpipe.transport import Transport
 
 _SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
 """How many times what is to be expected is added to each link. Chosen by hand: more makes steps longer."""
-_DRAWS = 300
+_SAMPLES = 300
 """Steps to compare candidates by."""
 _FINALISTS = 4
 """Candidates that are annealed."""
-ANNEALING_DRAWS = 128
-"""Draws that they are annealed for. With fewer of them an order suits these and no others."""
+ANNEALING_SAMPLES = 128
+"""Samples that they are annealed for. With fewer of them an order suits these and no others."""
 _ANNEALING = 24
-"""Ops to time for each op of the budget, all draws counted: each takes a tenth of the time, since draws are side by
+"""Ops to time for each op of the budget, all samples counted: each takes a tenth of the time, since samples are side by
 side. So annealing takes two to three times as long as the searches before it."""
 _HEAT = 1.0
 """What a move may lose at the start, in mean times of an op. Chosen by hand: a fifth and four times as much do well,
 too."""
 _SEARCHING = 0.3
 """Of all the work, for the progress."""
-_BY = "annealing in draws"
-_FINAL_DRAWS = 2000
+_BY = "annealing in samples"
+_FINAL_SAMPLES = 2000
 _SEED, ANNEALING_SEED = 1, 2
-"""Of the draws; users who look at a plan with another one see other luck."""
+"""Of the samples; users who look at a plan with another one see other times."""
 
 
 def plan_robust(
@@ -118,14 +118,14 @@ def _candidates(
         one = replace(request.part(searches), placements={name: placement})
         for slack in _SLACKS:
             slower = with_slack(placement, problem.costs, jitter, slack)
-            plan = plan_stages(one, lambda _, costs=slower: costs, lambda share, best: None)  # type: ignore[misc]
+            plan = plan_stages(one, lambda _, costs=slower: costs)  # type: ignore[misc]
             done += 1
             progress(_SEARCHING * done / searches, plan.makespan)
             yield _Candidate(problem, plan.schedule, f"{plan.found_by}, with slack" if slack else plan.found_by)
 
 
 class Annealing:
-    """Annealing in draws: the best candidates for a while, and then the best of them."""
+    """Annealing in samples: the best candidates for a while, and then the best of them."""
 
     def __init__(self, request: Request, jitter: Jitter, quantile: float, longest: float, progress: Progress) -> None:
         self.request = request
@@ -136,24 +136,24 @@ class Annealing:
 
     def run(self, candidates: Sequence[_Candidate]) -> tuple[_Candidate, StepTimes]:
         """The best candidate or what annealing has made of it, and how long its steps take."""
-        several = [each for each, _ in self.best_first(candidates, _DRAWS)[:_FINALISTS]]
+        several = [each for each, _ in self.best_first(candidates, _SAMPLES)[:_FINALISTS]]
         for number, each in enumerate(tuple(several)):
             several.append(self.anneal(each, 0.5 / _FINALISTS))
             self.progress(_SEARCHING + (1 - _SEARCHING) * 0.5 * (number + 1) / _FINALISTS, several[-1].makespan)
-        best, _ = self.best_first(several, _FINAL_DRAWS)[0]
-        return self.best_first([best, self.anneal(best, 0.5)], _FINAL_DRAWS)[0]
+        best, _ = self.best_first(several, _FINAL_SAMPLES)[0]
+        return self.best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
 
-    def best_first(self, candidates: Sequence[_Candidate], draws: int) -> list[tuple[_Candidate, StepTimes]]:
+    def best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
         """With their step times; of equal schedules the first."""
         others = {each.schedule: each for each in reversed(candidates)}
         times = [
-            (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=draws, seed=_SEED))
+            (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=samples, seed=_SEED))
             for each in others.values()
         ]
         return sorted(times, key=lambda pair: pair[1].quantile(self.quantile))
 
     def anneal(self, start: _Candidate, share: float) -> _Candidate:
-        """What this share of the work makes of it; it does not have to be better in other draws."""
+        """What this share of the work makes of it; it does not have to be better in other samples."""
         problem, engine = start.problem, fastest()
         budget = self.request.budget or self.request.share * default_budget([problem], engine)
         _, order = self.order(problem, start.schedule, engine, share * _ANNEALING * budget)
@@ -163,10 +163,10 @@ class Annealing:
     def order(self, problem: Problem, start: Schedule, engine: Engine, work: float) -> tuple[float, list[int]]:
         """What is minimised, and the order that has it."""
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
-        rows = [[0.0] * (ANNEALING_DRAWS + 1)] * problem.num_ops
-        return engine.anneal_in_draws(
+        rows = [[0.0] * (ANNEALING_SAMPLES + 1)] * problem.num_ops
+        return engine.anneal_in_samples(
             engine.prepare(problem.job),
-            self.draws(problem, engine),
+            self.samples(problem, engine),
             engine.integers(problem.order(start)),
             engine.rows(rows),
             engine.rows(rows),
@@ -175,10 +175,10 @@ class Annealing:
             self.request.seed % 2147483646 + 1,
         )
 
-    def draws(self, problem: Problem, engine: Engine) -> Draws:
+    def samples(self, problem: Problem, engine: Engine) -> Samples:
         """The times to anneal for: first those where nothing varies."""
         job, costs, rank_of = problem.job, problem.costs, problem.placement.rank_of
-        luck = Luck(problem.placement.num_ranks, self.jitter, ANNEALING_DRAWS, ANNEALING_SEED)
+        times = RandomTimes(problem.placement.num_ranks, self.jitter, ANNEALING_SAMPLES, ANNEALING_SEED)
         seconds, lag = [], []
         for node, feeder in enumerate(job.feeder):
             stage, kind = divmod(node, 3)
@@ -187,14 +187,14 @@ class Annealing:
             usual, late = costs.seconds(stage, KINDS[kind]), costs.transfer(*ranks) if sent else 0.0
             for microbatch in range(problem.num_microbatches):
                 op = Op(stage, KINDS[kind], microbatch)
-                seconds.append(_row(usual, luck.seconds(op, rank_of[stage], usual)))
-                lag.append(_row(late, luck.transfer(op, ranks, late) if sent else 0.0))
+                seconds.append(_row(usual, times.seconds(op, rank_of[stage], usual)))
+                lag.append(_row(late, times.transfer(op, ranks, late) if sent else 0.0))
         most = min(self.longest, NEVER)
-        return Draws(engine.rows(seconds), engine.rows(lag), NormalDist().inv_cdf(self.quantile), most)
+        return Samples(engine.rows(seconds), engine.rows(lag), NormalDist().inv_cdf(self.quantile), most)
 
 
-def _row(usual: float, drawn: Seconds | float) -> list[float]:
-    return [usual, *np.broadcast_to(drawn, ANNEALING_DRAWS).tolist()]
+def _row(usual: float, sampled: Seconds | float) -> list[float]:
+    return [usual, *np.broadcast_to(sampled, ANNEALING_SAMPLES).tolist()]
 
 
 def with_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:

@@ -10,7 +10,7 @@ from random import Random
 from zbpipe.costs import ROUNDING, CostModel, least_room, rank_shares
 from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.engine import PLAIN, Engine
-from zbpipe.planner.greedy import ListScheduler, Shape
+from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.running_ahead import period_of
@@ -20,27 +20,47 @@ from zbpipe.timeline import Timeline
 Progress = Callable[[float, float], None]
 """Called with the share of the work that is done, and the shortest time found so far in seconds."""
 
+
+def report_nothing(share: float, best: float) -> None:
+    """The progress of searches that nobody watches."""
+
+
 # The constants were chosen by hand, then checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7. The
 # mean gap to the bound is 0.92% with these, and 0.92 to 1.19% if one of them is halved or doubled, or nearly so.
 _LISTING = 10
 """Work of placing one op by list scheduling, in ops that annealing times. Timed with numba: 6 to 16."""
 _JUSTIFYING = 40
 """The same of justifying one op. Timed with numba: 19 and more, by how many ops can move."""
+_LEAST_CLIMB = 2 * (_LISTING + _JUSTIFYING)
+"""Work that each climb may spend on one op however small the budget is."""
 _PROMISING = 1.04
 """A list is justified if it is at most this much longer than the shortest one."""
-_CLIMBS = 4
-"""How often list scheduling starts again on each placement."""
-_ROUNDS = 3
-"""Of annealing before the last one: 8 orders, then 4, then 2."""
 _SHARE_OF_SHAPES = 0.4
 """Of the budget, for list scheduling."""
 _WORTH = 1.1
 """An order is annealed if it is at most this much longer than the best one."""
-_HEAT = 0.08
-"""What annealing may lose in one move at the start, in mean times of an op, if it times each op 1000 times. It grows
-with the root of that number, because more time to cool down allows a hotter start."""
 _MOST_HEAT = 0.4
-"""The most that it may lose in one move, in the same unit."""
+"""The most that annealing may lose in one move, in mean times of an op."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How a search spends its budget."""
+
+    climbs: int = 4
+    """How often list scheduling starts again on each placement."""
+    rounds: int = 3
+    """Rounds of annealing before the last one: 8 orders, then 4, then 2."""
+    heat: float = 0.08
+    """What annealing may lose in one move at the start, in mean times of an op, if it times each op 1000 times. It
+    grows with the root of that number, because more time to cool down allows a hotter start."""
+
+    @classmethod
+    def quick(cls, budget: float, num_ops: int) -> Effort:
+        """For budgets of a fraction of a second. Without heat, all machines find the same: logarithms may differ."""
+        affordable = int(_SHARE_OF_SHAPES * budget / (_LEAST_CLIMB * num_ops))
+        climbs = min(max(affordable, 1), cls.climbs)
+        return cls(climbs, rounds=min(climbs - 1, 1), heat=0.0)
 
 
 @dataclass(frozen=True)
@@ -59,13 +79,21 @@ class Search:
     """One search over several placements, with a budget that counts ops placed and timed."""
 
     def __init__(
-        self, problems: Sequence[Problem], budget: float, seed: int, engine: Engine, progress: Progress
+        self,
+        problems: Sequence[Problem],
+        budget: float,
+        engine: Engine,
+        *,
+        seed: int = 1,
+        effort: Effort = Effort(),
+        progress: Progress = report_nothing,
     ) -> None:
         self.problems = problems
         self.engine = engine
         self.budget = budget
         self.left = budget
         self.random = Random(seed)
+        self.effort = effort
         self.progress = progress
         self.best: Found | None = None
         self.by_placement: dict[str, Found] = {}
@@ -78,7 +106,7 @@ class Search:
         found = [self.keep(*seed) for seed in seeds]
         schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
-        for climbs in reversed(range(1, _CLIMBS + 1)):
+        for climbs in reversed(range(1, self.effort.climbs + 1)):
             budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
             for problem in waiting:
                 if problem.lower_bound * (1 + ROUNDING) >= self.shortest:
@@ -92,8 +120,8 @@ class Search:
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
         """The best order of list scheduling: random shapes first, then more and more variations of the best one."""
-        budget = max(budget, 2 * (_LISTING + _JUSTIFYING) * problem.num_ops)
-        best, begin = Shape.plain(scheduler.legs), self.left
+        budget = max(budget, _LEAST_CLIMB * problem.num_ops)
+        best, begin = PriorityParams.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
         if shortest == NEVER:
             order = problem.one_by_one()
@@ -102,7 +130,7 @@ class Search:
         while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
             fresh = spent < budget / 4 or self.random.random() < 0.1
             shape = (
-                Shape.random(scheduler.legs, self.random, merges=scheduler.merges)
+                PriorityParams.random(scheduler.legs, self.random, merges=scheduler.merges)
                 if fresh
                 else best.vary(self.random, merges=scheduler.merges)
             )
@@ -119,8 +147,7 @@ class Search:
 
     def race(self, found: list[Found]) -> Found:
         """Anneal the best 8 for a while, then the better half for longer, and the best until the budget is used up."""
-        rounds = _ROUNDS
-        for rest in reversed(range(rounds + 1)):
+        for rest in reversed(range(self.effort.rounds + 1)):
             worth = [
                 each
                 for each in found
@@ -139,7 +166,7 @@ class Search:
         """The same or a better order."""
         problem = start.problem
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
-        heat = mean * min(_HEAT * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
+        heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
         job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
         _, order, done = self.engine.anneal(
             job,

@@ -16,7 +16,7 @@ from zbpipe.planner.exact import prove
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
-from zbpipe.planner.search import Found, Progress, Search
+from zbpipe.planner.search import Found, Progress, Search, report_nothing
 from zbpipe.running_ahead import period_of
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
@@ -26,7 +26,7 @@ _MOST_CANDIDATES = 64
 """Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
 
 
-def plan_stages(request: Request, costs_of: CostsOf, progress: Progress) -> Plan:
+def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
     """The best schedule found for these stages.
 
     Args:
@@ -42,7 +42,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress) -> Plan
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
-    search = Search(problems, budget, request.seed, engine, progress)
+    search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(named_schedules(problems))
     bounds = {problem.name: problem.lower_bound for problem in problems}
     if request.exact:

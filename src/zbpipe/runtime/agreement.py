@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from zbpipe.runtime import _torch
 from zbpipe.runtime.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.logs import name_ranks
 
+Answer = TypeVar("Answer")
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
 
@@ -91,8 +94,39 @@ def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         _exchange(_REFUSED, "", group, device)
 
 
+def first_answer(question: str, find: Callable[[], Answer]) -> Answer:
+    """What the first rank that asks finds, on all ranks of the job that ask the same: the others wait for it.
+
+    What a search finds depends on the machine: with numba it looks at more. The rank that searches waits for no other,
+    so ranks may ask at any time, or not at all.
+
+    Args:
+        question: all that the answer depends on.
+        find: called on the first rank that asks; without process groups, on all.
+
+    Raises:
+        ValueError: on all ranks that ask, if `find` raises one.
+        RuntimeError: the same, for any other exception.
+    """
+    if not dist.is_initialized() or is_alone(None):
+        return find()
+    store, key = _torch.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
+    if store.add(f"{key}/asked", 1) == 1:
+        store.set(key, pickle.dumps(_found_or_error(find)))
+    found: Answer | Exception = pickle.loads(store.get(key))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _found_or_error(find: Callable[[], Answer]) -> Answer | Exception:
+    try:
+        return find()
+    except Exception as error:  # the other ranks wait for an answer, whatever it is
+        return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
+
+
 def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` (None: the job) has no other ranks; with the backend "fake" there are none."""
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 

@@ -21,11 +21,11 @@ from zbpipe.job_costs import JobCosts
 from zbpipe.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.offloading import Offload
 from zbpipe.offloading import offload as offloaded
-from zbpipe.planner.elsewhere import faster_elsewhere, uneven_stages
+from zbpipe.planner.placement_advice import advise_placement, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.registry import resolve
-from zbpipe.runtime import _torch, arguments, checks
+from zbpipe.runtime import _torch, agreement, arguments, checks
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
@@ -65,7 +65,7 @@ class AutoOutcome:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The plan, as the first rank sends it to all others."""
+    """The plan, as the rank that searches gives it to all others."""
 
     table: str
     """As CSV."""
@@ -171,7 +171,6 @@ class AutoSchedule(RegisteredSchedule):
         lean = self._lean(number, self._known)
         if self._chose_lean:
             return lean
-        # All ranks search alike, so they find the same.
         found = self._search(JobCosts(self._known), self._limits(number, self._known), number)
         is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
         return Schedule.from_csv(found.table, "plan") if is_better else lean
@@ -197,8 +196,8 @@ class AutoSchedule(RegisteredSchedule):
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(records)
-        proposal = self._from_first_rank(lambda: self._search(costs, limits, number))
-        self._tell_elsewhere(
+        proposal = self._search(costs, limits, number)
+        self._advise_placement(
             replace(costs, placement=self.placement, memory_limit=limits), min(proposal.expected, expected)
         )
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
@@ -231,13 +230,13 @@ class AutoSchedule(RegisteredSchedule):
             seconds = min(filter(None, (outcome.measured_before, outcome.measured_after)))
             watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
 
-    def _tell_elsewhere(self, job: JobCosts, here: float) -> None:
+    def _advise_placement(self, job: JobCosts, here: float) -> None:
         """Say on the first rank which placement would be faster than `here` seconds, and write its plan."""
         if dist.get_rank(self._group) != 0 or self._offload:
             return
         if words := uneven_stages(job):
             self._log(words)
-        found = faster_elsewhere(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
+        found = advise_placement(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
         if found is None:
             return
         self._log(found.words)
@@ -249,19 +248,12 @@ class AutoSchedule(RegisteredSchedule):
                 logger.warning("the plan for another placement cannot be written: %s", error)
 
     def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
-        budget = self._budget_for(num_microbatches)
-        try:
-            job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
-            objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
-            size = self.placement.num_ranks, num_microbatches
-            found = plan(*size, job, budget=budget, objective=objective, offload=self._offload)
-        except ValueError as error:
-            return _Proposal("", float("inf"), f"there is no plan: {error}")
-        words = (
-            f"the plan found by {found.found_by} should take {found.reached:.4g} s, at most {found.gap:.1%} more than"
-            f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
-        )
-        return _Proposal(found.schedule.to_csv(), found.makespan, words)
+        """The plan, the same on all ranks."""
+        job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
+        objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
+        size = self.placement.num_ranks, num_microbatches, job
+        wanted = {"budget": self._budget_for(num_microbatches), "objective": objective, "offload": self._offload}
+        return agreement.first_answer(f"Auto {size} {wanted}", lambda: _proposal(*size, **wanted))
 
     def _budget_for(self, num_microbatches: int) -> float | None:
         num_ops = 3 * self.placement.num_stages * num_microbatches
@@ -273,12 +265,6 @@ class AutoSchedule(RegisteredSchedule):
         by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(by_rank, mine, group=self._group)
         return float(median(map(max, zip(*by_rank, strict=True))))
-
-    def _from_first_rank(self, make: Callable[[], _Proposal]) -> _Proposal:
-        made: list[Any] = [make() if dist.get_rank(self._group) == 0 else None]
-        dist.broadcast_object_list(made, group=self._group, group_src=0)
-        proposal: _Proposal = made[0]
-        return proposal
 
     def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
@@ -319,6 +305,18 @@ class _InTurn(Watcher):
         if not self._coming:
             _, *records = self._records
             self._done(records[::2], records[1::2])
+
+
+def _proposal(*size: Any, **wanted: Any) -> _Proposal:
+    try:
+        found = plan(*size, **wanted)
+    except ValueError as error:
+        return _Proposal("", float("inf"), f"there is no plan: {error}")
+    words = (
+        f"the plan found by {found.found_by} should take {found.reached:.4g} s, at most {found.gap:.1%} more than"
+        f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
+    )
+    return _Proposal(found.schedule.to_csv(), found.makespan, words)
 
 
 def memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:

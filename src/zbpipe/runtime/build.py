@@ -17,7 +17,7 @@ from zbpipe.ir import Schedule
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.registry import Algorithm, resolve
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import _torch, agreement, checks
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.split import stage as split
 
@@ -82,7 +82,7 @@ def build_pipeline_schedule(
 
 
 def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
-    """The plan for this number of microbatches. All ranks search alike, so they find the same."""
+    """The plan for this number of microbatches, the same on all ranks."""
     planned = plan.schedule
     if microbatches == planned.num_microbatches:
         return planned
@@ -91,11 +91,13 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
             f"{planned.name} is for {planned.num_microbatches} microbatches and copies to the host, and a step has"
             f" {microbatches}: let the schedule adopt a plan for this number before"
         )
-    costs, placements = plan.timeline.costs, [planned.placement]
-    found = search(
-        ranks, microbatches, costs, memory_limit=plan.limits, placements=placements, objective=plan.objective
-    )
-    return found.schedule
+    size = ranks, microbatches, plan.timeline.costs
+    wanted: dict[str, Any] = {
+        "memory_limit": plan.limits,
+        "placements": [planned.placement],
+        "objective": plan.objective,
+    }
+    return agreement.first_answer(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(

@@ -197,7 +197,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
             schedule.prepare(8, 12)
 
-        Each rank does it alone; it sends nothing.
+        Each rank may do it by itself: it sends no message.
 
         Raises:
             ValueError: numbers below 1, or there is no schedule for a number (see `adopt`).
@@ -217,7 +217,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def for_microbatches(self, number: int) -> Schedule:
         """What a step with so many microbatches runs: what was adopted for it, else what is made for it.
 
-        All ranks make it by themselves, at the first such step.
+        It is made at the first such step.
 
         Raises:
             ValueError: there is no such schedule, for example because the one that runs is a table.

@@ -1,7 +1,7 @@
-"""Annealing where times vary: an order of ops is judged by how long a synchronous step takes in many draws at once.
+"""Annealing where times vary: an order of ops is judged by how long a synchronous step takes in many random samples.
 
-As in `kernel`, on plain numbers, and as machine code where numba is installed. Each move is timed in all draws, so the
-innermost loops go over the draws of one op, whose numbers lie side by side.
+As in `kernel`, on plain numbers, and as machine code where numba is installed. Each move is timed in all samples, so
+the innermost loops go over the samples of one op, whose numbers lie side by side.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, fold, l
 Rows = Sequence[Floats]
 
 
-class Draws(NamedTuple):
-    """What the ops of a job take in each draw: by op, then by draw. In draw 0 nothing varies."""
+class Samples(NamedTuple):
+    """What the ops of a job take in each sample: by op, then by sample. In sample 0 nothing varies."""
 
     seconds: Rows
     lag: Rows
     """Seconds from the end of the op that feeds it until its result has arrived."""
     deviations: float
-    """What is minimised is the mean of all draws but 0, and so many standard deviations."""
+    """What is minimised is the mean of all samples but 0, and so many standard deviations."""
     most: float
-    """Seconds that a step may take in draw 0."""
+    """Seconds that a step may take in sample 0."""
 
 
-def anneal_in_draws(
+def anneal_in_samples(
     job: Job,
-    draws: Draws,
+    samples: Samples,
     start: Ints,
     end: list[list[float]],
     trial: list[list[float]],
@@ -38,16 +38,16 @@ def anneal_in_draws(
     work: int,
     seed: int,
 ) -> tuple[float, list[int]]:
-    """Move ops of the critical path of one draw after the other, and keep what is not worse, or not much.
+    """Move ops of the critical path of one sample after the other, and keep what is not worse, or not much.
 
     Args:
         job: what to schedule.
-        draws: what its ops take.
-        start: a sound order within the limits, which takes no more than `most` in draw 0.
-        end: room for one number for each op and draw.
+        samples: what its ops take.
+        start: a sound order within the limits, which takes no more than `most` in sample 0.
+        end: room for one number for each op and sample.
         trial: the same.
         heat: seconds that one move may lose at the start; it falls to zero.
-        work: how many ops to time before it ends; the same op counts in each draw.
+        work: how many ops to time before it ends; the same op counts in each sample.
         seed: of the random numbers, 1 to 2147483646.
 
     Returns:
@@ -56,26 +56,26 @@ def anneal_in_draws(
     total = len(start)
     merges = min(job.full) < NEVER
     lists = link(job, start)
-    count = len(draws.seconds[0])
+    count = len(samples.seconds[0])
     path = [0 for _ in range(0)]
-    retime(job, draws, lists, 0, end, trial)
+    retime(job, samples, lists, 0, end, trial)
     copy_from(lists, 0, trial, end)
-    length = judge(job, draws, lists, end)
+    length = judge(job, samples, lists, end)
     best, best_order, best_gone = length, list(lists.order), list(lists.gone)
     done, tries = total * count, 0
     while done < work:
         seed = seed * 48271 % 2147483647
         if tries % _TRIES == 0:
-            critical_in_draw(job, draws, lists, end, seed % count, path)
+            critical_in_sample(job, samples, lists, end, seed % count, path)
             done += len(path)
         tries += 1
         move, seed = some_move(job, lists, path, merges, seed)
         done += 10
         if move.kind == NONE:
             continue
-        retime(job, draws, lists, move.left, end, trial)
+        retime(job, samples, lists, move.left, end, trial)
         done += (total - move.left) * count
-        found = judge(job, draws, lists, trial)
+        found = judge(job, samples, lists, trial)
         seed = seed * 48271 % 2147483647
         if found > length - heat * (1.0 - done / work) * math.log(seed / 2147483647.0):
             undo(job, lists, move)
@@ -94,10 +94,12 @@ _TRIES = 8
 """Moves of the same critical path, if none is kept. Chosen by hand."""
 
 
-def retime(job: Job, draws: Draws, lists: Lists, left: int, end: list[list[float]], trial: list[list[float]]) -> None:
+def retime(
+    job: Job, samples: Samples, lists: Lists, left: int, end: list[list[float]], trial: list[list[float]]
+) -> None:
     """The ends of all ops from position `left` of the order on go to `trial`; those before it are in `end`."""
     order, place, before, gone = lists.order, lists.place, lists.before, lists.gone
-    microbatches, count = job.microbatches, len(draws.seconds[0])
+    microbatches, count = job.microbatches, len(samples.seconds[0])
     for position in range(left, len(order)):
         op = order[position]
         if gone[op]:
@@ -105,58 +107,58 @@ def retime(job: Job, draws: Draws, lists: Lists, left: int, end: list[list[float
         node = op // microbatches
         mine, previous, feeder = trial[op], before[op], job.feeder[node]
         if previous < 0:
-            for draw in range(count):
-                mine[draw] = 0.0
+            for sample in range(count):
+                mine[sample] = 0.0
         else:
             ready = trial[previous] if place[previous] >= left else end[previous]
-            for draw in range(count):
-                mine[draw] = ready[draw]
+            for sample in range(count):
+                mine[sample] = ready[sample]
         if feeder >= 0:
-            source, lag = op + (feeder - node) * microbatches, draws.lag[op]
+            source, lag = op + (feeder - node) * microbatches, samples.lag[op]
             ready = trial[source] if place[source] >= left else end[source]
-            for draw in range(count):
-                mine[draw] = max(mine[draw], ready[draw] + lag[draw])
-        seconds = draws.seconds[op]
-        for draw in range(count):
-            mine[draw] += seconds[draw]
+            for sample in range(count):
+                mine[sample] = max(mine[sample], ready[sample] + lag[sample])
+        seconds = samples.seconds[op]
+        for sample in range(count):
+            mine[sample] += seconds[sample]
         if node % 3 == 1 and gone[op + microbatches]:
-            seconds = draws.seconds[op + microbatches]
-            for draw in range(count):
-                mine[draw] += seconds[draw]
+            seconds = samples.seconds[op + microbatches]
+            for sample in range(count):
+                mine[sample] += seconds[sample]
 
 
-def judge(job: Job, draws: Draws, lists: Lists, end: Rows) -> float:
-    """What is minimised; `NEVER` if draw 0 takes too long."""
-    count = len(draws.seconds[0])
+def judge(job: Job, samples: Samples, lists: Lists, end: Rows) -> float:
+    """What is minimised; `NEVER` if sample 0 takes too long."""
+    count = len(samples.seconds[0])
     total = squares = 0.0
-    for draw in range(count):
+    for sample in range(count):
         length = 0.0
         for rank in range(job.ranks):
-            length = max(length, end[lists.last[rank]][draw])
-        if draw:
+            length = max(length, end[lists.last[rank]][sample])
+        if sample:
             total += length
             squares += length * length
-        elif length > draws.most:
+        elif length > samples.most:
             return NEVER
     mean = total / (count - 1)
-    return mean + draws.deviations * math.sqrt(max(squares / (count - 1) - mean * mean, 0.0))
+    return mean + samples.deviations * math.sqrt(max(squares / (count - 1) - mean * mean, 0.0))
 
 
 def copy_from(lists: Lists, left: int, source: Rows, target: list[list[float]]) -> None:
     """The ends of all ops from position `left` of the order on."""
     for position in range(left, len(lists.order)):
         ends, row = source[lists.order[position]], target[lists.order[position]]
-        for draw in range(len(row)):
-            row[draw] = ends[draw]
+        for sample in range(len(row)):
+            row[sample] = ends[sample]
 
 
-def critical_in_draw(job: Job, draws: Draws, lists: Lists, end: Rows, draw: int, path: list[int]) -> None:
-    """Fill `path` with a chain of ops that each wait for the next in it in this draw, from the one that ends last."""
+def critical_in_sample(job: Job, samples: Samples, lists: Lists, end: Rows, sample: int, path: list[int]) -> None:
+    """Fill `path` with a chain of ops that each wait for the next in it in this sample, from the one that ends last."""
     microbatches = job.microbatches
     worst, longest = 0, -1.0
     for rank in range(job.ranks):
-        if end[lists.last[rank]][draw] > longest:
-            worst, longest = rank, end[lists.last[rank]][draw]
+        if end[lists.last[rank]][sample] > longest:
+            worst, longest = rank, end[lists.last[rank]][sample]
     path.clear()
     op = lists.last[worst]
     while op >= 0:
@@ -165,10 +167,10 @@ def critical_in_draw(job: Job, draws: Draws, lists: Lists, end: Rows, draw: int,
         feeder = job.feeder[node]
         source = op + (feeder - node) * microbatches if feeder >= 0 else -1
         previous = lists.before[op]
-        if previous < 0 or (source >= 0 and end[source][draw] + draws.lag[op][draw] > end[previous][draw]):
+        if previous < 0 or (source >= 0 and end[source][sample] + samples.lag[op][sample] > end[previous][sample]):
             previous = source
         op = previous
 
 
-HELPERS = (retime, judge, copy_from, critical_in_draw)
-"""The functions that `anneal_in_draws` calls."""
+HELPERS = (retime, judge, copy_from, critical_in_sample)
+"""The functions that `anneal_in_samples` calls."""

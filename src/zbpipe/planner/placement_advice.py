@@ -16,7 +16,7 @@ _EVEN_ENOUGH = 1.05
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class PlacementAdvice:
     """A plan with another placement."""
 
     schedule: Schedule
@@ -24,7 +24,9 @@ class Elsewhere:
     """For a log."""
 
 
-def faster_elsewhere(microbatches: int, job: JobCosts, here: float, budget: float | None = None) -> Elsewhere | None:
+def advise_placement(
+    microbatches: int, job: JobCosts, here: float, budget: float | None = None
+) -> PlacementAdvice | None:
     """The fastest plan on another placement, if it is faster by more than a hundredth.
 
     Tried are those on which each rank has the same number of stages, and one stage a rank, which is two stages of the
@@ -42,7 +44,7 @@ def faster_elsewhere(microbatches: int, job: JobCosts, here: float, budget: floa
         TypeError: costs of layers, or no placement.
     """
     if not isinstance(job.costs, CostModel) or job.placement is None:
-        raise TypeError("faster_elsewhere needs the costs of stages and their placement")
+        raise TypeError("advise_placement needs the costs of stages and their placement")
     ranks = job.placement.num_ranks
     found = []
     for name, placement in sorted({name: place(ranks) for name, place in PLACEMENTS.items()}.items()):
@@ -60,7 +62,7 @@ def faster_elsewhere(microbatches: int, job: JobCosts, here: float, budget: floa
         return None
     seconds, name, schedule = min(found)
     words = f"with the placement {name!r} a step should take {seconds:.4g} s, {1 - seconds / here:.1%} less than now"
-    return Elsewhere(replace(schedule, name=f"plan-{name}"), words)
+    return PlacementAdvice(replace(schedule, name=f"plan-{name}"), words)
 
 
 def _on(placement: Placement, costs: CostModel) -> CostModel | None:
