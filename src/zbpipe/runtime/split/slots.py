@@ -171,15 +171,9 @@ class _ProductInSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        handle: SlotHandle,
-        x: Tensor,
-        weight: Tensor,
-        x_slot: Tensor,
-        y_slot: Tensor,
-        *more_with_slots: Tensor,
+        ctx: Any, handle: SlotHandle, x: Tensor, weight: Tensor, x_slot: Tensor, y_slot: Tensor, *more_slots: Tensor
     ) -> Tensor:
-        more = more_with_slots[::2]
+        more = more_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.handle = handle
         return _torch.without_base(handle.multiply(x, weight, more))
