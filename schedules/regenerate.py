@@ -6,9 +6,10 @@ import inspect
 import sys
 from pathlib import Path
 
+from zbpipe import generate
 from zbpipe.ir import OpKind
 from zbpipe.jitter import Jitter, step_times
-from zbpipe.registry import Algorithm, generate, lookup, schedules
+from zbpipe.registry import Algorithm, resolve, schedules
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.transformer import Checkpointing, typical_costs
@@ -73,7 +74,7 @@ def _beside_1f1b(name: str, checkpointing: Checkpointing) -> tuple[str, str]:
     """Step and memory."""
 
     def run(name: str) -> Timeline:
-        costs = typical_costs(lookup(name).place(PICTURED[0]), checkpointing)
+        costs = typical_costs(resolve(name).place(PICTURED[0]), checkpointing)
         return simulate(generate(name, *PICTURED, costs=costs), costs)
 
     found, usual = run(name), run("1F1B")
@@ -85,7 +86,7 @@ def _under_jitter(name: str) -> str:
     """The 95th percentile of the step, relative to 1F1B."""
 
     def p95(name: str) -> float:
-        costs = typical_costs(lookup(name).place(PICTURED[0]))
+        costs = typical_costs(resolve(name).place(PICTURED[0]))
         return step_times(generate(name, *PICTURED, costs=costs), costs, JITTER).p95
 
     return f"{p95(name) / p95('1F1B') - 1:+.0%}"

@@ -47,7 +47,7 @@ COMMANDS = ("list", "show", "simulate", "compare", "plan", "export", "validate")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write into, with a schedule for 3 ranks and 4 microbatches in mine.csv."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.csv").write_text(registry.generate("ZBV", 3, 4).to_csv())
+    (tmp_path / "mine.csv").write_text(zbpipe.generate("ZBV", 3, 4).to_csv())
     return tmp_path
 
 
@@ -144,7 +144,7 @@ def test_stages_per_rank_reach_the_schedule() -> None:
 
 
 def test_simulate_as_json() -> None:
-    schedule = registry.generate("ZBV", 4, 8)
+    schedule = zbpipe.generate("ZBV", 4, 8)
     expected = simulate(schedule, typical_costs(schedule.placement, times=(1, 1.2, 0.8), comm=0.1))
     usual = generate("1F1B", 4, 8)
     peak = max(simulate(usual, typical_costs(usual.placement, times=(1, 1.2, 0.8))).peak_memory)
@@ -255,7 +255,7 @@ def test_costs_reach_schedules_that_look_at_them() -> None:
     @zbpipe.register("Curious")
     def curious(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
         seen.append(costs)
-        return registry.generate("1F1B", ranks, microbatches)
+        return zbpipe.generate("1F1B", ranks, microbatches)
 
     assert json_of("simulate curious -p 2 -m 2 --costs 3,2,1 --comm 0.5")["schedule"] == "Curious"
     assert seen[0] is not None
@@ -398,7 +398,7 @@ def test_a_result_of_the_demo_that_cannot_be_written_after_all(here: Path, monke
 
 def test_what_export_writes_can_be_read_validated_and_shown(here: Path) -> None:
     assert answer("export ZBV -p 3 -m 5 -o out.csv") == "wrote out.csv: ZBV, 3 ranks, 90 ops\n"
-    assert (here / "out.csv").read_text() == registry.generate("ZBV", 3, 5).to_csv()
+    assert (here / "out.csv").read_text() == zbpipe.generate("ZBV", 3, 5).to_csv()
     assert answer("validate out.csv") == "out.csv: valid; 3 ranks, 6 stages, 5 microbatches, 90 ops\n"
     from_file, from_name = json_of("simulate out.csv"), json_of("simulate ZBV -p 3 -m 5")
     assert from_file.pop("schedule") == "out.csv"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import _schedule_visualizer, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from zbpipe import Op, Schedule, generate, registry, testing, validate
+from zbpipe import Op, Schedule, generate, testing, validate
 from zbpipe.actions import check_table, parse
 from zbpipe.passes import with_messages, with_waits
 
@@ -60,7 +60,7 @@ def test_what_torch_dumps(name: str, ranks: int, microbatches: int, form: str, t
     expected = [list(computations(runtime.pipeline_order[rank])) for rank in range(ranks)]
     schedule = Schedule.from_csv(file.read_text())
     assert [list(map(str, row)) for row in schedule] == expected
-    assert registry.generate(str(file), ranks, microbatches).ops == schedule.ops
+    assert generate(str(file), ranks, microbatches).ops == schedule.ops
     assert validate(schedule) == []
     checked, findings, how = check_table(file.read_text(), "torchs")
     assert (checked.ops, findings) == (schedule.ops, [])
@@ -164,7 +164,7 @@ def test_validate_checks_the_communication_that_others_leave_out(here: Path) -> 
 def test_overlapped_pairs_are_read_as_their_parts(here: Path) -> None:
     (here / "overlap.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert answer("validate overlap.csv").endswith("4 ops\nread: 2 F, 2 B\n")
-    assert str(registry.generate("overlap.csv", 1, 2)) == "rank 0: 0F0 0F1 0B0 0B1"
+    assert str(generate("overlap.csv", 1, 2)) == "rank 0: 0F0 0F1 0B0 0B1"
 
 
 def test_torch_reads_a_cell_as_we_do() -> None:

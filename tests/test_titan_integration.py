@@ -26,12 +26,12 @@ from click.testing import CliRunner
 from forks import on_forks
 from titan_jobs import require_titan
 
-from zbpipe import cli
+from zbpipe import cli, generate
 from zbpipe.actions import parse, validate_lowered
 from zbpipe.estimation import devices
 from zbpipe.estimation.ranks import JobMemory, memory_by_rank
 from zbpipe.ir import OpKind
-from zbpipe.registry import generate, resolve
+from zbpipe.registry import resolve
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
 from zbpipe.transformer import Block

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from zbpipe import CostModel, Schedule, generate, simulate, simulation, testing
 from zbpipe.actions import parse
 from zbpipe.ir import Op, OpKind, Placement
+from zbpipe.message_times import run
 from zbpipe.passes import in_order_of_ends, with_messages
 from zbpipe.timeline import Timeline
-from zbpipe.transport import Receives, Transport, run
+from zbpipe.transport import Receives, Transport
 
 TIMES = (1.0, 1.2, 0.8)
 QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)

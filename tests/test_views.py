@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from zbpipe import registry
+from zbpipe import generate, registry
 from zbpipe.costs import CostModel
 from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule
 from zbpipe.simulation import simulate
@@ -41,7 +41,7 @@ HOSTILE = """<b>&"'</script>{{data}}"""
 def timeline(
     name: str, ranks: int = 4, microbatches: int = 8, f: float = 1, i: float = 1, w: float = 1, comm: float = 0
 ) -> Timeline:
-    schedule = registry.generate(name, ranks, microbatches)
+    schedule = generate(name, ranks, microbatches)
     return simulate(schedule, CostModel.uniform(schedule.placement, f, i, w, comm=comm))
 
 
@@ -394,7 +394,7 @@ def test_the_page_says_the_same_in_a_table() -> None:
 
 
 def test_memory_is_in_shares_of_a_rank_whatever_the_unit_of_the_costs() -> None:
-    schedule = registry.generate("ZBV", 2, 3)
+    schedule = generate("ZBV", 2, 3)
     uniform = CostModel.uniform(schedule.placement)
     in_bytes = replace(uniform, activations=tuple(2.0**30 * share for share in uniform.activations))
     profiles = [style.memory_profile(simulate(schedule, costs), 0) for costs in (uniform, in_bytes)]

@@ -8,13 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from zbpipe import algorithms  # noqa: F401 -- registers them
+from zbpipe.algorithms.generate import generate
 from zbpipe.costs import CostModel, Link
 from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.job_costs import JobCosts
 from zbpipe.layer_costs import Layer, LayerCosts
 from zbpipe.offloading import offload
 from zbpipe.painter import set_painter as _set_painter
-from zbpipe.registry import generate, register, stage_indices
+from zbpipe.registry import register, stage_indices
 from zbpipe.simulation import simulate
 from zbpipe.timeline import Timeline
 from zbpipe.validation import Finding, validate

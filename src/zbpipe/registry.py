@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import Placement, Schedule, require_size, require_whole
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.user_code import SEPARATOR, function_of
+
+if TYPE_CHECKING:
+    from zbpipe.costs import CostModel
+    from zbpipe.memory_limit import MemoryLimit
 
 Generate = Callable[..., Schedule]
 
@@ -121,26 +123,19 @@ class Algorithm:
         microbatches: int,
         *,
         stages_per_rank: int | None = None,
-        costs: CostModel | Sequence[float] | None = None,
-        memory_limit: MemoryLimitLike | None = None,
+        costs: CostModel | None = None,
+        memory_limit: MemoryLimit | None = None,
         runs_ahead: bool = False,
     ) -> Schedule:
-        """The schedule of this size: see `zbpipe.generate`, which takes a name."""
+        """The schedule of this size; `zbpipe.generate` takes a name, and costs and limits as users write them."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
             require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
-        if costs is not None and ("costs" in self.keywords or not isinstance(costs, CostModel)):
-            costs = as_cost_model(costs, placement)
         if memory_limit is not None:
             self.require_limits("memory_limit")
-        given = dict(
-            zip(
-                _KEYWORDS,
-                (len(placement.stages_on(0)), costs, MemoryLimit.parse(memory_limit), runs_ahead),
-                strict=True,
-            )
-        )
+        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead)
+        given = dict(zip(_KEYWORDS, values, strict=True))
         made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(made, self.name, placement, microbatches)
         return made
@@ -367,50 +362,6 @@ def stage_indices(
             than 1024 stages.
     """
     return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
-
-
-def generate(
-    schedule: str | Schedule,
-    ranks: int,
-    microbatches: int,
-    *,
-    stages_per_rank: int | None = None,
-    costs: CostModel | Sequence[float] | None = None,
-    memory_limit: MemoryLimitLike | None = None,
-    runs_ahead: bool = False,
-) -> Schedule:
-    """The schedule of that name for so many ranks and microbatches.
-
-        >>> print(zbpipe.generate("1F1B", ranks=2, microbatches=3))
-        rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
-        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
-
-    Args:
-        schedule: a name, in any case, or the path of a CSV file; a Schedule is given back.
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
-        stages_per_rank: for the looped schedules; default: the schedule's usual one.
-        costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
-            the others do not look at them.
-        memory_limit: for the schedules that fit themselves to one (ZBVLean, ZBH1Lean), see
-            `zbpipe.memory_limit.MemoryLimit`.
-        runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
-            (ZB2P): with the shortest period, in place of the shortest makespan.
-
-    Raises:
-        TypeError: `costs` or `memory_limit` is something else.
-        ValueError: unknown name, numbers that the schedule cannot have, more than 1024 stages or 2**18 microbatches
-            times stages; a limit that is too small for one microbatch, or for a schedule that takes none; or a
-            registered function that returns something else than it is asked for.
-    """
-    return resolve(schedule).make(
-        ranks,
-        microbatches,
-        stages_per_rank=stages_per_rank,
-        costs=costs,
-        memory_limit=memory_limit,
-        runs_ahead=runs_ahead,
-    )
 
 
 @cache

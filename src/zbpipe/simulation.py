@@ -16,9 +16,10 @@ from zbpipe.actions import Action, Rows, action_of
 from zbpipe.costs import CostModel, Placeable, as_cost_model
 from zbpipe.event_loop import Clock
 from zbpipe.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
+from zbpipe.message_times import CircleError, run
 from zbpipe.passes import place_receives, with_messages
 from zbpipe.timeline import Span, Timeline
-from zbpipe.transport import CircleError, Receives, Transport, run
+from zbpipe.transport import Receives, Transport
 from zbpipe.validation import order_of, require_schedule, require_valid
 
 _MOST_SPANS = 2**22

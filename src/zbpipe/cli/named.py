@@ -33,6 +33,7 @@ class Request:
 
     def make(self) -> tuple[Schedule, CostModel]:
         """The schedule, which may be unable to run, and the costs of its stages."""
+        from zbpipe.memory_limit import MemoryLimit
         from zbpipe.registry import resolve
 
         algorithm = resolve(self.name)
@@ -48,7 +49,7 @@ class Request:
         limits = None
         if self.memory_limit is not None:
             algorithm.require_limits("--memory-limit")
-            limits = self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches)
+            limits = MemoryLimit.parse(self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches))
         schedule = algorithm.make(
             ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
         )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.costs import CostModel
+from zbpipe.costs import CostModel, as_cost_model
 from zbpipe.files import read_text
 from zbpipe.ir import OpKind, Schedule, require_whole
 from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
@@ -125,6 +125,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, self.placement = checks.placed(stages, algorithm)
         """Which rank has which stage."""
+        costs = None if costs is None else as_cost_model(costs, self.placement)
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
         """What steps run, by their number of microbatches."""
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
