@@ -28,10 +28,10 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement, Schedule
-from zbpipe.actions import Action
-from zbpipe.memory import rows_of
-from zbpipe.passes import default_costs, wait_of
-from zbpipe.transformer import typical_times
+from zbpipe.costs.transformer import typical_times
+from zbpipe.simulator.actions import Action
+from zbpipe.simulator.memory import rows_of
+from zbpipe.simulator.passes import default_costs, wait_of
 
 SCHEDULES = ("1F1B", "ZBV", "ZBH1", "VHalf", "VMin", "plan")
 BASELINE = "1F1B"
@@ -191,7 +191,7 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
         placement = Placement.v(job.ranks)
         found = zbpipe.plan(job.ranks, job.microbatches, costs(placement), limit, placements=[placement])
         return found.schedule, costs(placement)
-    placement = zbpipe.registry.resolve(name).place(job.ranks)
+    placement = zbpipe.schedule.registry.resolve(name).place(job.ranks)
     return zbpipe.generate(name, job.ranks, job.microbatches, costs=costs(placement)), costs(placement)
 
 
@@ -325,7 +325,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     device = choose_device(arguments.device, arguments.ranks).type
-    names = [name if name == PLAN else zbpipe.registry.resolve(name).name for name in arguments.schedules]
+    names = [name if name == PLAN else zbpipe.schedule.registry.resolve(name).name for name in arguments.schedules]
     names = [BASELINE, *(name for name in names if name != BASELINE)]
     torch.set_num_threads(1)
     results: list[Result] = []

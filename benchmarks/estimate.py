@@ -28,7 +28,7 @@ from typing import Any
 from harness import JSON, markdown, parser, write_json
 
 import zbpipe
-from zbpipe.registry import resolve
+from zbpipe.schedule.registry import resolve
 
 RANKS = 2
 SCHEDULES = ("1F1B", "ZBH1", "ZBV")
@@ -67,13 +67,13 @@ def train_and_write() -> None:
     """A rank of the job: TorchTitan on one core, with this schedule's steps written down."""
     rank, folder = int(os.environ["LOCAL_RANK"]), Path(os.environ[FOLDER])
     os.sched_setaffinity(0, {rank})
-    from zbpipe.titan import command_line, plug_in
+    from zbpipe.frameworks.titan import command_line, plug_in
 
     options, rest = command_line.parse(sys.argv[1:])
     plug_in(options)
     sys.argv[1:] = rest
+    from zbpipe.frameworks.titan import plug
     from zbpipe.runtime.measure.recording import Wanted, collect, watch
-    from zbpipe.titan import plug
 
     complete, found = plug.complete, {"bytes": 0.0}
 
@@ -145,12 +145,12 @@ def arguments_of(schedule: str, checkpointing: str, options: argparse.Namespace)
     ]
 
 
-JOB = ("--module", "zbpipe.demo.models03", "--config", "llama3_python_stdlib")
+JOB = ("--module", "zbpipe.cli.demo.models03", "--config", "llama3_python_stdlib")
 
 
 def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, float]:
     """The step, and bytes of the worst rank, from stages measured on each of the cores; the mean of their steps."""
-    from zbpipe.titan import workload
+    from zbpipe.frameworks.titan import workload
 
     files = [folder / f"costs{core}.toml" for core in range(RANKS)]
     running = [measure(arguments, core, file) for core, file in enumerate(files)]

@@ -20,10 +20,10 @@ from torch.optim import AdamW
 from wall_clock import Job, Times, in_words, uniform_costs
 
 import zbpipe
-from zbpipe.demo.sleeping import Runner, message_seconds, sleep_until
-from zbpipe.registry import resolve
-from zbpipe.running_ahead import period
+from zbpipe.cli.demo.sleeping import Runner, message_seconds, sleep_until
 from zbpipe.runtime.optimizer.norm import clip
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.post_validation import period
 
 ROOMY, TIGHT = 1e9, 1e-9
 """Limits of the norm that no step exceeds, and that every step exceeds."""

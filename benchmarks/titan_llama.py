@@ -20,7 +20,7 @@ import torch
 import torchtitan
 from harness import JSON, markdown, parser, write_json
 
-from zbpipe.demo.launch import train_on_cpu
+from zbpipe.cli.demo.launch import train_on_cpu
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV", "Auto")
 MODES = {

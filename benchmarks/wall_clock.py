@@ -1,6 +1,6 @@
 """Measured against simulated step times: real schedules, processes and messages, stages that sleep.
 
-Stages sleep (`zbpipe.demo.sleeping`), so that eight ranks run on two cores. This shows how torch's executor, gloo's
+Stages sleep (`zbpipe.cli.demo.sleeping`), so that eight ranks run on two cores. This shows how torch's executor, gloo's
 sends and receives and the order of the actions keep up with the simulator, which gets the same times.
 """
 
@@ -24,11 +24,11 @@ from ranks import run_ranks
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement
-from zbpipe.demo.sleeping import Runner, message_seconds
-from zbpipe.jitter import Jitter, step_times
-from zbpipe.registry import resolve
-from zbpipe.transformer import Checkpointing, typical_costs, typical_times
-from zbpipe.transport import Receives
+from zbpipe.cli.demo.sleeping import Runner, message_seconds
+from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
+from zbpipe.costs.transport import Receives
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.jitter import Jitter, step_times
 
 Times = tuple[float, float, float] | Checkpointing
 """Of F, I and W: a rank's for one microbatch, shared equally by its stages. With a checkpointing it is a typical

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from zbpipe import generate
-from zbpipe.ir import OpKind
-from zbpipe.jitter import Jitter, step_times
-from zbpipe.registry import Algorithm, resolve, schedules
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
-from zbpipe.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.schedule.ir import OpKind
+from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.simulator.jitter import Jitter, step_times
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.svg import svg
 
 SIZES = ((2, 4), (4, 8), (8, 16))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Schedule, inputs
-from zbpipe.simulation import simulate
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.validation import Rule
 from zbpipe.testing import schedules
-from zbpipe.validation import Rule
 
 Rows = list[list[Op]]
 Place = tuple[int, int | None, Op]

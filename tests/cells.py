@@ -9,7 +9,7 @@ from itertools import pairwise
 from compatibility import Row
 from titan_jobs import LLAMA, Titan, assert_trains_alike, flavor, pipeline
 
-from zbpipe.titan.versions import installed
+from zbpipe.frameworks.titan.versions import installed
 
 SCHEDULES = ("ZBV", "ZBH1", "VHalf")
 CHECKPOINTING = ("none", "selective", "full")

@@ -37,7 +37,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The two tables of the zoo under their names, float64, and no word of what stays in I."""
     from zoo.runner import register_tables
 
-    from zbpipe import registry
+    from zbpipe.schedule import registry
 
     monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
     register_tables()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchtitan.trainer import Trainer
 
-from zbpipe.demo.models03 import llama3_python_stdlib
+from zbpipe.cli.demo.models03 import llama3_python_stdlib
 
 _SLOW = 0.05
 """Seconds in which a slow block sleeps in each forward."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import registry
+from zbpipe.schedule import registry
 
 # Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
 # fused multiply-add into .grad here, product and then sum there). Over 8 microbatches that moves the last bits only.

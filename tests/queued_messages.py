@@ -17,10 +17,10 @@ from fifo import BACKENDS
 from hypothesis import strategies as st
 
 from zbpipe import simulate, testing
-from zbpipe.actions import COMPUTE, Action, Rows
-from zbpipe.passes import default_costs, free_sends_early, place_receives, with_messages
-from zbpipe.timeline import Timeline
-from zbpipe.transport import Receives
+from zbpipe.costs.transport import Receives
+from zbpipe.simulator.actions import COMPUTE, Action, Rows
+from zbpipe.simulator.passes import default_costs, free_sends_early, place_receives, with_messages
+from zbpipe.simulator.timeline import Timeline
 
 
 class Message(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.components.validate import Validator
 from torchtitan.trainer import Trainer
 
-from zbpipe.demo.models03 import llama3_python_stdlib
+from zbpipe.cli.demo.models03 import llama3_python_stdlib
 
 SIZES = {1: (4, 64), 2: (2, 64), 3: (6, 64), 4: (4, 32), 5: (6, 48), 6: (2, 48)}
 """By step how many sequences it has, and how long they are. The first ones are those of the command line."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan.trainer import Trainer
 
-from zbpipe.demo.models03 import llama3_python_stdlib
+from zbpipe.cli.demo.models03 import llama3_python_stdlib
 
 
 def llama3_split() -> Trainer.Config:

@@ -17,8 +17,11 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from zbpipe import CostModel, Schedule, generate, plan, registry, simulate, testing
-from zbpipe.actions import (
+from zbpipe import CostModel, Schedule, generate, plan, simulate, testing
+from zbpipe.costs.transport import Receives
+from zbpipe.runtime._torch import lower, lowered_table, rows_of
+from zbpipe.schedule import registry
+from zbpipe.simulator.actions import (
     Action,
     Rows,
     check_table,
@@ -26,10 +29,8 @@ from zbpipe.actions import (
     parse,
     validate_lowered,
 )
-from zbpipe.message_queues import blocked_queues
-from zbpipe.passes import free_sends_early, place_receives, with_messages
-from zbpipe.runtime._torch import lower, lowered_table, rows_of
-from zbpipe.transport import Receives
+from zbpipe.simulator.message_queues import blocked_queues
+from zbpipe.simulator.passes import free_sends_early, place_receives, with_messages
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 

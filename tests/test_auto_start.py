@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zbpipe import OpKind, Placement, Schedule, generate, simulate
 from zbpipe.algorithms.auto import both_ways
+from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.testing import check_schedule, cost_models, schedules
-from zbpipe.transformer import Checkpointing, typical_costs
 
 F, I, W, B = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741
 

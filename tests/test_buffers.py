@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import Schedule, generate, simulate, testing
-from zbpipe.actions import Action, Rows, other_end, validate_lowered
-from zbpipe.passes import default_costs, free_sends_early, messages_held, place_receives, with_messages, with_waits
-from zbpipe.transport import Receives
+from zbpipe.costs.transport import Receives
+from zbpipe.simulator.actions import Action, Rows, other_end, validate_lowered
+from zbpipe.simulator.passes import (
+    default_costs,
+    free_sends_early,
+    messages_held,
+    place_receives,
+    with_messages,
+    with_waits,
+)
 
 
 @st.composite

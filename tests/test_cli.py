@@ -18,14 +18,15 @@ from commands import answer, json_of, run
 from pages import page_data
 
 import zbpipe
-from zbpipe import JobCosts, OpKind, Placement, cli, dump_costs, generate, load_costs, registry
-from zbpipe.costs import CostModel
-from zbpipe.demo.emulated import Emulated
-from zbpipe.ir import Schedule
-from zbpipe.running_ahead import period
-from zbpipe.simulation import simulate
-from zbpipe.transformer import Checkpointing, typical_costs
-from zbpipe.transport import Transport
+from zbpipe import JobCosts, OpKind, Placement, cli, dump_costs, generate, load_costs
+from zbpipe.cli.demo.emulated import Emulated
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.post_validation import period
+from zbpipe.simulator.simulation import simulate
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -367,8 +368,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("this came too late")
 
-    monkeypatch.setattr("zbpipe.registry.Algorithm.make", worked)
-    monkeypatch.setattr("zbpipe.demo.comparison.run_demo", worked)
+    monkeypatch.setattr("zbpipe.schedule.registry.Algorithm.make", worked)
+    monkeypatch.setattr("zbpipe.cli.demo.comparison.run_demo", worked)
     monkeypatch.setattr(os, "access", lambda file, mode: False)
     for line in (
         "export ZBV -p 2 -m 2 -o",
@@ -385,9 +386,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
 
 
 def test_a_result_of_the_demo_that_cannot_be_written_after_all(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbpipe.demo.comparison.run_demo", lambda *_: (here / "a").mkdir() or [])
+    monkeypatch.setattr("zbpipe.cli.demo.comparison.run_demo", lambda *_: (here / "a").mkdir() or [])
     one = simulate(generate("ZBV", 2, 2), (1, 1, 1))
-    monkeypatch.setattr("zbpipe.demo.emulated.emulate", lambda **_: [Emulated("ZBV", "zbpipe", 1.0, one, one)])
+    monkeypatch.setattr("zbpipe.cli.demo.emulated.emulate", lambda **_: [Emulated("ZBV", "zbpipe", 1.0, one, one)])
     result = run("demo --json a --html page.html")
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: a: Is a directory; name a file")
@@ -557,7 +558,7 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sys.modules["zbpipe.simulation"], "simulate", broken)
+    monkeypatch.setattr(sys.modules["zbpipe.simulator.simulation"], "simulate", broken)
     assert isinstance(run("simulate ZBV -p 2 -m 2").exception, KeyError)
 
 

@@ -21,7 +21,7 @@ from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
 from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Placement, dump_costs
-from zbpipe.transformer import typical_costs
+from zbpipe.costs.transformer import typical_costs
 
 QUICK = "--budget 2e5"
 SIMULATE_KEYS = {

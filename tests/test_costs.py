@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zbpipe.frozen import FrozenDict
 
 from zbpipe import CostModel, Link, OpKind, Placement
-from zbpipe.costs import as_cost_model, rank_shares
+from zbpipe.costs.model import as_cost_model, rank_shares
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))
 

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, OpKind, Placement, dump_costs, load_costs
-from zbpipe.costs import as_cost_model
-from zbpipe.costs_file import from_data
-from zbpipe.ir import COMPUTATIONS
-from zbpipe.memory_limit import MemoryLimit
+from zbpipe.costs.file import from_data
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import as_cost_model
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import COMPUTATIONS
 from zbpipe.testing import placements
-from zbpipe.transport import Transport
 
 transports = st.sampled_from([None, *Transport])
 amounts = st.floats(0, 1e12)

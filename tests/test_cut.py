@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zbpipe import Placement
-from zbpipe.titan import layer_split
-from zbpipe.transformer import LLAMA_3_8B, Checkpointing
+from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
+from zbpipe.frameworks.titan import layer_split
 
 DIM, VOCABULARY = 8, 100
 BLOCKS = 6

@@ -25,10 +25,11 @@ from documents import PAGES, ROOT, Block, blocks
 
 import zbpipe
 import zbpipe.run
-from zbpipe import cli, registry
+from zbpipe import cli
 from zbpipe.planner import stages
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.schedule import registry
 
 _NAMED_FILE = re.compile(r"This is `(\S+)`[^`]*$")
 _LANGUAGES = {"", "python", "sh", "bash", "toml", "csv", "yaml"}
@@ -172,7 +173,7 @@ def test_titans_arguments() -> None:
     of_titan = [arguments for words in launched if words[0] == "torchrun" for arguments in launches(words, ROOT)]
     assert len(of_titan) > 3
     program = (
-        "import json, sys; from torchtitan.train import ConfigManager; from zbpipe.titan import command_line\n"
+        "import json, sys; from torchtitan.train import ConfigManager; from zbpipe.frameworks.titan import command_line\n"
         "for words in json.load(sys.stdin):\n"
         "    model = [] if '--module' in words else ['--module', 'llama3', '--config', 'llama3_debugmodel']\n"
         "    ConfigManager().parse_args([*model, *command_line.parse(words)[1]])"

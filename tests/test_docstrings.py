@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import zbpipe
-from zbpipe import registry
+from zbpipe.schedule import registry
 
 ROOT = Path(zbpipe.__file__).parent
 MODULES = sorted(

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from zbpipe import CostModel, Link, Placement
-from zbpipe.drift import CALIBRATION, DriftDetector, causes
+from zbpipe.costs.drift import CALIBRATION, DriftDetector, causes
 
 
 def times(noise: float, steps: int, seed: int, mean: float = 1.0) -> list[float]:

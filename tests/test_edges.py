@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zbpipe
-from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, registry, simulate, validate
-from zbpipe.actions import Action
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.schedule import registry
+from zbpipe.simulator.actions import Action
 from zbpipe.testing import check_schedule
-from zbpipe.transport import Receives, Transport
 
 ZBV = generate("ZBV", 2, 2)
 ANYTHING: Any = ("ZBV", 5, "F", 2.0, "0")

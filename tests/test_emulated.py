@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zbpipe import generate
-from zbpipe.demo import emulated
+from zbpipe.cli.demo import emulated
 
 
 def test_every_rank_runs_its_list_and_takes_at_least_what_it_sleeps() -> None:

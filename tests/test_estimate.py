@@ -20,17 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe import CostModel, Estimate, Op, Schedule, Workload, estimate, generate, simulate, testing
+from zbpipe.cli.estimates import page
+from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation.devices import DEVICES, GIB, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Step
 from zbpipe.estimation.search import degrees_to_try, search
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, rates
-from zbpipe.ir import OpKind, Placement
-from zbpipe.memory import peak_bytes, peak_parts
 from zbpipe.runtime.measure.layer_bytes import layer_bytes
 from zbpipe.runtime.measure.operations import operations
-from zbpipe.transformer import Checkpointing, usual_costs
-from zbpipe.views.estimates import page
+from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.simulator.memory import peak_bytes, peak_parts
 
 ONE_A_SECOND = Device("toy", 2.0, 0.5, inside=1e30, between=1e30, gib=100, source="", share_from="", latency=0.0)
 """One operation a second in training, and messages that take no time."""

@@ -19,7 +19,7 @@ from titan_jobs import SHORT, Titan, assert_trains_alike, require_titan, start_f
 from torch import nn
 
 import zbpipe
-from zbpipe.demo.launch import JobOutcome
+from zbpipe.cli.demo.launch import JobOutcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150

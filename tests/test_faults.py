@@ -23,7 +23,8 @@ from pipelines import Pipeline
 from ranks import endings, join_group, run_ranks
 
 import zbpipe
-from zbpipe.runtime import _torch, failures, progress
+from zbpipe.runtime import _torch
+from zbpipe.runtime.ranks import failures, progress
 from zbpipe.runtime.split.products import PendingGradient
 
 MICROBATCHES = 6

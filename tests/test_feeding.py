@@ -7,10 +7,11 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Op, OpKind, Placement, Schedule, bound, simulate
-from zbpipe.event_loop import EventLoop
-from zbpipe.ir import inputs, users
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
 from zbpipe.planner.problem import Problem
+from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.ir import inputs, users
+from zbpipe.simulator import lower_bound as bound
 from zbpipe.testing import cost_models, placements, runnable_schedules
 
 

@@ -28,10 +28,11 @@ from torch.distributed import config
 from torch.distributed.pipelining import schedules
 
 import zbpipe
-from zbpipe import OpKind, Schedule, registry, testing
-from zbpipe.actions import Rows, parse, validate_lowered
-from zbpipe.message_queues import MessageLoop, blocked_queues
-from zbpipe.transport import Receives
+from zbpipe import OpKind, Schedule, testing
+from zbpipe.costs.transport import Receives
+from zbpipe.schedule import registry
+from zbpipe.simulator.actions import Rows, parse, validate_lowered
+from zbpipe.simulator.message_queues import MessageLoop, blocked_queues
 
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
 GROUP_PER_EDGE = "gloo"

@@ -26,7 +26,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import zbpipe
-from zbpipe import registry, run
+from zbpipe import run
+from zbpipe.schedule import registry
 
 HERE = Path(__file__).parent
 TORCHS = schedules.get_schedule_class

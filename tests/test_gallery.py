@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 from test_actions import bare_runtime
 
-from zbpipe import Schedule, registry, validate
+from zbpipe import Schedule, validate
+from zbpipe.schedule import registry
 
 FOLDER = Path(__file__).parent.parent / "schedules"
 TABLES = sorted(FOLDER.glob("*.csv"))

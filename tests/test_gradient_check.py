@@ -37,10 +37,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.check_gradients import schedule_w_last
-from zbpipe.runtime.gradient_report import GradientMismatchError
 from zbpipe.runtime.split import layers, products, slots
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.verify.gradient_report import GradientMismatchError
+from zbpipe.runtime.verify.one_process import schedule_w_last
 
 pytestmark = pytest.mark.zoo  # it takes minutes, too
 
@@ -480,7 +480,7 @@ def test_what_cannot_be_put_back_is_no_alarm(one_rank: None, caplog: pytest.LogC
     """The forward depends on an iterator. The split is right, and the report does not say that it compared."""
     numbers = itertools.count()
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Alternating(None, lambda held: next(numbers)))
-    with caplog.at_level(logging.WARNING, "zbpipe.runtime.gradient_check"):
+    with caplog.at_level(logging.WARNING, "zbpipe.runtime.verify.gradient_check"):
         report = zbpipe.check_gradients(module, torch.randn(6, WIDTH), microbatches=3)
     assert (0, "1.a.weight") in report.not_compared
     assert "a second run of its forward gives another output" in caplog.text
@@ -710,7 +710,7 @@ def checked_on_two_ranks(broken: bool) -> tuple[zbpipe.GradientReport | None, li
     rank, told = dist.get_rank(), []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign, assignment]
-    logger = logging.getLogger("zbpipe.runtime.gradient_check")
+    logger = logging.getLogger("zbpipe.runtime.verify.gradient_check")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     module: Any = build_stage(rank, 2)

@@ -9,8 +9,8 @@ from models import Checkpointing, batch, build_stage, reference
 from pipelines import Pipeline, Result, assert_like
 from ranks import run_ranks
 
-from zbpipe import registry
 from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.schedule import registry
 
 MICROBATCHES = (1, 2, 3, 8)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
-from zbpipe.ir import COMPUTATIONS
+from zbpipe.schedule.ir import COMPUTATIONS
 
 ops = st.builds(Op, st.integers(0, 200), st.sampled_from(COMPUTATIONS), st.integers(0, 999))
 

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Placement, Schedule, cli, generate, plan, simulate, testing, validate
-from zbpipe.costs import least_room
-from zbpipe.jitter import Jitter, StepTimes, step_times
+from zbpipe.costs.model import least_room
 from zbpipe.planner import robust
 from zbpipe.planner.engine import PLAIN, fastest
 from zbpipe.planner.request import Request
 from zbpipe.planner.robust import with_slack
 from zbpipe.planner.stages import problem_of
+from zbpipe.simulator.jitter import Jitter, StepTimes, step_times
 
 ONE = generate("GPipe", 1, 1)
 """An F and a B, which takes 2 seconds."""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from titan_jobs import require_titan
 
 from zbpipe import Link, Placement, plan, simulate, validate
-from zbpipe.balance import balanced
-from zbpipe.costs import least_room
-from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.costs.balance import balanced
+from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.costs.model import least_room
 from zbpipe.planner.partition import split_layers
 from zbpipe.planner.request import PLACEMENTS, Request
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
 from zbpipe.algorithms._lean import best
 from zbpipe.algorithms.zbv_lean import zbv_lean
-from zbpipe.baseline import memory_of_1f1b
-from zbpipe.costs import least_room
-from zbpipe.lean import leanest, within
-from zbpipe.registry import resolve
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.model import least_room
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.planner.lean import leanest, within
+from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
-from zbpipe.transformer import Checkpointing, typical_costs
 
 LEAN = {"ZBVLean": "ZBV", "ZBH1Lean": "ZBH1", "VHalfLean": "VHalf", "VMinLean": "VMin"}
 patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)

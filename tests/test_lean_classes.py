@@ -14,12 +14,12 @@ from test_gradients import assert_like_reference, train
 from torch import nn
 
 import zbpipe
-from zbpipe import registry
-from zbpipe.costs import CostModel
-from zbpipe.ir import OpKind, Placement
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.lean import LeanSchedule, checkpointing_of
-from zbpipe.transformer import typical_costs
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import OpKind, Placement
 
 LEAN = ("ZBVLean", "ZBH1Lean", "VHalfLean", "VMinLean")
 MICROBATCHES = (1, 3, 8)

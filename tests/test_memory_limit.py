@@ -16,12 +16,12 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import CostModel, JobCosts, Placement
-from zbpipe.baseline import memory_of_1f1b
-from zbpipe.ir import OpKind
-from zbpipe.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.runtime.options import Options
+from zbpipe.schedule.ir import OpKind
 from zbpipe.testing import cost_models
-from zbpipe.transformer import typical_costs
 
 GB = 1e9
 IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})

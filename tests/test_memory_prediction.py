@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from llama import Checkpointing
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, peak_bytes, simulate, testing
-from zbpipe.actions import parse
-from zbpipe.ir import COMPUTATIONS
-from zbpipe.layer_costs import joined, split_of
+from zbpipe.costs.layers import joined, split_of
+from zbpipe.schedule.ir import COMPUTATIONS
+from zbpipe.simulator.actions import parse
 
 
 @given(testing.runnable_schedules(), st.data())

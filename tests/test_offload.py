@@ -29,11 +29,11 @@ from zbpipe import (
     simulate,
     validate,
 )
-from zbpipe.ir import OFFLOADS, RELOADS
-from zbpipe.passes import with_messages
+from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import OFFLOADS, RELOADS
+from zbpipe.simulator.passes import with_messages
 from zbpipe.testing import cost_models, runnable_schedules
-from zbpipe.transformer import typical_costs
-from zbpipe.transport import Transport
 from zbpipe.views.grid import grid
 from zbpipe.views.html import html
 from zbpipe.views.perfetto import perfetto

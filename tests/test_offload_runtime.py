@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 import zbpipe
 from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, simulate
-from zbpipe.offloading import Offload
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
 from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, copier_for
 from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else
+from zbpipe.simulator.offloading import Offload
 
 CPU = torch.device("cpu")
 WAYS = {

@@ -10,8 +10,8 @@ import pytest
 from browser import Browser, running_browser
 
 from zbpipe import generate, offload, simulate
-from zbpipe.costs import CostModel, Link
-from zbpipe.timeline import Timeline
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.views import style
 from zbpipe.views.html import html
 from zbpipe.views.svg import svg

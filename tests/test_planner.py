@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from peers import Cell, cells
 
 from zbpipe import CostModel, JobCosts, Link, Op, OpKind, Placement, Plan, Schedule, generate, simulate
-from zbpipe.baseline import memory_of_1f1b
-from zbpipe.bound import lower_bound, period_bound
-from zbpipe.costs import least_room, rank_shares
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.model import least_room, rank_shares
+from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
@@ -30,11 +31,10 @@ from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
 from zbpipe.planner.stages import problem_of
-from zbpipe.registry import resolve
-from zbpipe.running_ahead import period
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.lower_bound import lower_bound, period_bound
+from zbpipe.simulator.post_validation import period
 from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
-from zbpipe.transformer import typical_costs
-from zbpipe.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -625,7 +625,7 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"placements": 3}, "placements = 3: give zbpipe.Placements, or names out of single, loop, v, wave"),
         ({"budget": "1e8"}, "budget = '1e8' is no number"),
         ({"exact": 1}, "exact = 1: give True or False"),
-        ({"transport": 1}, "transport = 1 is no zbpipe.transport.Transport, nor the name of one"),
+        ({"transport": 1}, "transport = 1 is no zbpipe.costs.transport.Transport, nor the name of one"),
     ],
 )
 def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], words: str) -> None:

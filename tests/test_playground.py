@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from pages import page_data, page_ops
 
 from zbpipe import Schedule, cli, generate, simulate, validate
-from zbpipe.playground import answers, page
-from zbpipe.playground.answers import Setting, planned, presets, simulated
-from zbpipe.playground.server import ADDRESS, server
-from zbpipe.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.views.playground import answers, page
+from zbpipe.views.playground.answers import Setting, planned, presets, simulated
+from zbpipe.views.playground.server import ADDRESS, server
 
 SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
 

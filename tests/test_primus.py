@@ -18,9 +18,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from zbpipe import titan
+from zbpipe.frameworks import titan
+from zbpipe.frameworks.titan import check
 from zbpipe.runtime.options import Options
-from zbpipe.titan import check
 
 yaml = pytest.importorskip("yaml")
 STAND_IN = Path(__file__).parent / "primus_stand_in"
@@ -179,7 +179,7 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
 
 ON_THE_CPU: dict[str, Any] = {
     "compile": {"enable": False},
-    "experimental": {"custom_import": "zbpipe.demo.models02"},
+    "experimental": {"custom_import": "zbpipe.cli.demo.models02"},
     "lr_scheduler": {"warmup_steps": 2},
     "model": {
         "name": "llama3_python_stdlib",

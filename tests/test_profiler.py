@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, WeightProduct, passes, simulate
-from zbpipe.ir import Op, OpKind, Placement
-from zbpipe.memory_limit import MemoryLimit
+from zbpipe import CostModel, JobCosts, WeightProduct, simulate
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Receives
 from zbpipe.runtime import _torch, auto
 from zbpipe.runtime.auto import memory_limits
 from zbpipe.runtime.measure.profiler import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
-from zbpipe.transformer import typical_costs
-from zbpipe.transport import Receives
+from zbpipe.schedule.ir import Op, OpKind, Placement
+from zbpipe.simulator import passes
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -81,7 +82,7 @@ def mean_loss(y: Tensor, target: Tensor) -> Tensor:
 
 def sleepy_job(name: str, device: Any = CPU, model: Callable[[int], nn.Module] = Sleepy, **options: Any) -> Job:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_stages = zbpipe.registry.resolve(name).place(num_ranks).num_stages
+    num_stages = zbpipe.schedule.registry.resolve(name).place(num_ranks).num_stages
     indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
     stages = [PipelineStage(model(index + 1), index, num_stages, device) for index in indices]
     schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
@@ -193,7 +194,7 @@ class Logits(nn.Module):
 
 def message_of_wide_job(name: str) -> float:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    placement = zbpipe.registry.resolve(name).place(num_ranks)
+    placement = zbpipe.schedule.registry.resolve(name).place(num_ranks)
     num_stages, indices = placement.num_stages, placement.stages_on(rank)
     modules = {index: Logits() if index == num_stages - 1 else nn.Linear(WIDTH, WIDTH) for index in indices}
     stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]

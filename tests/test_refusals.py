@@ -26,14 +26,15 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
-import zbpipe.titan
-from zbpipe import CostModel, OpKind, registry, simulate
-from zbpipe.actions import Action, Rows
-from zbpipe.passes import free_sends_early, place_receives, with_messages
+import zbpipe.frameworks.titan
+from zbpipe import CostModel, OpKind, simulate
+from zbpipe.costs.transport import Transport
 from zbpipe.runtime import _torch, messages
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.transport import Transport
+from zbpipe.schedule import registry
+from zbpipe.simulator.actions import Action, Rows
+from zbpipe.simulator.passes import free_sends_early, place_receives, with_messages
 
 
 def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.offloading import Offload
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
+from zbpipe.simulator.offloading import Offload
 
 MICROBATCHES, WIDTH = 4, 8
 LOOP = "loop"

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import zbpipe
 from zbpipe import CostModel, Link, OpKind, Schedule, simulate
-from zbpipe.actions import Rows, parse, validate_lowered
-from zbpipe.passes import default_costs, free_sends_early, place_receives, with_messages, with_waits
-from zbpipe.running_ahead import RunAhead, ahead_of, gain, period, period_of
+from zbpipe.costs.transport import Receives
+from zbpipe.simulator.actions import Rows, parse, validate_lowered
+from zbpipe.simulator.passes import default_costs, free_sends_early, place_receives, with_messages, with_waits
+from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
 from zbpipe.testing import cost_models
-from zbpipe.transport import Receives
 
 NAMES = ("ZBV", "ZBH2", "ZB2P", "ZBH1", "VHalf", "DualPipeV", "1F1B", "InterleavedZeroBubble")
 

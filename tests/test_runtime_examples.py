@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zbpipe
-import zbpipe.titan
+import zbpipe.frameworks.titan
 
 PUBLIC = [
     zbpipe.AutoSchedule,

@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
-from zbpipe import Op, Placement, Schedule, generate, registry
-from zbpipe.costs import CostModel, least_room, rank_shares
+from zbpipe import Op, Placement, Schedule, generate
+from zbpipe.costs.model import CostModel, least_room, rank_shares
 from zbpipe.planner.search import best_within
-from zbpipe.running_ahead import period
 from zbpipe.runtime._torch import lower
-from zbpipe.simulation import simulate
+from zbpipe.schedule import registry
+from zbpipe.simulator.post_validation import period
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
-from zbpipe.timeline import Timeline
 
 pytestmark = pytest.mark.usefixtures("short_search")
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
-from zbpipe.bound import lower_bound
-from zbpipe.costs import CostModel, Link, least_room
-from zbpipe.simulation import simulate
+from zbpipe.costs.model import CostModel, Link, least_room
+from zbpipe.simulator.lower_bound import lower_bound
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Idle, Timeline
 from zbpipe.testing import cost_models, runnable_schedules, schedules
-from zbpipe.timeline import Idle, Timeline
 
 pytestmark = pytest.mark.usefixtures("short_search")
 

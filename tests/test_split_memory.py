@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 from zbpipe.runtime.split.stage import split_backward
-from zbpipe.transformer import Block, Checkpointing
 
 WIDTH, TOKENS = 8, 4
 SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import _torch
-from zbpipe.runtime.failures import shared_with_other_ranks
+from zbpipe.runtime.ranks.failures import shared_with_other_ranks
 
 HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` takes microbatches, too (since 2.14)."""

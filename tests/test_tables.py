@@ -15,8 +15,8 @@ from torch.distributed.pipelining import _schedule_visualizer, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from zbpipe import Op, Schedule, generate, testing, validate
-from zbpipe.actions import check_table, parse
-from zbpipe.passes import with_messages, with_waits
+from zbpipe.simulator.actions import check_table, parse
+from zbpipe.simulator.passes import with_messages, with_waits
 
 TORCHS = ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 

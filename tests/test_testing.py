@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import Op, OpKind, Placement, Schedule, generate, registry
+from zbpipe import Op, OpKind, Placement, Schedule, generate
+from zbpipe.schedule import registry
 from zbpipe.testing import (
     check_schedule,
     cost_models,

@@ -27,12 +27,12 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import zbpipe
 from zbpipe import Placement, cli
-from zbpipe.demo import comparison, emulated, launch
-from zbpipe.demo.launch import JobOutcome, demo_arguments, train_on_cpu
+from zbpipe.cli.demo import comparison, emulated, launch
+from zbpipe.cli.demo.launch import JobOutcome, demo_arguments, train_on_cpu
+from zbpipe.frameworks.titan import monitor, versions
+from zbpipe.frameworks.titan.check import check
+from zbpipe.frameworks.titan.command_line import parse
 from zbpipe.runtime.options import Options, help_of
-from zbpipe.titan import monitor, versions
-from zbpipe.titan.check import check
-from zbpipe.titan.command_line import parse
 
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
@@ -110,8 +110,8 @@ def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 OTHER_PROGRAM = """
 import sys
 
-import zbpipe.titan
-from zbpipe.titan.command_line import parse
+import zbpipe.frameworks.titan
+from zbpipe.frameworks.titan.command_line import parse
 
 options, arguments = parse(sys.argv[1:])
 zbpipe.titan.plug_in(options)
@@ -380,11 +380,11 @@ def test_each_option_has_a_sentence_in_the_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before TorchTitan's own help, which its parser shows."""
-    from zbpipe.titan import train
+    from zbpipe.frameworks.titan import train
 
     trainer: Any = SimpleNamespace(train=lambda: print("TorchTitan's own help"))
-    monkeypatch.setitem(sys.modules, "zbpipe.titan.plug", trainer)
-    monkeypatch.setattr(zbpipe.titan, "plug", trainer, raising=False)
+    monkeypatch.setitem(sys.modules, "zbpipe.frameworks.titan.plug", trainer)
+    monkeypatch.setattr(zbpipe.frameworks.titan, "plug", trainer, raising=False)
     monkeypatch.setattr("zbpipe.titan.plug_in", lambda options: None)
     monkeypatch.setattr(sys, "argv", ["train", "--help"])
     train._train()
@@ -608,10 +608,10 @@ def test_accumulation_and_validation(titan: Titan) -> None:
 
 
 def prepare() -> None:
-    from zbpipe.titan import cpu
+    from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     plug.plug_in(Options(), on_cpu=True)
 
@@ -642,7 +642,7 @@ def look(wave_table: str) -> Seen:
 
 
 def ranks_with_loss(wave_table: str) -> dict[str, int]:
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     two: Any = SimpleNamespace(pp_enabled=True, world_size=2, pp=2)
@@ -654,7 +654,7 @@ def ranks_that_warn() -> dict[str, bool]:
     from torchtitan.components import metrics
     from torchtitan.tools.utils import NoColor
 
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     ensure_visible = sys.modules[plug.Trainer.__module__].ensure_pp_loss_visible  # type: ignore[attr-defined]
@@ -684,7 +684,7 @@ def refusals_of_a_model() -> list[str]:
     """The errors of a model that is not cut by TorchTitan, and of names of modules that it does not have."""
     from torch import nn
 
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     model = nn.Module()
     model.layers = nn.ModuleDict({str(number): nn.Linear(1, 1) for number in range(6)})
@@ -820,7 +820,7 @@ def test_only_steps_that_are_logged_are_told(
     A job that builds twice reports its last pipeline, and TorchTitan's class of metrics is wrapped once.
     """
     kind: Any = type("Processor", (_Processor,), {})
-    monkeypatch.setattr("zbpipe.titan.monitor.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("zbpipe.frameworks.titan.monitor.dist.get_rank", lambda: 0)
     replaced, pipeline = _Pipeline(), _Pipeline()
     wrapped = []
     for each in (replaced, pipeline):
@@ -844,7 +844,7 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
     prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.demo import python_text
+    from zbpipe.cli.demo import python_text
 
     python_text.register()
     shards = []
@@ -872,7 +872,7 @@ def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
 
 def tokenizer_round_trip() -> tuple[list[int], str, int]:
     prepare()
-    from zbpipe.demo.python_text import ByteTokenizer
+    from zbpipe.cli.demo.python_text import ByteTokenizer
 
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode("λ x", add_bos=True, add_eos=True)

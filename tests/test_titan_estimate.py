@@ -20,8 +20,8 @@ from dataclasses import replace
 from click.testing import CliRunner
 from zbpipe import OpKind, estimate
 from zbpipe.cli import main
-from zbpipe.registry import resolve
-from zbpipe.titan import workload
+from zbpipe.schedule.registry import resolve
+from zbpipe.frameworks.titan import workload
 from zbpipe.estimation.ranks import memory_by_rank
 from zbpipe.estimation.workload import Degrees
 

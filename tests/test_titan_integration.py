@@ -27,15 +27,15 @@ from forks import on_forks
 from titan_jobs import require_titan
 
 from zbpipe import cli, generate
-from zbpipe.actions import parse, validate_lowered
+from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
 from zbpipe.estimation.ranks import JobMemory, memory_by_rank
-from zbpipe.ir import OpKind
-from zbpipe.registry import resolve
 from zbpipe.runtime import _torch
 from zbpipe.runtime.options import Options
-from zbpipe.transformer import Block
-from zbpipe.validation import validate
+from zbpipe.schedule.ir import OpKind
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.actions import parse, validate_lowered
+from zbpipe.simulator.validation import validate
 
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
@@ -61,10 +61,10 @@ CONFIGS = (
 
 
 def import_titan() -> None:
-    from zbpipe.titan import cpu
+    from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     plug.plug_in(Options(), on_cpu=True)
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3
-    from zbpipe.titan import check, plug, workload
+    from zbpipe.frameworks.titan import check, plug, workload
 
     function = getattr(llama3, name)
     hardware = llama3.HARDWARE[name]
@@ -162,7 +162,7 @@ def build_rank(job: tuple[int, int]) -> Built:
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     num_gpus, rank = job
     dist.init_process_group("fake", rank=rank, world_size=num_gpus)
@@ -262,7 +262,7 @@ def places(shard: tuple[int, int]) -> list[tuple[int, int, list[int], int]]:
     """Of a half of the ranks: rank, place in the pipeline, the TP group, the rank that reports the loss."""
     from torchtitan.distributed import ParallelDims
 
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     num_gpus, first = shard
     found = []
@@ -341,7 +341,7 @@ def block_of_03(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any,
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     from titan_integration import llama3
-    from zbpipe.titan import plug
+    from zbpipe.frameworks.titan import plug
 
     config = llama3._pipelined(llama3.llama3_debug(), "ZBV", pp=1, tp=tp, checkpointing=checkpointing)  # type: ignore[arg-type]
     plug.adapt_to_cpu(config)
@@ -433,7 +433,7 @@ def told_by(file: Path) -> Told:
 
 
 def estimated(arguments: Sequence[str], gpus: int) -> JobMemory:
-    from zbpipe.titan import workload
+    from zbpipe.frameworks.titan import workload
 
     return memory_by_rank(workload.read(arguments, gpus))
 
@@ -548,7 +548,7 @@ def model_of(arguments: list[str]) -> str:
     """The model of a job by TorchTitan's own reading of the command line, checked as before a launch."""
     import torchtitan.train
 
-    from zbpipe.titan import check, command_line
+    from zbpipe.frameworks.titan import check, command_line
 
     chosen, rest = command_line.parse(arguments)
     config = torchtitan.train.ConfigManager().parse_args(rest)

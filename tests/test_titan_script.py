@@ -151,7 +151,10 @@ def test_one_process_for_all(tmp_path: Path) -> None:
         ({"SLURM_JOB_NUM_NODES": "16"}, "SLURM_JOB_NUM_NODES='16', but without srun this trains on one node"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "128"}, "started SLURM_STEP_NUM_TASKS='128' tasks on 16 nodes: use"),
         ({"MODULE": "titan_integration.llama4"}, "MODULE='titan_integration.llama4' is no Python module"),
-        ({"TRAIN_FILE": "zbpipe.titan.tain"}, "TRAIN_FILE='zbpipe.titan.tain' is no Python module"),
+        (
+            {"TRAIN_FILE": "zbpipe.frameworks.titan.tain"},
+            "TRAIN_FILE='zbpipe.frameworks.titan.tain' is no Python module",
+        ),
         ({"PYTHON": "no-python"}, "PYTHON='no-python' is not there: activate your environment"),
         ({"PLATFORM": "cuda", "DRY_RUN": "0"}, "build that sees 0 GPUs: install the build for cuda"),
     ],

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zbpipe.demo import comparison, emulated
-from zbpipe.titan import versions
+from zbpipe.cli.demo import comparison, emulated
+from zbpipe.frameworks.titan import versions
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from zbpipe import registry
+from zbpipe.schedule import registry
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
-from zbpipe import registry
 from zbpipe.runtime.classes import class_of
+from zbpipe.schedule import registry
 
 CLASSES = [each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "algorithm")]
 MICROBATCHES = 4

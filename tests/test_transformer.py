@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zbpipe import OpKind, Placement, generate, simulate
-from zbpipe.transformer import LLAMA_3_8B, Block, Checkpointing, typical_costs, typical_times
+from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing, typical_costs, typical_times
 
 SIZE = Size(dim=128, seq=512, batch=1, head_dim=32, blocks=2)
 BLOCK = Block(dim=128, queries=128, keys_and_values=2 * SIZE.kv_heads * 32, hidden=448, fused_qkv=False)

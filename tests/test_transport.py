@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Schedule, generate, simulate, simulation, testing
-from zbpipe.actions import parse
-from zbpipe.ir import Op, OpKind, Placement
-from zbpipe.message_times import run
-from zbpipe.passes import in_order_of_ends, with_messages
-from zbpipe.timeline import Timeline
-from zbpipe.transport import Receives, Transport
+from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.schedule.ir import Op, OpKind, Placement
+from zbpipe.simulator import simulation
+from zbpipe.simulator.actions import parse
+from zbpipe.simulator.message_times import run
+from zbpipe.simulator.passes import in_order_of_ends, with_messages
+from zbpipe.simulator.timeline import Timeline
 
 TIMES = (1.0, 1.2, 0.8)
 QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)

@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 from commands import run
 
-from zbpipe import cli, generate, registry, stage_indices
-from zbpipe.user_code import function_of, import_modules
+from zbpipe import cli, generate, stage_indices
+from zbpipe.schedule import registry
+from zbpipe.schedule.user_code import function_of, import_modules
 
 OWN = """
 import zbpipe

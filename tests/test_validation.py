@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.simulator.validation import Rule, require_valid
 from zbpipe.testing import cost_models, runnable_schedules, schedules
-from zbpipe.validation import Rule, require_valid
 
 pytestmark = pytest.mark.usefixtures("short_search")
 

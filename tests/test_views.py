@@ -21,11 +21,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from zbpipe import generate, registry
-from zbpipe.costs import CostModel
-from zbpipe.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Span, Timeline
+from zbpipe import generate
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
 from zbpipe.views.grid import IDLE, grid
 from zbpipe.views.html import html

@@ -7,7 +7,7 @@ import wall_clock
 from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
-from zbpipe.demo.sleeping import Ran, check
+from zbpipe.cli.demo.sleeping import Ran, check
 
 JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=60)
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import zbpipe
 from zbpipe import CostModel, Link, Placement, Schedule
-from zbpipe.drift import CALIBRATION
-from zbpipe.job_costs import JobCosts
+from zbpipe.costs.drift import CALIBRATION
+from zbpipe.costs.job import JobCosts
 from zbpipe.planner.placement_advice import _on, advise_placement, uneven_stages
 
 SLOW_FROM = 45

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import BY_NAME
 
 import zbpipe
-from zbpipe.runtime.gradient_report import GradientReport
 from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.verify.gradient_report import GradientReport
 
 WIDTH, EXPERTS, TOKENS = 16, 4, 24
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zbpipe.demo.launch import METRICS, JobOutcome, demo_arguments, first_error
-from zbpipe.titan.versions import installed
+from zbpipe.cli.demo.launch import METRICS, JobOutcome, demo_arguments, first_error
+from zbpipe.frameworks.titan.versions import installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3

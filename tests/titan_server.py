@@ -20,19 +20,19 @@ from typing import Any
 PATIENCE = 10.0
 """Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
 
-MODELS = {"0.2.2": "zbpipe.demo.models02", "0.3.0": "zbpipe.demo.models03"}
+MODELS = {"0.2.2": "zbpipe.cli.demo.models02", "0.3.0": "zbpipe.cli.demo.models03"}
 """By the name of a version of TorchTitan, the module with the models that the jobs train."""
 
 
 def import_titan() -> None:
     """All that the ranks would import."""
-    from zbpipe.titan import cpu
+    from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
     import torch._inductor.compile_fx  # noqa: F401
 
     import zbpipe.titan.train  # noqa: F401
-    from zbpipe.titan import plug, versions
+    from zbpipe.frameworks.titan import plug, versions
 
     importlib.import_module(MODELS[versions.installed().name])
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
@@ -84,7 +84,7 @@ def _train(job: dict[str, Any], rank: int) -> None:
     """What torchrun does for a rank, and then `python -m zbpipe.titan.train`."""
     import torch._functorch.config
 
-    from zbpipe.titan import train
+    from zbpipe.frameworks.titan import train
 
     folder = Path(job["folder"])
     log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

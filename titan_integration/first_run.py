@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.config
 
-from zbpipe.titan.versions import installed
+from zbpipe.frameworks.titan.versions import installed
 
 SCRIPT = Path(__file__).with_name("run_train.sh")
 PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"

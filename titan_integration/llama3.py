@@ -30,7 +30,7 @@ from torchtitan.models import llama3
 from torchtitan.models.llama3 import config_registry as titan
 from torchtitan.trainer import Trainer
 
-from zbpipe.demo import models03, python_text
+from zbpipe.cli.demo import models03, python_text
 
 
 class Hardware(NamedTuple):

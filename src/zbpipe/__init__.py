@@ -9,33 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from zbpipe import algorithms  # noqa: F401 -- registers them
 from zbpipe.algorithms.generate import generate
-from zbpipe.costs import CostModel, Link
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.job_costs import JobCosts
-from zbpipe.layer_costs import Layer, LayerCosts
-from zbpipe.offloading import offload
-from zbpipe.painter import set_painter as _set_painter
-from zbpipe.registry import register, stage_indices
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
-from zbpipe.validation import Finding, validate
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import Layer, LayerCosts
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.painter import set_painter as _set_painter
+from zbpipe.schedule.registry import register, stage_indices
+from zbpipe.simulator.offloading import offload
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.validation import Finding, validate
 
 if TYPE_CHECKING:
-    from zbpipe.costs_file import dump_costs, load_costs
+    from zbpipe.costs.file import dump_costs, load_costs
     from zbpipe.estimation.estimate import estimate
     from zbpipe.estimation.layers_file import load_layers
     from zbpipe.estimation.result import Estimate
     from zbpipe.estimation.workload import Workload
     from zbpipe.frameworks.installation import install, uninstall
-    from zbpipe.memory import peak_bytes
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
     from zbpipe.runtime.auto import AutoSchedule
     from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
-    from zbpipe.runtime.check_gradients import check_gradients
-    from zbpipe.runtime.failures import PipelineError
-    from zbpipe.runtime.gradient_check import GradientCheck
-    from zbpipe.runtime.gradient_report import GradientReport
 
     # `zbpipe.runtime.classes` makes these classes by calls, so type checkers get their bases.
     from zbpipe.runtime.lean import LeanSchedule as ScheduleVHalfLean
@@ -44,6 +39,7 @@ if TYPE_CHECKING:
     from zbpipe.runtime.lean import LeanSchedule as ScheduleZBVLean
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
+    from zbpipe.runtime.ranks.failures import PipelineError
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVHalf
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVMin
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZB1P
@@ -52,6 +48,10 @@ if TYPE_CHECKING:
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBH2
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBV
     from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
+    from zbpipe.runtime.verify.gradient_check import GradientCheck
+    from zbpipe.runtime.verify.gradient_report import GradientReport
+    from zbpipe.runtime.verify.one_process import check_gradients
+    from zbpipe.simulator.memory import peak_bytes
 
 _set_painter(lambda: import_module("zbpipe.views.pictures"))
 

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from zbpipe.frameworks.installation import asked_for, install_with
-from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
 from zbpipe.runtime.options import add_arguments, from_arguments
+from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
 
 
 def main(arguments: list[str] | None = None) -> None:

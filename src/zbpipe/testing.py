@@ -1,7 +1,7 @@
 """For tests of your own schedules: hypothesis strategies for what zbpipe works on, and a check that lists all faults.
 
     from hypothesis import given, strategies as st
-    from zbpipe.simulation import simulate
+    from zbpipe.simulator.simulation import simulate
     from zbpipe.testing import check_schedule, cost_models, schedules
 
     @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 32))
@@ -27,11 +27,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
-from zbpipe import registry
-from zbpipe.costs import CostModel, Link
-from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs, users
-from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.validation import validate
+from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.simulator.validation import validate
 
 try:
     from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def check_schedule(
 
     Args:
         schedule: any.
-        memory_limit: see `zbpipe.memory_limit.MemoryLimit`.
+        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
             1F1B and ZBV need p.
 

@@ -22,7 +22,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe import Op, OpKind, Placement, Schedule, registry
+from zbpipe import Op, OpKind, Placement, Schedule
+from zbpipe.schedule import registry
 from zoo import CASES
 from zoo.case import Case, Mode
 

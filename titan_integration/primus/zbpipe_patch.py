@@ -14,9 +14,9 @@ import shlex
 from primus.cli.main import main
 from primus.core.patches import PatchContext, get_param, register_patch
 
-from zbpipe import titan
+from zbpipe.frameworks import titan
+from zbpipe.frameworks.titan import command_line
 from zbpipe.runtime.options import Options
-from zbpipe.titan import command_line
 
 _LAST = 1000
 """Primus' own patches have 50. They have to run before TorchTitan is imported, so this one comes last."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.baseline import memory_of_1f1b
-from zbpipe.costs import ROUNDING, CostModel, least_room, require_room
-from zbpipe.ir import Placement, Schedule
-from zbpipe.lean import leanest, within
-from zbpipe.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import PLAIN
+from zbpipe.planner.lean import leanest, within
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
-from zbpipe.simulation import simulate
-from zbpipe.transformer import typical_costs
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.simulator.simulation import simulate
 
 BUDGET = 5e5
 """Of a search, in ops placed and timed: some 0.2 seconds without numba."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zbpipe.ir import Op, OpKind
+from zbpipe.schedule.ir import Op, OpKind
 
 
 def f_i_w(stage: int, microbatches: int, warmup: int, lag: int) -> tuple[Op, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 _PERIOD = 6

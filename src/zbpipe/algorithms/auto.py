@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from zbpipe.algorithms._lean import room
 from zbpipe.algorithms.zbv_lean import shortest
-from zbpipe.costs import CostModel
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.registry import register
-from zbpipe.simulation import simulate
-from zbpipe.transformer import typical_costs
+from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
+from zbpipe.simulator.simulation import simulate
 
 
 @register("Auto", placement="v", stages_per_rank=2, listed=False, summary="measures the job and plans for it")

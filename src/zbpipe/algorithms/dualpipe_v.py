@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

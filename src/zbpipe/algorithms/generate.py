@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbpipe.costs import CostModel, as_cost_model
-from zbpipe.ir import Schedule
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.registry import resolve
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel, as_cost_model
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import resolve
 
 
 def generate(
@@ -34,7 +34,7 @@ def generate(
         costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
             the others do not look at them.
         memory_limit: for the schedules that fit themselves to one (ZBVLean, ZBH1Lean), see
-            `zbpipe.memory_limit.MemoryLimit`.
+            `zbpipe.costs.memory_limit.MemoryLimit`.
         runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
             (ZB2P): with the shortest period, in place of the shortest makespan.
 

@@ -4,8 +4,8 @@ The simplest one, to compare with. It holds the activations of every microbatch,
 recomputation.
 """
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("GPipe", source="torch", summary="all forwards, then all backwards; holds all m activations")

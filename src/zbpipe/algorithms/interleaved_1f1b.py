@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from zbpipe.algorithms.one_f_one_b import b_f
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -6,8 +6,8 @@ stages per rank. torch's own class runs it, with torch's own split of the backwa
 
 from zbpipe.algorithms._one_stage import i_w_f
 from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
-from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with torch's own split")

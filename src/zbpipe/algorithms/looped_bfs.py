@@ -3,8 +3,8 @@
 So with FSDP a stage's parameters are gathered once per pass. It holds all activations.
 """
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -7,8 +7,8 @@ share of the step only more microbatches make smaller.
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("1F1B", source="torch", summary="one forward, one backward; at most p activations")

@@ -5,8 +5,8 @@ With checkpointing, deferred gradients come on top and outweigh that on few rank
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
-from zbpipe.ir import Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -7,9 +7,9 @@ that half; where there is none, I and W run as one op B.
 
 from zbpipe.algorithms._lean import usual_costs, within_share
 from zbpipe.algorithms.v_half import v_half
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -5,8 +5,8 @@ I longer, a step takes longer than 1F1B's, and deferred gradients come on top; V
 """
 
 from zbpipe.algorithms._v_block import Block, repeat
-from zbpipe.ir import Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

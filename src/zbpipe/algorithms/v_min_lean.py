@@ -8,9 +8,9 @@ busy, so under full checkpointing a step is long.
 
 from zbpipe.algorithms._lean import usual_costs, within_share
 from zbpipe.algorithms.v_min import v_min
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -6,10 +6,10 @@ gradients, and so a long step.
 """
 
 from zbpipe.algorithms.zbh1 import zbh1
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
+from zbpipe.costs.model import CostModel
 from zbpipe.planner.search import best_within
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("ZB1P", summary="searched for the costs, in p activations with deferred gradients")

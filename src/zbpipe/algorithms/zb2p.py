@@ -5,10 +5,10 @@ Like ZB1P with at most 2p activations, deferred gradients included: for memory t
 
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.algorithms.zbh2 import zbh2
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
+from zbpipe.costs.model import CostModel
 from zbpipe.planner.search import best_within
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")

@@ -6,8 +6,8 @@ ZBH1Lean stays within 1F1B's memory.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
-from zbpipe.ir import Placement, Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("ZBH1", summary="1F1B's activations, and deferred gradients; a third of its bubble, one stage a rank")

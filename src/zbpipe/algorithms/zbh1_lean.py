@@ -7,10 +7,10 @@ none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 
 from zbpipe.algorithms._lean import best, room, usual_costs
 from zbpipe.algorithms.zbh1 import zbh1
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.registry import register
+from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

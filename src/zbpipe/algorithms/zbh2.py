@@ -6,9 +6,9 @@ costs time unless each rank starts its next step at once.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
-from zbpipe.ir import Placement, Schedule
 from zbpipe.planner.search import best_within
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or as many W, one stage a rank")

@@ -13,9 +13,9 @@ stage.
 from collections.abc import Iterator
 from itertools import count
 
-from zbpipe.ir import Op, OpKind, Placement, Schedule
 from zbpipe.planner.search import best_within
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 

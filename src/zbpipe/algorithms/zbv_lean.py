@@ -11,10 +11,10 @@ from zbpipe.algorithms._lean import best, room, usual_costs
 from zbpipe.algorithms.dualpipe_v import dualpipe_v
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.zbv import zbv
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.memory_limit import MemoryLimitLike
-from zbpipe.registry import register
+from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(
@@ -37,7 +37,7 @@ def zbv_lean(
         ranks: p.
         microbatches: from 1 on.
         costs: of the 2p stages; default: typical ones under selective checkpointing.
-        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more,
+        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more,
             what one microbatch takes.
 
     Raises:

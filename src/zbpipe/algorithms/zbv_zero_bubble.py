@@ -5,8 +5,8 @@ where microbatches are few.
 """
 
 from zbpipe.algorithms.zbv import cut_down
-from zbpipe.ir import Schedule
-from zbpipe.registry import register
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import register
 
 
 @register(

@@ -8,13 +8,13 @@ import click
 
 from zbpipe import __version__
 from zbpipe.cli.base import Group, in_one_line
-from zbpipe.cli.demo import demo
+from zbpipe.cli.demo.command import demo
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
 from zbpipe.cli.show import compare, list_, show, simulate
 from zbpipe.cli.tables import export, validate
-from zbpipe.user_code import import_modules
+from zbpipe.schedule.user_code import import_modules
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

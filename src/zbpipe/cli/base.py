@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from zbpipe.transport import Transport
+from zbpipe.costs.transport import Transport
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -122,7 +122,7 @@ COUNT = _Count(min=1)
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
     """For the shell: schedules by name, in any case, and files."""
-    from zbpipe.registry import schedules
+    from zbpipe.schedule.registry import schedules
 
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
     files = [CompletionItem(typed, type="file")] if typed else []

@@ -12,20 +12,20 @@ import click
 from click.core import ParameterSource
 
 from zbpipe.cli.base import parsed_by
-from zbpipe.costs import MOST, is_amount
-from zbpipe.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.model import MOST, is_amount
 
 if TYPE_CHECKING:
-    from zbpipe.baseline import CostsOf
-    from zbpipe.costs import CostModel
-    from zbpipe.ir import Placement
-    from zbpipe.job_costs import JobCosts
-    from zbpipe.layer_costs import LayerCosts
-    from zbpipe.transport import Transport
+    from zbpipe.costs.baseline import CostsOf
+    from zbpipe.costs.job import JobCosts
+    from zbpipe.costs.layers import LayerCosts
+    from zbpipe.costs.model import CostModel
+    from zbpipe.costs.transport import Transport
+    from zbpipe.schedule.ir import Placement
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 CHECKPOINTING = ("none", "selective", "full")
-"""The names of `zbpipe.transformer.Checkpointing`, which `--help` need not import."""
+"""The names of `zbpipe.costs.transformer.Checkpointing`, which `--help` need not import."""
 
 
 class Times(NamedTuple):
@@ -88,8 +88,8 @@ class Costs:
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
         """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
-        from zbpipe.baseline import memory_of_1f1b
-        from zbpipe.costs import CostModel
+        from zbpipe.costs.baseline import memory_of_1f1b
+        from zbpipe.costs.model import CostModel
 
         costs = self.for_limits
         if isinstance(costs, CostModel) and costs.num_stages % ranks:
@@ -99,15 +99,15 @@ class Costs:
 
 def equal() -> Costs:
     """F, I and W take equal time, and memory counts activations: what the papers draw."""
-    from zbpipe.costs import CostModel
+    from zbpipe.costs.model import CostModel
 
     return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
 
 
 def typical(times: Times | None, comm: float, checkpointing: str, host_bandwidth: float | None = None) -> Costs:
     """Of a transformer with these times, or its typical ones."""
-    from zbpipe.costs import Link
-    from zbpipe.transformer import typical_costs, typical_times
+    from zbpipe.costs.model import Link
+    from zbpipe.costs.transformer import typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times
     host = None if host_bandwidth is None else Link(bandwidth=host_bandwidth)
@@ -127,7 +127,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file, unless other options contradict it."""
-    from zbpipe.costs_file import load_costs
+    from zbpipe.costs.file import load_costs
 
     reasons = {"costs": "times", "comm": "the times of messages", "checkpointing": "the memory of its checkpointing"}
     reasons["host_bandwidth"] = "room for it, as bandwidth under [host]"

@@ -80,7 +80,7 @@ def estimate(
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
-    from zbpipe.costs_file import load_costs
+    from zbpipe.costs.file import load_costs
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.search import search as searched
@@ -114,7 +114,7 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
             not arguments, f"unknown options: {' '.join(arguments)}; a file of --layers takes none of TorchTitan's"
         )
         return load_layers(layers, gpus)
-    from zbpipe.titan.workload import read
+    from zbpipe.frameworks.titan.workload import read
 
     _require_job(arguments)
     with in_one_line(ImportError), _without_warnings():
@@ -127,10 +127,10 @@ def _require_job(arguments: Sequence[str]) -> None:
 
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
+    from zbpipe.cli.estimates import rank_lines, rank_record
+    from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.estimation.ranks import memory_by_rank
-    from zbpipe.memory_limit import MemoryLimit
-    from zbpipe.titan.command_line import parse
-    from zbpipe.views.estimates import rank_lines, rank_record
+    from zbpipe.frameworks.titan.command_line import parse
 
     found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))
     if as_json:
@@ -157,7 +157,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, search: bool) -> None:
-    from zbpipe.views.estimates import lines, page, record, searched_lines
+    from zbpipe.cli.estimates import lines, page, record, searched_lines
 
     best = found[0]
     if html_file is not None:
@@ -187,13 +187,13 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     Example:
       zbpipe measure --module titan_integration.llama3 --config llama3_debug -o costs.toml
     """
-    from zbpipe.costs_file import dump_costs, require_ending
+    from zbpipe.costs.file import dump_costs, require_ending
     from zbpipe.views.report import costs as costs_table
 
     _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.titan.measure_stages import measure as measured
+        from zbpipe.frameworks.titan.measure_stages import measure as measured
 
         costs = measured(arguments, steps)
     dump_costs(costs, output)

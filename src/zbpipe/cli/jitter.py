@@ -10,13 +10,13 @@ import click
 from zbpipe.cli.base import COUNT, parsed_by
 
 if TYPE_CHECKING:
-    from zbpipe.jitter import Jitter
-    from zbpipe.timeline import Timeline
+    from zbpipe.simulator.jitter import Jitter
+    from zbpipe.simulator.timeline import Timeline
     from zbpipe.views.report import Vary
 
 
 def _parse(text: str) -> Jitter:
-    from zbpipe.jitter import Jitter
+    from zbpipe.simulator.jitter import Jitter
 
     return Jitter.parse(text)
 
@@ -48,7 +48,7 @@ def vary(jitter: Jitter, draws: int) -> Vary:
     """What gives the step times of a timeline's schedule."""
 
     def varied(timeline: Timeline) -> dict[str, float]:
-        from zbpipe.jitter import step_times
+        from zbpipe.simulator.jitter import step_times
 
         return step_times(timeline.schedule, timeline.costs, jitter, draws=draws).record()
 

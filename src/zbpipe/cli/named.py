@@ -13,10 +13,10 @@ from zbpipe.cli.base import name_argument, one_line, options, size_options, stag
 from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
 
 if TYPE_CHECKING:
-    from zbpipe.costs import CostModel
-    from zbpipe.ir import Schedule
-    from zbpipe.memory_limit import MemoryLimit
-    from zbpipe.timeline import Timeline
+    from zbpipe.costs.memory_limit import MemoryLimit
+    from zbpipe.costs.model import CostModel
+    from zbpipe.schedule.ir import Schedule
+    from zbpipe.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Request:
 
     def make(self) -> tuple[Schedule, CostModel]:
         """The schedule, which may be unable to run, and the costs of its stages."""
-        from zbpipe.memory_limit import MemoryLimit
-        from zbpipe.registry import resolve
+        from zbpipe.costs.memory_limit import MemoryLimit
+        from zbpipe.schedule.registry import resolve
 
         algorithm = resolve(self.name)
         ranks, microbatches = self.ranks, self.microbatches
@@ -58,7 +58,7 @@ class Request:
 
     def make_valid(self) -> tuple[Schedule, CostModel]:
         """The schedule, which can run, and the costs of its stages."""
-        from zbpipe.validation import validate
+        from zbpipe.simulator.validation import validate
 
         schedule, costs = self.make()
         if findings := validate(schedule):
@@ -68,7 +68,7 @@ class Request:
 
     def simulate(self, **how: Any) -> Timeline:
         """The timeline; `how` is for `zbpipe.simulate`."""
-        from zbpipe.simulation import simulate
+        from zbpipe.simulator.simulation import simulate
 
         return simulate(*self.make_valid(), **how)
 
@@ -106,7 +106,7 @@ def simulate_all(
     Schedules that fit themselves to a memory limit keep to the given one. A schedule that cannot have these sizes, or
     fails in any other way, is left out with a line on stderr.
     """
-    from zbpipe.registry import schedules
+    from zbpipe.schedule.registry import schedules
 
     for algorithm in schedules().values():
         try:

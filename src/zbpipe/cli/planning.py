@@ -18,8 +18,8 @@ from zbpipe.cli.jitter import jitter_option, vary
 from zbpipe.cli.named import simulate_all
 
 if TYPE_CHECKING:
-    from zbpipe.ir import Placement
     from zbpipe.planner.result import Plan
+    from zbpipe.schedule.ir import Placement
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
@@ -33,8 +33,8 @@ _DRAWS = 1000
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
     """Parse `--placement`: names, or the rank of each stage."""
-    from zbpipe.ir import Placement
     from zbpipe.planner.request import PLACEMENTS
+    from zbpipe.schedule.ir import Placement
 
     found: list[str | Placement] = []
     for text in texts:
@@ -158,8 +158,8 @@ class _Named:
 
 def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _Named]:
     """The best schedule, and the named ones: for the same stages, or those of the even split of the layers."""
-    from zbpipe.ir import require_size
     from zbpipe.planner.plan import plan
+    from zbpipe.schedule.ir import require_size
     from zbpipe.views.report import ComparedSchedule
 
     job = costs.job

@@ -34,7 +34,7 @@ def playground(port: int, browser: bool, file: Path | None) -> None:
     if file is None:
         _serve(port, browser)
         return
-    from zbpipe.playground.page import exported
+    from zbpipe.views.playground.page import exported
 
     with click.progressbar(length=100, label="planning", file=sys.stderr) as bar:
         text = exported(lambda share: bar.update(round(100 * share) - bar.pos))
@@ -43,7 +43,7 @@ def playground(port: int, browser: bool, file: Path | None) -> None:
 
 
 def _serve(port: int, browser: bool) -> None:
-    from zbpipe.playground.server import server
+    from zbpipe.views.playground.server import server
 
     try:
         listening = server(port)

@@ -21,10 +21,10 @@ from zbpipe.cli.jitter import jitter_options, vary
 from zbpipe.cli.named import Request, request_options, simulate_all
 
 if TYPE_CHECKING:
-    from zbpipe.jitter import Jitter
-    from zbpipe.memory_limit import MemoryLimit
-    from zbpipe.timeline import Timeline
-    from zbpipe.transport import Transport
+    from zbpipe.costs.memory_limit import MemoryLimit
+    from zbpipe.costs.transport import Transport
+    from zbpipe.simulator.jitter import Jitter
+    from zbpipe.simulator.timeline import Timeline
 
 
 @click.command("list", cls=Command)
@@ -40,8 +40,8 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
       zbpipe list
       zbpipe list --checkpointing full
     """
-    from zbpipe.ir import require_size
-    from zbpipe.registry import schedules
+    from zbpipe.schedule.ir import require_size
+    from zbpipe.schedule.registry import schedules
     from zbpipe.views import report
 
     ranks = costs.required_ranks(ranks or (None if costs.ranks(None) else 4))
@@ -207,8 +207,8 @@ def compare(
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
     """
-    from zbpipe.ir import require_size
-    from zbpipe.memory_limit import MemoryLimit
+    from zbpipe.costs.memory_limit import MemoryLimit
+    from zbpipe.schedule.ir import require_size
     from zbpipe.views import report
 
     ranks = costs.required_ranks(ranks)

@@ -12,8 +12,8 @@ from zbpipe.cli.costs import equal, memory_limit_option
 from zbpipe.cli.named import Request, request_options
 
 if TYPE_CHECKING:
-    from zbpipe.ir import Schedule
-    from zbpipe.memory_limit import MemoryLimit
+    from zbpipe.costs.memory_limit import MemoryLimit
+    from zbpipe.schedule.ir import Schedule
 
 
 @click.command(cls=Command)
@@ -70,9 +70,9 @@ def validate(
       zbpipe validate mine.csv --memory-limit 4
       zbpipe validate ZBV -p 4 -m 8
     """
-    from zbpipe.actions import check_table
-    from zbpipe.files import read_text
-    from zbpipe.validation import validate as findings_of
+    from zbpipe.schedule.files import read_text
+    from zbpipe.simulator.actions import check_table
+    from zbpipe.simulator.validation import validate as findings_of
     from zbpipe.views.style import counted
 
     if memory_limit is not None:

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe.costs import CostModel
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import Split, merged
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Rates, Workload, rates
-from zbpipe.ir import OpKind, Placement, Schedule
-from zbpipe.job_costs import JobCosts
-from zbpipe.layer_costs import Split, merged
-from zbpipe.memory import Held, peak_parts
 from zbpipe.planner.plan import plan
-from zbpipe.registry import Algorithm, resolve, schedules
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
-from zbpipe.transformer import usual_costs
+from zbpipe.schedule.ir import OpKind, Placement, Schedule
+from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.simulator.memory import Held, peak_parts
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
@@ -46,7 +46,7 @@ def estimate(
     """What each schedule would make of a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
     Args:
-        workload: of the job, on its degrees: `zbpipe.titan.workload.read` makes it of a TorchTitan config,
+        workload: of the job, on its degrees: `zbpipe.frameworks.titan.workload.read` makes it of a TorchTitan config,
             `zbpipe.load_layers` reads it from a file.
         device: its name in the table (H100, H200, B200, MI300X, MI325X, MI355X), or a Device; None only with `costs`.
         tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
@@ -61,7 +61,9 @@ def estimate(
         ValueError: an unknown device or schedule, a rate that is none, or costs of another number of ranks.
     """
     if not isinstance(workload, Workload):
-        raise TypeError(f"an estimate takes a zbpipe.Workload, got {workload!r}: zbpipe.titan.workload.read makes one")
+        raise TypeError(
+            f"an estimate takes a zbpipe.Workload, got {workload!r}: zbpipe.frameworks.titan.workload.read makes one"
+        )
     found = find(device) if isinstance(device, str) else device
     if found is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")

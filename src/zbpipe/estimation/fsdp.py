@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbpipe.costs import CostModel
+from zbpipe.costs.layers import joined, split_of
+from zbpipe.costs.model import CostModel
 from zbpipe.estimation.result import Memory
 from zbpipe.estimation.workload import Degrees, Rates, Workload
-from zbpipe.ir import OpKind
-from zbpipe.layer_costs import joined, split_of
+from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
 """Layers whose parameters are gathered at a time: the one that runs, and the next."""

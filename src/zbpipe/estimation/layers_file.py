@@ -6,10 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zbpipe.costs import amount
-from zbpipe.costs_file import counted, read_data, row_table, rows_of, table_of
+from zbpipe.costs.file import counted, read_data, row_table, rows_of, table_of
+from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
-from zbpipe.ir import OpKind, require_whole
+from zbpipe.schedule.ir import OpKind, require_whole
 
 _DEGREES = ("pipeline", "tensor", "fsdp", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zbpipe.costs import CostModel, least_room
+from zbpipe.costs.layers import joined
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
+from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import DEVICES
 from zbpipe.estimation.estimate import memories_by_rank
 from zbpipe.estimation.result import Memory
 from zbpipe.estimation.workload import Workload
-from zbpipe.ir import Placement, Schedule
-from zbpipe.layer_costs import joined
-from zbpipe.memory_limit import AS_1F1B, MemoryLimit
-from zbpipe.registry import Algorithm, resolve
-from zbpipe.simulation import simulate
-from zbpipe.transformer import usual_costs
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import Algorithm, resolve
+from zbpipe.simulator.simulation import simulate
 
 
 @dataclass(frozen=True)

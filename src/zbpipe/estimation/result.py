@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from zbpipe.estimation.devices import Device
 from zbpipe.estimation.workload import Workload
-from zbpipe.timeline import Timeline
+from zbpipe.simulator.timeline import Timeline
 
 NO_PIPELINE = "no pipeline (FSDP)"
 PLAN = "plan"

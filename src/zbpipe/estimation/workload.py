@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from zbpipe.balance import balanced
-from zbpipe.costs import CostModel, Link
+from zbpipe.costs.balance import balanced
+from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, joined, split_of
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device
-from zbpipe.ir import COMPUTATIONS, OpKind, Placement
-from zbpipe.layer_costs import Layer, LayerCosts, Split, even_sizes, joined, split_of
-from zbpipe.registry import Algorithm
-from zbpipe.transformer import Checkpointing
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.schedule.registry import Algorithm
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LayerWork:
 class Workload:
     """What a job trains in one step, and on which degrees.
 
-    `zbpipe.titan.workload.of_config` makes it of a TorchTitan config, `zbpipe.estimation.layers_file` of a file.
+    `zbpipe.frameworks.titan.workload.of_config` makes it of a TorchTitan config, `zbpipe.estimation.layers_file` of a file.
     """
 
     name: str

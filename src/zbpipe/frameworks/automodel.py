@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.registry import Algorithm
 from zbpipe.runtime import checks
+from zbpipe.schedule.registry import Algorithm
 
 KNOWN = "0.7.0"
 """The version that this was tried with."""

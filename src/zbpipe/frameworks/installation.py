@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from zbpipe import registry
 from zbpipe.frameworks import automodel
 from zbpipe.frameworks.proxies import proxy_of
-from zbpipe.registry import Algorithm
 from zbpipe.runtime import arguments, job
 from zbpipe.runtime.options import Options, list_options
+from zbpipe.schedule import registry
+from zbpipe.schedule.registry import Algorithm
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
 """Names for which torch gives an abstract class; frameworks use them with a CSV file of their own."""

@@ -17,11 +17,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from zbpipe.ir import Placement
-from zbpipe.registry import Algorithm
 from zbpipe.runtime import _torch, checks, job
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import list_for_visualizer
+from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.registry import Algorithm
 
 
 class Proxy(ABCMeta):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any, NamedTuple
 
-from zbpipe.costs import ROUNDING, CostModel
-from zbpipe.ir import OpKind
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
+from zbpipe.schedule.ir import OpKind
 
 _PARTS = 10_000
 """The largest number counts as so many, if no smaller number of parts makes all numbers whole. Chosen by hand."""

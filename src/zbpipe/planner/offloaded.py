@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from zbpipe import bound, registry
-from zbpipe.baseline import CostsOf
-from zbpipe.ir import Placement, Schedule
-from zbpipe.offloading import LimitTooSmallError, Offload, offload, require_host
+from zbpipe.costs.baseline import CostsOf
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
-from zbpipe.simulation import simulate
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.simulator import lower_bound as bound
+from zbpipe.simulator.offloading import LimitTooSmallError, Offload, offload, require_host
+from zbpipe.simulator.simulation import simulate
 
 _LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)
 """By how much the limits of the search exceed those of the ranks; None for no limit at all."""

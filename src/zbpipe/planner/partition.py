@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from zbpipe.balance import Sizes, balanced, moved
-from zbpipe.costs import ROUNDING
-from zbpipe.ir import Placement
-from zbpipe.layer_costs import LayerCosts, Split, even_sizes, require_enough, split_of
+from zbpipe.costs.balance import Sizes, balanced, moved
+from zbpipe.costs.layers import LayerCosts, Split, even_sizes, require_enough, split_of
+from zbpipe.costs.model import ROUNDING
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import fits, plan_stages, problem_of
-from zbpipe.transport import Transport
+from zbpipe.schedule.ir import Placement
 
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.job_costs import JobCosts
-from zbpipe.layer_costs import merged
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import merged
+from zbpipe.costs.model import CostModel
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
+from zbpipe.schedule.ir import Placement, Schedule
 
 _WORTH_A_START = 0.99
 _EVEN_ENOUGH = 1.05

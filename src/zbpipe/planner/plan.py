@@ -7,23 +7,23 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from zbpipe.baseline import CostsOf
-from zbpipe.costs import CostModel, as_cost_model
-from zbpipe.ir import Placement
-from zbpipe.job_costs import JobCosts
-from zbpipe.layer_costs import LayerCosts
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.offloading import Offload
+from zbpipe.costs.baseline import CostsOf
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import LayerCosts
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel, as_cost_model
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, named_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import plan_stages
-from zbpipe.transport import Transport
+from zbpipe.schedule.ir import Placement
+from zbpipe.simulator.offloading import Offload
 
 if TYPE_CHECKING:
-    from zbpipe.jitter import Jitter
+    from zbpipe.simulator.jitter import Jitter
 
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 
@@ -71,7 +71,7 @@ def plan(
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
             - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
             - a function that gives a CostModel for a placement.
-        memory_limit: see `zbpipe.memory_limit.MemoryLimit`. Default: no limit.
+        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: no limit.
         placements: names out of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
             `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
@@ -81,14 +81,14 @@ def plan(
             searches that compare splits come on top.
         seed: of the search's random numbers.
         exact: whether to look for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: what messages wait for (see `zbpipe.transport`), by default nothing. The search itself knows no
+        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. The search itself knows no
             queues: of all that it found, and the named schedules, it takes the one with the shortest step under this
             transport. The bounds hold for every transport.
         offload: what may go to the host's memory for a while: "pairs" (what waits for W), "activations" (what F leaves
             for I) or "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
             (see `zbpipe.offload`); they share the budget. Without a limit it holds as little as costs no time.
-        robust: what varies (see `zbpipe.jitter`). Then the plan is the schedule that `quantile` of all steps make the
+        robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule that `quantile` of all steps make the
             shortest. Several searches that share the budget leave more and more slack; the best of what they find, and
             of the named schedules, are then annealed in many random steps at once, which takes two to three times as
             long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
@@ -112,7 +112,7 @@ def plan(
         transport = costs.transport if transport is None else transport
         costs = costs.costs
     if not isinstance(transport, (str, type(None))):
-        raise TypeError(f"transport = {transport!r} is no zbpipe.transport.Transport, nor the name of one")
+        raise TypeError(f"transport = {transport!r} is no zbpipe.costs.transport.Transport, nor the name of one")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress = {progress!r} is no function (share, best)")
     limit = MemoryLimit.parse(memory_limit)
@@ -162,11 +162,11 @@ def _robust(
     report: Progress,
 ) -> Plan:
     # They need numpy, which other plans do without.
-    from zbpipe.jitter import Jitter
     from zbpipe.planner.robust import plan_robust
+    from zbpipe.simulator.jitter import Jitter
 
     if not isinstance(jitter, Jitter):
-        raise TypeError(f"robust = {jitter!r} is no zbpipe.jitter.Jitter, for example Jitter(ops=0.1)")
+        raise TypeError(f"robust = {jitter!r} is no zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
     if isinstance(costs, LayerCosts) or offload is not None:
         raise ValueError("a robust plan is for stages that stay on the device: leave out offload, and cut layers first")
     return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)

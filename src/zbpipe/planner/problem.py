@@ -8,13 +8,13 @@ from functools import cached_property
 from math import frexp, ldexp
 from typing import TypeVar
 
-from zbpipe import bound
-from zbpipe.costs import ROUNDING, CostModel, highest, most_room
-from zbpipe.event_loop import EventLoop
-from zbpipe.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.costs.model import ROUNDING, CostModel, highest, most_room
 from zbpipe.planner.kernel import NEVER, Job, starts
-from zbpipe.running_ahead import period
-from zbpipe.simulation import simulate
+from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.simulator import lower_bound as bound
+from zbpipe.simulator.post_validation import period
+from zbpipe.simulator.simulation import simulate
 
 T = TypeVar("T")
 KINDS = (OpKind.F, OpKind.I, OpKind.W)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from zbpipe.costs import number
-from zbpipe.ir import Placement, require_size, require_whole
-from zbpipe.transport import Transport
+from zbpipe.costs.model import number
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import Placement, require_size, require_whole
 
 Objective = Literal["makespan", "period"]
 

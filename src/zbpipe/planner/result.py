@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zbpipe.costs import ROUNDING
-from zbpipe.ir import Schedule
-from zbpipe.layer_costs import LayerCosts, Split
+from zbpipe.costs.layers import LayerCosts, Split
+from zbpipe.costs.model import ROUNDING
 from zbpipe.planner.request import Objective
-from zbpipe.running_ahead import period_of
-from zbpipe.timeline import Timeline
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from zbpipe.jitter import StepTimes
+    from zbpipe.simulator.jitter import StepTimes
 
 
 @dataclass(frozen=True, repr=False)

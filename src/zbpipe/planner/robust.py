@@ -3,7 +3,7 @@
 A message that comes late is the same to who waits as one that takes long. So the search runs several times with links
 that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. The
 best of what it finds, and of the named schedules, are annealed in many samples of the times at once, which moves the
-slack to where it is worth most. What is best then, in a simulation with other random times, wins (`zbpipe.jitter`).
+slack to where it is worth most. What is best then, in a simulation with other random times, wins (`zbpipe.simulator.jitter`).
 PipeMorph (2504.19232) shows what slack is worth where links are late.
 """
 
@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from zbpipe.baseline import CostsOf
-from zbpipe.costs import ROUNDING, CostModel, Link
-from zbpipe.ir import Op, Placement, Schedule
-from zbpipe.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
+from zbpipe.costs.baseline import CostsOf
+from zbpipe.costs.model import ROUNDING, CostModel, Link
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import Engine, fastest
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import KINDS, Problem
@@ -28,8 +27,9 @@ from zbpipe.planner.result import Plan
 from zbpipe.planner.samples import Samples
 from zbpipe.planner.search import Progress
 from zbpipe.planner.stages import default_budget, named_schedules, plan_stages, problem_of
-from zbpipe.simulation import simulate
-from zbpipe.transport import Transport
+from zbpipe.schedule.ir import Op, Placement, Schedule
+from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
+from zbpipe.simulator.simulation import simulate
 
 _SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
 """How many times what is to be expected is added to each link. Chosen by hand: more makes steps longer."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbpipe.costs import ROUNDING
+from zbpipe.costs.model import ROUNDING
 from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, fold, link, some_move, undo
 
 Rows = Sequence[Floats]

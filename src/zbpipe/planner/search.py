@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 from random import Random
 
-from zbpipe.costs import ROUNDING, CostModel, least_room, rank_shares
-from zbpipe.ir import Placement, Schedule
+from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
 from zbpipe.planner.engine import PLAIN, Engine
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
-from zbpipe.running_ahead import period_of
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 
 Progress = Callable[[float, float], None]
 """Called with the share of the work that is done, and the shortest time found so far in seconds."""

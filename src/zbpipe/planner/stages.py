@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from zbpipe import registry
-from zbpipe.baseline import CostsOf
-from zbpipe.costs import CostModel, least_room, most_room, require_room, too_small
-from zbpipe.frozendict import FrozenDict
-from zbpipe.ir import Placement, require_size
-from zbpipe.lean import within
+from zbpipe.costs.baseline import CostsOf
+from zbpipe.costs.model import CostModel, least_room, most_room, require_room, too_small
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import prove
+from zbpipe.planner.lean import within
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
-from zbpipe.running_ahead import period_of
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
-from zbpipe.transport import Transport
+from zbpipe.schedule import registry
+from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.schedule.ir import Placement, require_size
+from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 
 _MOST_CANDIDATES = 64
 """Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""

@@ -14,25 +14,26 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zbv_lean import shortest
-from zbpipe.costs import CostModel, least_room
-from zbpipe.drift import Drift, causes
-from zbpipe.ir import Placement, Schedule, require_whole
-from zbpipe.job_costs import JobCosts
-from zbpipe.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
-from zbpipe.offloading import Offload
-from zbpipe.offloading import offload as offloaded
+from zbpipe.costs.drift import Drift, causes
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel, least_room
 from zbpipe.planner.placement_advice import advise_placement, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
-from zbpipe.registry import resolve
-from zbpipe.runtime import _torch, agreement, arguments, checks
+from zbpipe.runtime import _torch, arguments, checks
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import copier_for
+from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.simulation import simulate
+from zbpipe.schedule.ir import Placement, Schedule, require_whole
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import offload as offloaded
+from zbpipe.simulator.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zbpipe.ir import Schedule
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
-from zbpipe.registry import Algorithm, resolve
-from zbpipe.runtime import _torch, agreement, checks
+from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.classes import class_of
+from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.split import stage as split
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import Algorithm, resolve
 
 Made = TypeVar("Made", bound=Schedule | Plan)
 

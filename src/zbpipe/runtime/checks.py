@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from zbpipe import registry
-from zbpipe.actions import Rows, mixed_up_messages, validate_lowered
-from zbpipe.ir import OpKind, Placement, Schedule, require_whole
-from zbpipe.message_queues import are_sound, blocked_queues
-from zbpipe.offloading import Offload
+from zbpipe.costs.transport import Receives
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.split.stage import SplitBackward, is_split
-from zbpipe.transport import Receives
-from zbpipe.validation import require_valid
+from zbpipe.schedule import registry
+from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
+from zbpipe.simulator.actions import Rows, mixed_up_messages, validate_lowered
+from zbpipe.simulator.message_queues import are_sound, blocked_queues
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.validation import require_valid
 
 Spell = Callable[[str], str]
 """Takes the name of an option, and gives it as the user wrote it."""

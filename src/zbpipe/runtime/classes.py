@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from zbpipe.registry import Algorithm, resolve
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.schedule.registry import Algorithm, resolve
 
 
 def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:

@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe import costs_file
-from zbpipe.costs import CostModel, require_room
-from zbpipe.ir import OpKind, Placement
-from zbpipe.job_costs import JobCosts
-from zbpipe.memory_limit import MemoryLimit
-from zbpipe.offloading import Offload
-from zbpipe.registry import Algorithm
+from zbpipe.costs import file as costs_file
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel, require_room
+from zbpipe.costs.transport import Transport
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.gradient_check import GradientCheck
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
 from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.runtime.options import Options
-from zbpipe.transport import Transport
+from zbpipe.runtime.verify.gradient_check import GradientCheck
+from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator.offloading import Offload
 from zbpipe.views import report
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.costs import CostModel
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.runtime import _torch, agreement, checks
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.transformer import Checkpointing, usual_costs
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class LeanSchedule(RegisteredSchedule):
         checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
             `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
         costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
-        memory_limit: see `zbpipe.memory_limit.MemoryLimit`.
+        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`.
 
     Raises:
         ValueError: as for every schedule, or an unknown checkpointing.

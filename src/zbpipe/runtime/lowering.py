@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from zbpipe import passes
-from zbpipe.costs import CostModel
-from zbpipe.ir import Schedule
-from zbpipe.running_ahead import RunAhead, ahead_of
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import _torch, checks
-from zbpipe.simulation import best_receives, simulate
-from zbpipe.transport import Receives, Transport
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator import passes
+from zbpipe.simulator.post_validation import RunAhead, ahead_of
+from zbpipe.simulator.simulation import best_receives, simulate
 
 
 @dataclass

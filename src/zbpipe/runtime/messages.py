@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import _torch
-from zbpipe.transport import Receives, Transport
 
 ON_ROCM = torch.version.hip is not None
 """Whether this torch was built for AMD's GPUs."""

@@ -11,14 +11,14 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal, get_args
 
-from zbpipe.costs import set_fields
-from zbpipe.ir import require_whole
-from zbpipe.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
-from zbpipe.offloading import Offload
+from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import set_fields
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import arguments
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.transport import Receives, Transport
-from zbpipe.user_code import import_modules
+from zbpipe.schedule.ir import require_whole
+from zbpipe.schedule.user_code import import_modules
+from zbpipe.simulator.offloading import Offload
 
 OptimizerSteps = Literal["synchronous", "validated"]
 """How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""

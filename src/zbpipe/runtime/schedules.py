@@ -11,34 +11,35 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.costs import CostModel, as_cost_model
-from zbpipe.files import read_text
-from zbpipe.ir import OpKind, Schedule, require_whole
-from zbpipe.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.offloading import Offload
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel, as_cost_model
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.registry import Algorithm
-from zbpipe.running_ahead import RunAhead, gain
-from zbpipe.runtime import _torch, agreement, arguments, checks, tied_weights
-from zbpipe.runtime.failures import PipelineError, RefusedStepError
+from zbpipe.runtime import _torch, arguments, checks, tied_weights
 from zbpipe.runtime.lowering import Lowering, without_collections
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import copier_for
 from zbpipe.runtime.optimizer.validation import Validation, run_validated
+from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
+from zbpipe.runtime.ranks.step_board import StepBoard
+from zbpipe.runtime.ranks.step_failures import StepFailures
+from zbpipe.runtime.ranks.step_sizes import StepSizes
+from zbpipe.runtime.ranks.unfreezing import pass_on_unfreezing
 from zbpipe.runtime.schedules_by_size import SchedulesBySize
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.runtime.step_board import StepBoard
-from zbpipe.runtime.step_failures import StepFailures
-from zbpipe.runtime.step_sizes import StepSizes
-from zbpipe.runtime.unfreezing import pass_on_unfreezing
 from zbpipe.runtime.warm_up import warm_up
-from zbpipe.simulation import simulate
-from zbpipe.transport import Receives, Transport
+from zbpipe.schedule.files import read_text
+from zbpipe.schedule.ir import OpKind, Schedule, require_whole
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.post_validation import RunAhead, gain
+from zbpipe.simulator.simulation import simulate
 
 
 class RegisteredSchedule(_torch.OwnRuntime):
@@ -63,15 +64,15 @@ class RegisteredSchedule(_torch.OwnRuntime):
             until W.
         costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
-            `zbpipe.memory_limit.MemoryLimit`.
+            `zbpipe.costs.memory_limit.MemoryLimit`.
         offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
             waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
         receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
-            `zbpipe.transport.Receives`). By default what gives the shortest step, as simulated with the transport and
+            `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the transport and
             `costs`, or with equal times of F, I and W.
         transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared with
+            `zbpipe.costs.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared with
             compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
         options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
             `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from zbpipe import passes
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement, Schedule
-from zbpipe.memory_limit import MemoryLimit
-from zbpipe.offloading import Offload
-from zbpipe.offloading import offload as offloaded
-from zbpipe.registry import Algorithm
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator import passes
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import offload as offloaded
 
 
 @dataclass(eq=False)

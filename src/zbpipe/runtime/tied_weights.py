@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.ir import Placement
 from zbpipe.runtime import _torch
 from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.schedule.ir import Placement
 
 _SAMPLES = 32
 """The number of rows, and of columns, of a weight that are compared: no two weights are equal there by chance."""

@@ -16,9 +16,9 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import zbpipe.titan
-from zbpipe.runtime.failures import ended_at_once, shared_with_other_ranks
-from zbpipe.titan.command_line import asks_for_help, help_text, parse
+import zbpipe.frameworks.titan
+from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
+from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def _train() -> None:
     if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
         print(help_text(), flush=True)  # TorchTitan's own help comes after it
     zbpipe.titan.plug_in(options)
-    from zbpipe.titan import plug  # not before: TorchTitan chooses its device when it is imported
+    from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
 
     with shared_with_other_ranks():
         plug.train()

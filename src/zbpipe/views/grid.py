@@ -9,8 +9,8 @@ from itertools import chain, groupby
 
 from rich.text import Text
 
-from zbpipe.ir import Op, OpKind
-from zbpipe.timeline import Span, Timeline
+from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import (
     KIND_WORDS,
     Paint,

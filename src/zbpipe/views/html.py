@@ -12,8 +12,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbpipe.ir import OpKind
-from zbpipe.timeline import Span, Timeline
+from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import (
     DARK,
     KIND_WORDS,

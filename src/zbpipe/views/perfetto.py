@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbpipe.ir import OpKind, users
-from zbpipe.timeline import Span, Timeline
+from zbpipe.schedule.ir import OpKind, users
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6

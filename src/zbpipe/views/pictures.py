@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zbpipe.ir import Schedule
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.grid import grid
 from zbpipe.views.html import html
 from zbpipe.views.svg import svg

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe.costs import ROUNDING, CostModel
-from zbpipe.ir import OpKind
-from zbpipe.job_costs import JobCosts
-from zbpipe.registry import Algorithm, schedules
-from zbpipe.running_ahead import period_of
-from zbpipe.timeline import Timeline
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.schedule.ir import OpKind
+from zbpipe.schedule.registry import Algorithm, schedules
+from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 
 Vary = Callable[[Timeline], Mapping[str, float]]
-"""Mean and quantiles of a schedule's step times, where times vary (`zbpipe.jitter.StepTimes.record`)."""
+"""Mean and quantiles of a schedule's step times, where times vary (`zbpipe.simulator.jitter.StepTimes.record`)."""
 
 
 def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbpipe.ir import OFFLOADS, RELOADS, OpKind, Placement
-from zbpipe.timeline import Span, Timeline
+from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
+from zbpipe.simulator.timeline import Span, Timeline
 
 KIND_WORDS = {
     OpKind.F: "forward",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Placement
-from zbpipe.timeline import Span, Timeline
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Placement
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import (
     DARK,
     KIND_WORDS,

@@ -11,10 +11,10 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
-from zbpipe.actions import Action, other_end
-from zbpipe.ir import Op, OpKind, inputs
 from zbpipe.runtime._torch.hooks import stages_of
 from zbpipe.runtime._torch.pipelining import OwnRuntime
+from zbpipe.schedule.ir import Op, OpKind, inputs
+from zbpipe.simulator.actions import Action, other_end
 
 
 def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:

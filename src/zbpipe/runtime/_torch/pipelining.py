@@ -27,8 +27,6 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.actions import Action, Rows
-from zbpipe.ir import Schedule
 from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, marked_input_gradients, marked_outputs
 from zbpipe.runtime._torch.autograd import is_view, tree_map_only
 from zbpipe.runtime._torch.buffers import (
@@ -41,6 +39,8 @@ from zbpipe.runtime._torch.buffers import (
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.patching import replaced
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.actions import Action, Rows
 
 PipelineSchedule = _PipelineSchedule
 """The base class of all of torch's schedules."""

@@ -8,8 +8,8 @@ from typing import cast
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
 
-from zbpipe.running_ahead import RunAhead
 from zbpipe.runtime._torch.pipelining import OwnStage, actions_of
+from zbpipe.simulator.post_validation import RunAhead
 
 
 class _StepIsVoidError(Exception):

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zbpipe.ir import Op
 from zbpipe.runtime import _torch
+from zbpipe.schedule.ir import Op
 
 _SILENT = "99"
 """Of torch's profiler, which else writes lines on the screen for each step that it sees on a CPU."""

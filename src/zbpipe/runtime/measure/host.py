@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from zbpipe.costs import Link
+from zbpipe.costs.model import Link
 from zbpipe.runtime.offload.copiers import Copier, copier_for
 
 _ROUNDS = 3

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbpipe.ir import OpKind
 from zbpipe.runtime import _torch
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.schedule.ir import OpKind
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbpipe.costs import CostModel, Link
-from zbpipe.ir import COMPUTATIONS, Placement, require_whole
-from zbpipe.job_costs import JobCosts
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import messages_of
+from zbpipe.schedule.ir import COMPUTATIONS, Placement, require_whole
 from zbpipe.views import report
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.ir import Op, OpKind
 from zbpipe.runtime import _torch
 from zbpipe.runtime.measure.allocated import counter_for
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.timeline import Span
+from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.simulator.timeline import Span
 
 
 class Wanted(Enum):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zbpipe.costs import CostModel
-from zbpipe.ir import Schedule
+from zbpipe.costs.model import CostModel
 from zbpipe.runtime import _torch, checks
 from zbpipe.runtime.measure.profiler import (
     Links,
@@ -21,8 +20,9 @@ from zbpipe.runtime.measure.profiler import (
 )
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.messages import Messages, messages_of
-from zbpipe.simulation import simulate
-from zbpipe.timeline import Timeline
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.perfetto import write_perfetto
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from zbpipe.drift import Drift, DriftDetector
+from zbpipe.costs.drift import Drift, DriftDetector
 from zbpipe.runtime import _torch
-from zbpipe.runtime.agreement import new_key
 from zbpipe.runtime.measure.recording import Wanted, Watcher
+from zbpipe.runtime.ranks.agreement import new_key
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 _LOOKS_EVERY = 0.2

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from zbpipe.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
 from zbpipe.runtime import _torch
 from zbpipe.runtime.offload.copiers import Copier, HostCopy
 from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else, pairs
 from zbpipe.runtime.split.stage import waiting_for_w
-from zbpipe.timeline import Timeline
+from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
+from zbpipe.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from zbpipe.running_ahead import LEAST_GAIN
 from zbpipe.runtime import _torch, arguments
 from zbpipe.runtime.optimizer.backup import Backup, RandomState, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.simulator.post_validation import LEAST_GAIN
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5

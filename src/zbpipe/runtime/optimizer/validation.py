@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zbpipe.running_ahead import RunAhead
 from zbpipe.runtime import _torch
 from zbpipe.runtime.optimizer.backup import RandomState
+from zbpipe.simulator.post_validation import RunAhead
 
 
 class Validation(Protocol):

@@ -10,7 +10,7 @@ from primus.core import experiment, patches
 
 
 def main() -> None:
-    from zbpipe.titan import cpu
+    from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
     _, sections = experiment.load(Path(sys.argv[sys.argv.index("--config") + 1]))

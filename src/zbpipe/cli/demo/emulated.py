@@ -1,0 +1,189 @@
+"""The demo's second part: 1F1B and ZBV on 8 ranks, with real processes and messages, and stages that sleep.
+
+Two pipeline ranks have hardly a bubble to fill, and a laptop has no 8 GPUs. So F, I and W sleep here; all else is real.
+`emulate` starts this file as a program, which imports torch once and forks the ranks. The module itself imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.ir import Op
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Span, Timeline
+
+SCHEDULES = ("1F1B", "ZBV")
+RANKS, MICROBATCHES = 8, 16
+SECONDS = 0.06
+"""That a rank sleeps for F, for I and for W of a microbatch."""
+ROUNDS = 3
+_TIMEOUT = 120.0
+
+
+class DemoError(RuntimeError):
+    """The demo could not run."""
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """One schedule, by the clock and as simulated."""
+
+    schedule: str
+    source: str
+    seconds: float
+    """Of a step: the median of the rounds."""
+    planned: Timeline = field(repr=False)
+    """Simulated with the times that the stages sleep; messages take none."""
+    measured: Timeline = field(repr=False)
+    """The step that took about the median."""
+
+    def figures(self) -> dict[str, Any]:
+        """What the demo writes of it as JSON; times in seconds."""
+        return {
+            "schedule": self.schedule,
+            "source": self.source,
+            "seconds": self.seconds,
+            "bubble": self.measured.bubble,
+            "simulated_seconds": self.planned.makespan,
+            "simulated_bubble": self.planned.bubble,
+        }
+
+
+def emulate(
+    ranks: int = RANKS,
+    microbatches: int = MICROBATCHES,
+    seconds: float = SECONDS,
+    rounds: int = ROUNDS,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> list[Emulated]:
+    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes.
+
+    Args:
+        ranks: of the pipeline.
+        microbatches: of a step.
+        seconds: that a rank sleeps for F, for I and for W of a microbatch.
+        rounds: measured steps of each schedule.
+        on_step: called with the number of measured steps so far.
+
+    Raises:
+        DemoError: a rank failed, or they took longer than two minutes; with the end of what they wrote.
+    """
+    with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
+        steps = _run(Path(folder), (ranks, microbatches, seconds, rounds), on_step)
+    return [
+        _summary(name, ranks, microbatches, seconds, steps[number :: len(SCHEDULES)])
+        for number, name in enumerate(SCHEDULES)
+    ]
+
+
+def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
+    """What the stages sleep, and nothing for messages."""
+    return CostModel.uniform(resolve(name).place(ranks), seconds, seconds, seconds)
+
+
+def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Sequence[Any]) -> Emulated:
+    algorithm, costs = resolve(name), costs_of(name, ranks, seconds)
+    schedule = algorithm.make(ranks, microbatches, costs=costs)
+    took = median([step["seconds"] for step in steps])
+    nearest = min(steps, key=lambda step: abs(step["seconds"] - took))
+    spans = tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in rank) for rank in nearest["spans"])
+    return Emulated(name, algorithm.source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
+
+
+def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:
+    """The steps in their order."""
+    command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
+    settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + _TIMEOUT
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
+        )
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                on_step(len(list(folder.glob("step-*"))))
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        end = " ".join((folder / "log").read_text().split())[-500:]
+        raise DemoError(f"the ranks with stages that sleep ended with {process.returncode}: {end}")
+    steps = sorted(folder.glob("step-*"))
+    on_step(len(steps))
+    return [json.loads(step.read_text()) for step in steps]
+
+
+# What runs in the processes.
+
+
+def main() -> None:
+    """Fork the ranks, and wait for them."""
+    import torch.distributed.pipelining  # noqa: F401
+
+    from zbpipe.cli.demo import sleeping  # noqa: F401
+
+    folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
+    pids = [_fork(rank, folder, int(ranks), int(microbatches), seconds, int(rounds)) for rank in range(int(ranks))]
+    codes = [os.waitstatus_to_exitcode(os.wait()[1])]
+    while len(codes) < len(pids) and not any(codes):
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+    os._exit(int(any(codes)))  # `emulate` ends those that are left
+
+
+def _fork(rank: int, folder: Path, *job: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _rank(rank, folder, *job)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from zbpipe.cli.demo.sleeping import Runner
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    runners = [Runner(name, costs_of(name, ranks, seconds), microbatches) for name in SCHEDULES]
+    for number in range(rounds * len(SCHEDULES)):
+        runner = runners[number % len(SCHEDULES)]
+        taken = runner.seconds()
+        spans: list[Any] = [None] * ranks
+        mine = [(str(each.op), each.start - runner.start, each.end - runner.start) for each in runner.ran]
+        dist.all_gather_object(spans, mine)
+        if rank == 0:
+            (folder / f"step-{number:03}").write_text(json.dumps({"seconds": taken, "spans": spans}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

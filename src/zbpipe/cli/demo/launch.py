@@ -1,0 +1,145 @@
+"""Start a TorchTitan job on this machine's CPU with torchrun, and watch it. Imports neither torch nor torchtitan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbpipe.frameworks.titan.versions import installed
+
+METRICS = "metrics.jsonl"
+"""The file in the job's folder to which the demo's models write their metrics, one JSON object a step."""
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How a job ended."""
+
+    steps: tuple[dict[str, Any], ...]
+    """TorchTitan's metrics, one dict a step."""
+    error: str | None
+    """One line from the rank that failed first; None if all ranks finished."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss_metrics/global_avg_loss"] for step in self.steps]
+
+
+def train_on_cpu(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    folder: Path,
+    timeout: float,
+    model: str = "llama3_python_stdlib",
+    on_step: Callable[[dict[str, Any]], None] = lambda step: None,
+) -> JobOutcome:
+    """Train a model of the demo on `num_ranks` processes, without an accelerator.
+
+    Args:
+        arguments: those of `torchtitan.train`, besides the ones that name the model.
+        num_ranks: processes; they share the cores evenly.
+        folder: for all output: `metrics.jsonl`, `output.log` with what the ranks print, and checkpoints.
+        timeout: seconds after which this ends the job.
+        model: its name in `zbpipe.cli.demo.models03`, or for torchtitan 0.2 in `zbpipe.cli.demo.models02`.
+        on_step: called with the metrics of each step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+        *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
+        *demo_arguments(folder, model),
+        *arguments,
+    ]
+    with (folder / "output.log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | no_accelerator | {"OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,
+        )
+        steps: list[dict[str, Any]] = []
+        try:
+            deadline = time.monotonic() + timeout
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                _read_steps(folder / METRICS, steps, on_step)
+            timed_out = process.poll() is None
+        finally:
+            _end(process)
+        _read_steps(folder / METRICS, steps, on_step)
+    if timed_out:
+        return JobOutcome(tuple(steps), f"not finished after {timeout:.0f} seconds")
+    return JobOutcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+
+
+def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
+    """Add the new lines of `file` to `steps`."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines[len(steps) :]:
+        steps.append(json.loads(line))
+        on_step(steps[-1])
+
+
+def demo_arguments(folder: Path, model: str) -> list[str]:
+    """The installed TorchTitan's command line for a model of the demo, with all output in `folder`."""
+    return _ARGUMENTS[installed().name](folder, model)
+
+
+def _arguments_02(folder: Path, model: str) -> list[str]:
+    return [
+        *("--experimental.custom_import", "zbpipe.cli.demo.models02", "--model.name", model),
+        *("--model.flavor", "debugmodel", "--model.hf_assets_path", str(Path(__file__).parent)),
+        *("--training.dataset", "python_stdlib", "--training.seq_len", "256", "--debug.seed", "0"),
+        *("--training.mixed_precision_param", "float32", "--training.steps", "10"),
+        *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
+        *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
+    ]
+
+
+def _arguments_03(folder: Path, model: str) -> list[str]:
+    return [
+        *("--module", "zbpipe.cli.demo.models03", "--config", model, "--dump_folder", str(folder)),
+        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
+    ]
+
+
+_ARGUMENTS = {"0.2.2": _arguments_02, "0.3.0": _arguments_03}
+"""By the name of a `zbpipe.frameworks.titan.versions.Version`."""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its ranks, whatever they are doing."""
+    if process.poll() is None:
+        process.terminate()  # torchrun passes the signal on to its ranks
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def first_error(folder: Path) -> str:
+    """The error that came first: under torchrun every rank writes its exception, with the time, to a file."""
+    messages = [json.loads(file.read_text())["message"] for file in (folder / "errors").rglob("error.json")]
+    if messages:
+        first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))
+        return " ".join(first["message"].split())
+    lines = (folder / "output.log").read_text().splitlines()
+    # A rank that was ended by a signal (a crash, or from outside) wrote no exception. torchrun prints the cause last.
+    killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
+    errors = killed[-1:] or [line for line in lines if "Error: " in line]
+    return errors[0].strip() if errors else f"the job ended without an error of its own; see {folder / 'output.log'}"

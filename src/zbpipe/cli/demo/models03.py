@@ -1,0 +1,71 @@
+"""The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
+
+For `--module` of torchtitan 0.3. Everything but data, tokenizer and batch size is TorchTitan's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+from zbpipe.cli.demo import python_text
+from zbpipe.cli.demo.json_lines import JsonLines
+from zbpipe.frameworks.titan import plug
+
+
+class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
+    """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        json_lines: str = ""
+        """The file to append to; empty for none."""
+
+    def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
+        self.logger: BaseLogger
+        super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
+        has_loss = dist.get_rank() == plug.rank_with_loss(parallel_dims, pp_schedule)
+        if config.json_lines and has_loss:
+            self.logger = JsonLines(self.logger, Path(config.json_lines))
+
+
+class ByteTokenizer(python_text.ByteTokenizer):
+    """With a config, as TorchTitan 0.3 wants it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        pass
+
+
+def llama3_python_stdlib() -> Trainer.Config:
+    """Llama 3's debug model."""
+    return _on_python_stdlib(llama3_debugmodel())
+
+
+def deepseek_v3_python_stdlib() -> Trainer.Config:
+    """DeepSeek V3's debug model: latent attention, and experts in all layers but the first."""
+    return _on_python_stdlib(deepseek_v3_debugmodel())
+
+
+def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
+    """In float32, so that the losses of two schedules differ by rounding only."""
+    python_text.register()
+    config.tokenizer = ByteTokenizer.Config()
+    config.hf_assets_path = str(Path(__file__).parent)
+    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    config.metrics = JsonLinesMetrics.Config(
+        **{field.name: getattr(config.metrics, field.name) for field in fields(config.metrics)}
+    )
+    config.training.seq_len = 256
+    config.training.mixed_precision_param = "float32"
+    config.debug.seed = 0
+    return config

@@ -1,0 +1,208 @@
+"""Stages that sleep in place of computing: how long a step takes by the clock does not depend on the machine's cores.
+
+A stage holds one number and sleeps for the times of its F, I and W. All else is real: the processes, gloo's messages,
+torch's executor, and both ways to split the backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe.costs.model import CostModel
+from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.schedule.registry import resolve
+
+_METHODS = {
+    OpKind.F: "forward_one_chunk",
+    OpKind.B: "backward_one_chunk",  # and I
+    OpKind.W: "backward_weight_one_chunk",
+}
+_LATE = 1e-4
+"""Seconds by which `time.sleep` usually comes back late. More than that is not spent awake, for the cores are few."""
+
+
+def sleep_until(end: float) -> None:
+    """Return at `end` of `time.monotonic`, as exactly as the machine allows."""
+    time.sleep(max(0.0, end - _LATE - time.monotonic()))
+    while time.monotonic() < end:
+        pass
+
+
+class SleepingLayer(nn.Linear):
+    """One number times a weight. F sleeps in the forward, I and W on the ways of dX and dW.
+
+    So each sleeps in the action that computes its gradient, whoever splits the backward: I and W both in torch's B,
+    one after the other in torch's split, and in zbpipe's, which runs the linear layer's own deferral.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.seconds = dict.fromkeys((OpKind.F, OpKind.I, OpKind.W), 0.0)
+        self.slept: list[tuple[OpKind, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._sleep(OpKind.F)
+        # The batch needs no gradient. In a model there are more layers, and all but the very first compute dX.
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return F.linear(self._sleeping(x, OpKind.I), self._sleeping(self.weight, OpKind.W))
+
+    def _sleeping(self, tensor: Tensor, kind: OpKind) -> Tensor:
+        """`tensor`, whose gradient takes its time. The I of a deferral hands on None where W will compute dW."""
+        view = tensor.view_as(tensor)
+        # torch has no types for it.
+        view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))  # type: ignore[no-untyped-call]
+        return view
+
+    def _sleep(self, kind: OpKind) -> None:
+        start = time.monotonic()
+        sleep_until(start + self.seconds[kind])
+        self.slept.append((kind, time.monotonic() - start))
+
+
+class Ran(NamedTuple):
+    """An op that ran, and the sleeps during it."""
+
+    op: Op
+    start: float
+    end: float
+    slept: tuple[tuple[OpKind, float], ...]
+    """Of which kind (F, I, W), and how many seconds."""
+
+
+def follow(stage: PipelineStage, ran: list[Ran]) -> None:
+    """Add to `ran` what `stage` runs from now on."""
+    layer = cast(SleepingLayer, stage.submod)
+
+    def followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        kind = OpKind.I if kwargs.get("full_backward") is False else usual
+        layer.slept = []
+        start = time.monotonic()
+        result = run(microbatch, *args, **kwargs)
+        ran.append(Ran(Op(stage.stage_index, kind, microbatch), start, time.monotonic(), tuple(layer.slept)))
+        return result
+
+    for kind, method in _METHODS.items():
+        setattr(stage, method, partial(followed, getattr(stage, method), kind))
+
+
+def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
+    """Raise unless exactly `ops` ran, in this order, and slept for what belongs to them, once and long enough.
+
+    With torch's split the first stage, whose input needs no gradient, runs its whole backward in W.
+    """
+    if [each.op for each in ran] != list(ops):
+        raise AssertionError(f"ran {' '.join(str(each.op) for each in ran)} instead of {' '.join(map(str, ops))}")
+    for op, _, _, slept in ran:
+        late = torchs_split and op.stage == 0
+        belongs = {OpKind.B: "IW", OpKind.I: "" if late else "I", OpKind.W: "IW" if late else "W"}
+        short = any(seconds < costs.seconds(op.stage, kind) - 1e-9 for kind, seconds in slept)
+        if sorted(kind for kind, _ in slept) != list(belongs.get(op.kind, "F")) or short:
+            raise AssertionError(f"{op} slept {slept}")
+
+
+def message_seconds(messages: int = 100) -> float:
+    """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
+    rank, taken = dist.get_rank(), []
+    for number in range(messages if rank < 2 else 0):
+        sender = number % 2
+        sent_at = torch.zeros(1, dtype=torch.float64)
+        if rank == sender:
+            # As in a pipeline, the receiver has been waiting for some time, and is asleep.
+            sleep_until(time.monotonic() + 0.005)
+            sent_at[0] = time.monotonic()
+            dist.send(sent_at, 1 - rank)
+        else:
+            dist.recv(sent_at, sender)
+            taken.append(time.monotonic() - sent_at.item())
+    median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
+    dist.broadcast(median, 0)
+    return median.item()
+
+
+class Runner:
+    """One schedule on this rank, ready to run steps.
+
+    Args:
+        source: its name, or the path of a CSV file.
+        costs: of its stages, in seconds.
+        microbatches: of a step.
+        receives: where they are posted; only for zbpipe's schedules.
+    """
+
+    def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
+        rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
+        algorithm = resolve(source)
+        indices = algorithm.place(ranks).stages_on(rank)
+        layers = {index: SleepingLayer() for index in indices}
+        stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
+        self.torchs = algorithm.source == "torch"
+        options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
+        self.schedule = build_pipeline_schedule(algorithm, stages, microbatches, _loss, **options)
+        self.costs = costs
+        self.ops = algorithm.make(ranks, microbatches, costs=costs).ops[rank]
+        self.ran: list[Ran] = []
+        """Of the last step."""
+        self.start = 0.0
+        """Of the last step, in seconds of `time.monotonic`."""
+        self.within: list[float] = []
+        self.between: list[float] = []
+        for stage in stages:
+            follow(stage, self.ran)
+        batch = torch.ones(microbatches, 1)
+        self.arguments = [batch] if 0 in indices else []
+        self.target = batch if last in indices else None
+        self._run()  # without sleep: shapes, and whatever else the first step prepares
+        for index, layer in layers.items():
+            layer.seconds = {kind: costs.seconds(index, kind) for kind in layer.seconds}
+
+    def seconds(self) -> float:
+        """Of one step, from a start common to all ranks to the end of the last one."""
+        self.ran.clear()
+        gc.collect()
+        gc.disable()  # as trainers do, who collect garbage between steps
+        self.start = start = _common_start()
+        sleep_until(start)
+        self._run()
+        taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+        gc.enable()
+        check(self.ran, self.ops, self.costs, self.torchs)
+        self.within += [each.end - each.start - sum(seconds for _, seconds in each.slept) for each in self.ran]
+        self.between += [after.start - before.end for before, after in pairwise(self.ran)]
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return taken.item()
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of this rank for an op beside its sleep: within it, and from it to the next.
+
+        Medians, because some ops wait for a message first.
+        """
+        return statistics.median(self.within) + statistics.median(self.between)
+
+    def _run(self) -> None:
+        self.schedule.step(*self.arguments, target=self.target, return_outputs=False)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _common_start() -> float:
+    """A time a little ahead, the same on all ranks, which share one clock."""
+    dist.barrier()
+    start = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    return start.item()

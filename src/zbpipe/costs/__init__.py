@@ -1,0 +1,1 @@
+"""What stages, layers and a whole job cost."""

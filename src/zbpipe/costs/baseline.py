@@ -1,0 +1,43 @@
+"""1F1B's memory under the same costs: the baseline by which people choose a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zbpipe.costs.layers import LayerCosts, merged
+from zbpipe.costs.model import CostModel, highest
+from zbpipe.schedule.ir import OpKind, Placement
+
+CostsOf = Callable[[Placement], CostModel]
+"""The costs of a placement's stages; raises ValueError where there are none."""
+
+
+def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
+    """The costs of 1F1B's stages: of neighbouring stages taken together, or of TorchTitan's even split of layers.
+
+    Raises:
+        ValueError: the stages cannot be shared equally by the ranks, or there are no costs for them.
+    """
+    if isinstance(costs, CostModel):
+        return merged(costs, ranks)
+    return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
+
+
+def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
+    """The peak memory of 1F1B's worst rank, in the unit of the costs.
+
+        >>> memory_of_1f1b(CostModel.uniform, 4, 8)
+        4.0
+
+    Raises:
+        ValueError: as `one_stage_a_rank`.
+    """
+    of_ranks = one_stage_a_rank(costs, ranks)
+
+    def peak(rank: int) -> float:
+        """Of the warm-up, and then one backward, one forward."""
+        warm_up = min(ranks - rank, microbatches)
+        kinds = [OpKind.F] * warm_up + [OpKind.B, OpKind.F][: 1 + (warm_up < microbatches)]
+        return highest(of_ranks, [(rank, kind) for kind in kinds])
+
+    return max(map(peak, range(ranks)))

@@ -1,0 +1,269 @@
+"""Cost files: `JobCosts` as TOML or JSON. docs/costs-file.md describes the format."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import chain, islice
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import MOST_LAYERS, Layer, LayerCosts
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import COLUMNS, CostModel, Link
+from zbpipe.schedule.files import read_text
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
+
+_NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
+_Table = dict[str, Any]
+
+
+def require_ending(path: str | Path) -> None:
+    """Refuse a cost file that is neither TOML nor JSON by its name.
+
+    Raises:
+        TypeError: no path.
+        ValueError: another ending than .toml or .json.
+    """
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"a cost file is named by its path, got {path!r}")
+    if Path(path).suffix not in (".toml", ".json"):
+        raise ValueError(f"cost file {str(path)!r} has to end in .toml or .json")
+
+
+def load_costs(path: str | Path) -> JobCosts:
+    """Read a cost file: TOML or JSON, by its ending (.toml or .json).
+
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> text = "[stages]\\nf = [1, 1]\\ni = [1, 1]\\nw = [1, 1]\\nactivations = [2e9, 1e9]"
+        >>> _ = Path(folder.name, "costs.toml").write_text(text)
+        >>> load_costs(f"{folder.name}/costs.toml").costs.activations
+        (2000000000.0, 1000000000.0)
+
+    Raises:
+        TypeError: no path.
+        ValueError: the file cannot be read or is neither, or something in it is unknown, missing, of the wrong type
+            or of the wrong length; the message names file, key and value.
+    """
+    data = read_data(path)
+    try:
+        return from_data(data)
+    except ValueError as error:
+        raise ValueError(f"cost file {str(path)!r}: {error}") from None
+
+
+def read_data(path: str | Path) -> Any:
+    """What a TOML or JSON file holds.
+
+    Raises:
+        TypeError, ValueError: as `load_costs`, but for what is in it.
+    """
+    require_ending(path)
+    path = Path(path)
+    kind = path.suffix[1:].upper()
+    try:
+        text = read_text(path)
+        return tomllib.loads(text) if kind == "TOML" else json.loads(text)
+    except OSError as error:
+        raise ValueError(f"cost file {str(path)!r} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"cost file {str(path)!r} nests its values too deep: it needs tables of lists only") from None
+    except ValueError as error:
+        raise ValueError(f"cost file {str(path)!r} is no {kind}: {error}") from None
+
+
+def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> None:
+    """Write a cost file that `load_costs` reads as equal: TOML or JSON, by its ending (.toml or .json).
+
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> job = JobCosts(CostModel.uniform(Placement.v(2)), Placement.v(2), memory_limit=2.5)
+        >>> dump_costs(job, f"{folder.name}/costs.json")
+        >>> load_costs(f"{folder.name}/costs.json") == job
+        True
+
+    Raises:
+        TypeError: something else than costs, or no path.
+        ValueError: another ending.
+        OSError: the file cannot be written.
+    """
+    require_ending(path)
+    job = costs if isinstance(costs, JobCosts) else JobCosts(costs)
+    data = to_data(job)
+    text = _toml(data) if Path(path).suffix == ".toml" else json.dumps(data, indent=2) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def from_data(data: Any) -> JobCosts:
+    """The costs in a file's tables, as dictionaries.
+
+    Raises:
+        ValueError: as `load_costs`. What is a number, and which, is checked by the classes that the file fills.
+    """
+    keys = ("freed_by_i", "memory_limit", "message_bytes", "transport", "link", "links", "host", "working")
+    table = table_of(data, "", optional=(*keys, "stages", "layers"))
+    if ("stages" in table) == ("layers" in table):
+        more = ", not both" if "layers" in table else ""
+        raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
+    shared: _Table = {name: table[name] for name in ("freed_by_i", "message_bytes") if name in table}
+    job = {"memory_limit": table.get("memory_limit"), "transport": table.get("transport")}
+    try:
+        shared["link"] = _link(table.get("link", {}), "[link]")
+        shared["host"] = _link(table["host"], "[host]") if "host" in table else None
+        shared["working"] = _working(table.get("working", {}))
+        shared["links"] = _links(rows_of(table.get("links", []), "links"))
+        if "layers" in table:
+            rows = rows_of(table["layers"], "layers")
+            # One more than there may be is enough to be refused: `count` can be any number.
+            layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
+            return JobCosts(LayerCosts(tuple(layers), **shared), **job)
+        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
+        placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
+        return JobCosts(CostModel(**stages, **shared), placement, **job)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def to_data(job: JobCosts) -> _Table:
+    """The tables of the file, as dictionaries; what has its default is left out."""
+    costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
+    values: _Table = {
+        "freed_by_i": costs.freed_by_i,
+        "message_bytes": costs.message_bytes,
+        "memory_limit": limit and limit.written,
+        "transport": None if job.transport is None else str(job.transport),
+        "link": _link_data(costs.link),
+    }
+    if costs.host is not None:
+        values["host"] = _link_data(costs.host)
+    if costs.working:
+        values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
+    # A limit of 0 is one, and so is a way to the host that takes no time.
+    there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
+    data = {key: value for key, value in values.items() if value or key in there}
+    if costs.links:
+        data["links"] = [{"from": ends[0], "to": ends[1], **_link_data(link)} for ends, link in costs.links.items()]
+    if isinstance(costs, LayerCosts):
+        data["layers"] = [{"modules": layer.modules, **_columns(layer)} for layer in costs.layers]
+    else:
+        data["stages"] = ({"rank_of": job.placement.rank_of} if job.placement else {}) | _columns(costs)
+    return data
+
+
+def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequence[str] = ()) -> _Table:
+    """A copy of a table of the file, with all keys that it needs and no other."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{name or 'the file'} has to be a table of keys and values, got {data!r}")
+    known = (*optional, *required)
+    for key, value in data.items():
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"{name} {key} = {value!r}: unknown key; {hint}".lstrip())
+    for key in required:
+        if key not in data:
+            raise ValueError(f"{name} {key} is missing; it needs {', '.join(required)}")
+    return dict(data)
+
+
+def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tables of a list, each with a name for messages."""
+    if not isinstance(rows, list):
+        raise ValueError(f"{name} = {rows!r}: expected a list of tables, in TOML [[{name}]]")
+    return ((f"[[{name}]] number {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _placement(rank_of: Any) -> Placement:
+    if not isinstance(rank_of, (list, tuple)) or not all(type(rank) is int for rank in rank_of):
+        raise ValueError(f"[stages] rank_of = {rank_of!r}: expected a list with the rank of each stage")
+    return Placement(tuple(rank_of))
+
+
+def _link(data: Any, name: str) -> Link:
+    return Link(**table_of(data, name, optional=("latency", "bandwidth")))
+
+
+def _working(data: Any) -> Mapping[OpKind, Any]:
+    table = table_of(data, "[working]", optional=tuple(map(str, COMPUTATIONS)))
+    return {OpKind(kind): numbers for kind, numbers in table.items()}
+
+
+def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
+    links: dict[tuple[int, int], Link] = {}
+    for name, row in rows:
+        table = table_of(row, name, required=("from", "to"), optional=("latency", "bandwidth"))
+        ends = table.pop("from"), table.pop("to")
+        for end in ends:
+            if type(end) is not int or end < 0:
+                raise ValueError(f"{name} from = {ends[0]!r}, to = {ends[1]!r}: expected two ranks, from 0 on")
+        if ends in links:
+            raise ValueError(f"{name} from = {ends[0]}, to = {ends[1]}: this link is there already")
+        links[ends] = Link(**table)
+    return links
+
+
+def _link_data(link: Link) -> dict[str, float]:
+    """What differs from a link that takes no time."""
+    latency = {"latency": link.latency} if link.latency else {}
+    return latency | ({"bandwidth": link.bandwidth} if isfinite(link.bandwidth) else {})
+
+
+def _columns(costs: CostModel | Layer) -> _Table:
+    return {name: getattr(costs, name) for name in COLUMNS}
+
+
+def _layers(row: Any, name: str) -> Iterator[Layer]:
+    """One layer, or several alike."""
+    return (Layer(**each) for each in counted(row_table(row, name, required=("modules", *COLUMNS)), name))
+
+
+def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:
+    """A row of a list of layers, which may have a `count`."""
+    return table_of(row, name, required=required, optional=(*optional, "count"))
+
+
+def counted(row: _Table, name: str) -> Iterator[_Table]:
+    """A layer's table, or `count` tables with the number at the end of the module's name counted up.
+
+    Raises:
+        ValueError: a count that is no whole number from 1 on, or a name that ends in no number.
+    """
+    modules, count = row["modules"], row.pop("count", None)
+    if count is None:
+        return iter((row,))
+    require_whole(1, **{f"{name} count": count})
+    only = modules[0] if isinstance(modules, list) and len(modules) == 1 else None
+    match = _NUMBERED.fullmatch(only) if isinstance(only, str) else None
+    if match is None:
+        raise ValueError(
+            f"{name} modules = {modules!r}: expected one name that ends in a number, for example ['layers.0'], because"
+            f" count = {count} counts it up"
+        )
+    first = int(match[2])
+    return (row | {"modules": [f"{match[1]}{number}"]} for number in range(first, first + count))
+
+
+def _toml(data: Mapping[str, Any]) -> str:
+    """Numbers, strings and lists first, then tables, then lists of tables, as `to_data` has them.
+
+    Written by hand, because Python's library only reads TOML; a cost file's values look the same in TOML and JSON.
+    """
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{key}]", *map(_line, value.items())]
+        elif isinstance(value, list):
+            lines += [line for row in value for line in ("", f"[[{key}]]", *map(_line, row.items()))]
+        else:
+            lines.append(_line((key, value)))
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def _line(pair: tuple[str, Any]) -> str:
+    return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}"

@@ -1,0 +1,230 @@
+"""What a model's layers cost, and what the stages cost that are cut from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zbpipe.costs.model import (
+    COLUMNS,
+    CostModel,
+    Link,
+    Links,
+    Working,
+    amount,
+    checked_messages,
+    checked_working,
+    highest,
+    set_fields,
+    share,
+)
+from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+
+MOST_LAYERS = 10_000
+
+Split = tuple[range, ...]
+"""By stage the layers that it holds, in their order; no stage is empty."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A piece of the model that stays on one stage. Times are seconds of one microbatch.
+
+        >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
+        6.0
+
+    Raises:
+        TypeError: `modules` is no list of names, or something else than a number.
+        ValueError: no name, or a number that is negative or not finite.
+    """
+
+    modules: tuple[str, ...]
+    """TorchTitan's names of its modules: `("layers.3",)`, or `("norm", "lm_head")`."""
+    f: float
+    """Seconds of the forward."""
+    i: float
+    """Seconds of the backward for the input (dI), with any recomputation."""
+    w: float
+    """Seconds of the backward for the weights (dW)."""
+    activations: float
+    """Bytes that it keeps of one microbatch after F."""
+
+    def __post_init__(self) -> None:
+        names = self.modules
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"a layer cannot have modules = {names!r}: give a list of names, for example ('layers.0',)")
+        if not names:
+            raise ValueError("a layer cannot have modules = (): give at least one name, for example ('layers.0',)")
+        what = f"the layer {'+'.join(names)}"
+        set_fields(self, modules=tuple(names), **{name: amount(what, name, getattr(self, name)) for name in COLUMNS})
+
+    @property
+    def seconds(self) -> float:
+        """F, I and W together."""
+        return self.f + self.i + self.w
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of a model that is not cut into stages yet.
+
+        >>> block = Layer(("layers.0",), f=1, i=1, w=1, activations=1e9)
+        >>> costs = LayerCosts((block, block, block))
+        >>> costs.even(Placement.loop(2)).f
+        (2.0, 1.0)
+
+    Raises:
+        TypeError: something else than Layers, Links and numbers.
+        ValueError: no layer or more than 10,000, or a number that is negative or not finite.
+    """
+
+    layers: tuple[Layer, ...]
+    """From the embedding to the head."""
+    freed_by_i: float = 0.0
+    """The share of the activations that I frees already, at most 1; below zero where it takes more."""
+    link: Link = field(default_factory=Link)
+    """The way between any two ranks."""
+    links: Links = field(default_factory=lambda: FrozenDict({}))
+    """Links that differ, by (from rank, to rank)."""
+    message_bytes: float = 0.0
+    """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    host: Link | None = None
+    """The way between a rank and its host's memory; None where that is not known."""
+    working: Working = field(default_factory=lambda: FrozenDict({}))
+    """What a layer's part of an op needs only while it runs, by kind: of all layers, or one number a layer."""
+
+    def __post_init__(self) -> None:
+        what = "the costs of layers"
+        if not isinstance(self.layers, (tuple, list)) or not all(isinstance(each, Layer) for each in self.layers):
+            raise TypeError(f"{what} cannot have layers = {self.layers!r}: give a list of zbpipe.Layer")
+        if not self.layers:
+            raise ValueError("a model needs at least one layer, got none")
+        if len(self.layers) > MOST_LAYERS:
+            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: count several as one layer")
+        messages = checked_messages(what, self.link, self.links, self.message_bytes, self.host)
+        working = checked_working(what, self.working, len(self.layers), "layer")
+        set_fields(
+            self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), working=working, **messages
+        )
+
+    def stages(self, split: Split) -> CostModel:
+        """The costs of the stages of this split."""
+        f, i, w, activations = (tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS)
+        ways = (self.link, self.links, self.message_bytes)
+        return joined(CostModel(f, i, w, activations, self.freed_by_i, *ways, self.working, self.host), split)
+
+    def even(self, placement: Placement) -> CostModel:
+        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
+
+        Raises:
+            ValueError: fewer layers than stages.
+        """
+        return self.stages(split_of(even_sizes(len(self.layers), placement.num_stages)))
+
+    def modules(self, split: Split) -> list[list[str]]:
+        """The split as TorchTitan's `module_fqns_per_model_part`: names of modules by stage."""
+        return [[name for layer in stage for name in self.layers[layer].modules] for stage in split]
+
+
+def joined(costs: CostModel, split: Split) -> CostModel:
+    """The costs of stages that are each made of several: F runs these one after the other, I, W and B from the last on.
+
+        >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
+        >>> stage = joined(layers, (range(2),))
+        >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
+        ((8.0,), 8.0, 13.0)
+
+    Args:
+        costs: of layers, in their order.
+        split: into stages. A stage of which F keeps nothing cannot keep anything from I to W, either.
+    """
+
+    def summed(each: Callable[[int], float]) -> tuple[float, ...]:
+        return tuple(sum(map(each, stage)) for stage in split)
+
+    def beyond(kind: OpKind, stage: range) -> float:
+        ops = [(layer, kind) for layer in (stage if kind is OpKind.F else reversed(stage))]
+        return highest(costs, ops) - max(sum(costs.adds(*op) for op in ops), 0.0)
+
+    working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
+    activations, freed = summed(lambda layer: costs.activations[layer]), costs.freed_by_i
+    if isinstance(freed, tuple):
+        waits = summed(costs.waits)
+        freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in zip(activations, waits, strict=True))
+    return CostModel(
+        summed(lambda layer: costs.f[layer]),
+        summed(lambda layer: costs.i[layer]),
+        summed(lambda layer: costs.w[layer]),
+        activations,
+        freed,
+        costs.link,
+        costs.links,
+        costs.message_bytes,
+        {kind: each for kind, each in working.items() if any(each)},
+        costs.host,
+        costs.in_bytes,
+    )
+
+
+def merged(costs: CostModel, num_stages: int) -> CostModel:
+    """The costs of fewer stages, each of them equally many neighbours in one.
+
+        >>> merged(CostModel((1, 2), (1, 2), (1, 2), activations=(3, 4)), 1).activations
+        (7.0,)
+
+    Raises:
+        ValueError: a number of stages that is no divisor of the present one.
+    """
+    each, rest = divmod(costs.num_stages, num_stages)
+    if rest:
+        raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
+    return joined(costs, split_of([each] * num_stages))
+
+
+def split_of(sizes: Sequence[int]) -> Split:
+    """The split with so many layers a stage.
+
+    >>> split_of((2, 1))
+    (range(0, 2), range(2, 3))
+    """
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
+    """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
+
+    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here.
+
+        >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
+        ((3, 2, 2), (4, 3, 2))
+
+    Args:
+        num_layers: with embedding and head.
+        num_stages: into which they are cut.
+        ends: as how many layers embedding and head count.
+
+    Raises:
+        ValueError: fewer layers than stages, or an end that counts as more than a stage has.
+    """
+    require_enough(num_layers, num_stages)
+    first, last = ends
+    each, more = divmod(num_layers - 2 + first + last, num_stages)
+    if max(1, *ends) > each:
+        raise ValueError(
+            f"embedding and head cannot count as {first} and {last} layers where a stage has {each}: give less weight"
+        )
+    sizes = [each + (stage < more) for stage in range(num_stages)]
+    sizes[0] += 1 - first
+    sizes[-1] += 1 - last
+    return tuple(sizes)
+
+
+def require_enough(num_layers: int, num_stages: int) -> None:
+    """Raise ValueError for fewer layers than stages."""
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"
+            " a placement with fewer stages a rank"
+        )

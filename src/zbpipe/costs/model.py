@@ -1,0 +1,475 @@
+"""What a schedule's ops cost: seconds per stage for F, I and W, seconds per message, bytes of activations.
+
+Memory is in one unit everywhere, that of `CostModel.activations`: bytes where they were measured. In costs that are the
+same on every rank (`CostModel.uniform`) it is a rank's share of one microbatch, so that 1F1B on p ranks holds p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from math import inf
+from os import PathLike
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
+
+from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.schedule.ir import OpKind, Placement
+
+MOST = 1e100
+"""The largest cost: no sum or product of such numbers is infinite."""
+ROUNDING = 1e-9
+"""The share by which rounding may change a sum of times, or of memory."""
+
+
+def is_amount(number: float) -> bool:
+    """Whether it can be a cost: a number from 0 to 1e100."""
+    return 0 <= number <= MOST
+
+
+def amount(what: str, name: str, value: Any) -> float:
+    """`value` as a cost.
+
+    Raises:
+        TypeError: no number. The message names `what`, `name` and the value.
+        ValueError: a number below 0 or above 1e100.
+    """
+    refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
+    found = number(value, refusal)
+    if not is_amount(found):
+        raise ValueError(refusal)
+    return found
+
+
+def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
+    """The same for a list with a number for `each` of something."""
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
+    return tuple(amount(what, name, value) for value in values)
+
+
+def share(what: str, value: Any) -> float:
+    """`value` as the share of the activations that I frees.
+
+    Raises:
+        TypeError: no number.
+        ValueError: a number above 1, or one that is not finite.
+    """
+    refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
+    found = number(value, refusal)
+    if not -MOST <= found <= 1:
+        raise ValueError(refusal)
+    return found
+
+
+def number(value: Any, refusal: str) -> float:
+    """`value` as a float; infinite for whole numbers of hundreds of digits.
+
+    Raises:
+        TypeError: no number. The message is `refusal`.
+    """
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        raise TypeError(refusal)
+    try:
+        return float(value)
+    except TypeError:  # an array
+        raise TypeError(refusal) from None
+    except OverflowError:
+        return inf
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
+
+        >>> Link(latency=1e-5, bandwidth=1e9).seconds(2e6)
+        0.00201
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: a latency that is negative or not finite, or a bandwidth that is not positive.
+    """
+
+    latency: float = 0.0
+    """Seconds."""
+    bandwidth: float = inf
+    """Bytes per second."""
+
+    def __post_init__(self) -> None:
+        set_fields(self, latency=amount("a link", "latency", self.latency))
+        refusal = f"a link cannot have bandwidth = {self.bandwidth!r}: give a number above 0"
+        bandwidth = number(self.bandwidth, refusal)
+        if not bandwidth >= 1 / MOST:
+            raise ValueError(refusal)
+        set_fields(self, bandwidth=bandwidth)
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long a message takes."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+Links = Mapping[tuple[int, int], Link]
+"""By (from rank, to rank)."""
+Working = Mapping[OpKind, float | tuple[float, ...]]
+"""By kind of op, of all stages or one number a stage."""
+COLUMNS = ("f", "i", "w", "activations")
+"""What each stage or layer has a number of."""
+
+
+def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
+    """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
+
+    Raises:
+        TypeError: no Link, no mapping of pairs of ranks (from 0 on) to Links, or no number.
+        ValueError: bytes that are negative or not finite.
+    """
+    if not isinstance(link, Link):
+        raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.Link")
+    if not isinstance(links, Mapping):
+        raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.Links by (from rank, to rank)")
+    for key, each in links.items():
+        is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
+        if not is_pair or not isinstance(each, Link):
+            raise TypeError(f"{what} cannot have links = {{{key!r}: {each!r}}}: give zbpipe.Links by two ranks")
+    if not isinstance(host, (Link, type(None))):
+        raise TypeError(f"{what} cannot have host = {host!r}: give a zbpipe.Link, for example Link(bandwidth=25e9)")
+    return {
+        "link": link,
+        "host": host,
+        "links": FrozenDict(links),
+        "message_bytes": amount(what, "message_bytes", message_bytes),
+    }
+
+
+def checked_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
+    """By kind of op, a number for `each` of `count` stages or layers.
+
+    Raises:
+        TypeError: no mapping from kinds of ops to numbers.
+        ValueError: another number of numbers, or one that is negative or not finite.
+    """
+    if not isinstance(working, Mapping) or not all(isinstance(kind, OpKind) for kind in working):
+        raise TypeError(
+            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind, for example {{OpKind.I: 2e9}}"
+        )
+    found = {}
+    for kind, given in working.items():
+        name = f"working[{kind}]"
+        if isinstance(given, (tuple, list)):
+            found[kind] = amounts(what, name, given, each)
+            if len(found[kind]) != count:
+                raise ValueError(
+                    f"{name} has to be one number, or one for each {each}: got {len(found[kind])} for {count}"
+                )
+        else:
+            found[kind] = (amount(what, name, given),) * count
+    return FrozenDict(found)
+
+
+def set_fields(instance: object, **fields: Any) -> None:
+    """What a frozen dataclass may do while it is made."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs per stage. Times are seconds of one microbatch, memory is what one microbatch's forward keeps.
+
+        >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
+        >>> costs.num_stages, costs.adds(0, OpKind.I)
+        (2, -750000000.0)
+
+    Raises:
+        TypeError: something else than numbers, or lists of them.
+        ValueError: lists of different lengths, or a number that is negative or not finite.
+    """
+
+    f: tuple[float, ...]
+    """Seconds of the forward, one number a stage."""
+    i: tuple[float, ...]
+    """Seconds of the backward for the input (dI), with any recomputation."""
+    w: tuple[float, ...]
+    """Seconds of the backward for the weights (dW)."""
+    activations: tuple[float, ...]
+    """What a stage keeps of one microbatch after F: bytes, or shares of a rank's microbatch. The unit of all memory."""
+    freed_by_i: float | tuple[float, ...] = 0.0
+    """The share of the activations that I frees already, at most 1: of all stages, or one number a stage.
+
+    W frees the rest. Below zero, more waits for W than F has left: under activation checkpointing F leaves a
+    checkpoint, and I the inputs and gradients of all layers whose dW is still to come. They count from I's start on.
+    """
+    link: Link = field(default_factory=Link)
+    """The way between any two ranks."""
+    links: Links = field(default_factory=lambda: FrozenDict({}))
+    """Links that differ, by (from rank, to rank)."""
+    message_bytes: float = 0.0
+    """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    working: Working = field(default_factory=lambda: FrozenDict({}))
+    """What ops need only while they run, by kind: of all stages, or one number a stage. Kinds left out need nothing.
+
+    It comes on top of what was there before the op and of what the op adds. Under activation checkpointing, I and B
+    recompute one block at a time, so that `working` holds what a block keeps and the gradients in it.
+    """
+    host: Link | None = None
+    """The way between a rank and its host's memory, for copies in each direction; None where that is not known.
+
+    What is to be copied divided by its bandwidth, in the unit of the activations per second. Ranks that share a way to
+    one host have their parts of it.
+    """
+    in_bytes: bool = field(default=True, compare=False, repr=False)
+    """Whether memory is in bytes; False where 1 is a rank's share of one microbatch."""
+
+    def __post_init__(self) -> None:
+        what = "the costs of stages"
+        columns = {name: amounts(what, name, getattr(self, name), "stage") for name in COLUMNS}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
+        if not self.f:
+            raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
+        freed: float | tuple[float, ...]
+        if isinstance(self.freed_by_i, (tuple, list)):
+            freed = tuple(share(what, each) for each in self.freed_by_i)
+            if len(freed) != lengths["f"]:
+                raise ValueError(
+                    f"freed_by_i has to be one number, or one for each stage: got {len(freed)} for {lengths['f']}"
+                )
+        else:
+            freed = share(what, self.freed_by_i)
+        set_fields(
+            self,
+            **columns,
+            freed_by_i=freed,
+            working=checked_working(what, self.working, lengths["f"], "stage"),
+            **checked_messages(what, self.link, self.links, self.message_bytes, self.host),
+        )
+
+    @classmethod
+    def uniform(
+        cls,
+        placement: Placement,
+        f: float = 1.0,
+        i: float = 1.0,
+        w: float = 1.0,
+        *,
+        comm: float = 0.0,
+        freed_by_i: float | tuple[float, ...] = 0.0,
+        working: Working | None = None,
+        host: Link | None = None,
+    ) -> CostModel:
+        """The same costs on every rank; activations in units of a rank's share of one microbatch.
+
+            >>> CostModel.uniform(Placement.v(1), w=0.5).w
+            (0.25, 0.25)
+
+        Args:
+            placement: of the schedule; a rank's time is shared equally by its stages.
+            f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
+            comm: seconds from one rank to another.
+            freed_by_i: share of the activations that I frees; less than zero where it takes more.
+            working: by kind of op, what it needs only while it runs, in units of a rank's share of one microbatch.
+            host: the way to the host's memory, with a bandwidth in a rank's shares of one microbatch per second.
+
+        Raises:
+            TypeError: no Placement, or something else than numbers.
+            ValueError: a number that is negative or not finite.
+        """
+        if not isinstance(placement, Placement):
+            raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
+        parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
+
+        def shared(name: str, time: float) -> tuple[float, ...]:
+            seconds = amount("uniform costs", name, time)
+            return tuple(seconds * part for part in parts)
+
+        link = Link(amount("uniform costs", "comm", comm))
+        return cls(
+            shared("f", f),
+            shared("i", i),
+            shared("w", w),
+            tuple(parts),
+            freed_by_i,
+            link,
+            working=working or {},
+            host=host,
+            in_bytes=False,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.f)
+
+    def seconds(self, stage: int, kind: OpKind) -> float:
+        """How long one op runs; a copy takes no time where the way to the host is not known."""
+        match kind:
+            case OpKind.F:
+                return self.f[stage]
+            case OpKind.I:
+                return self.i[stage]
+            case OpKind.W:
+                return self.w[stage]
+            case OpKind.B:
+                return self.i[stage] + self.w[stage]
+            case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
+                return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
+
+    def needs(self, stage: int, kind: OpKind) -> float:
+        """What has to be free on its rank for an op to run: what it adds, and what it needs only while it runs.
+
+        >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
+        >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
+        (4.0, 5.0, 0.0)
+        """
+        return max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind)
+
+    def working_of(self, stage: int, kind: OpKind) -> float:
+        """What an op needs only while it runs."""
+        working = self.working.get(kind)
+        return working[stage] if isinstance(working, tuple) else 0.0
+
+    def adds(self, stage: int, kind: OpKind) -> float:
+        """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
+        size = self.activations[stage]
+        freed = size * (self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i)
+        match kind:
+            case OpKind.F | OpKind.RF:
+                return size
+            case OpKind.B | OpKind.OF:
+                return -size
+            case OpKind.I:
+                return -freed
+            case OpKind.W | OpKind.OI:
+                return freed - size
+            case OpKind.RI:
+                return size - freed
+
+    def waits(self, stage: int) -> float:
+        """What a stage keeps of one microbatch from I to W."""
+        return -self.adds(stage, OpKind.W)
+
+    def least_backward(self, stage: int) -> tuple[OpKind, ...]:
+        """The ops that need the least memory for a backward at once: I and W, or B where that needs less.
+
+        >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
+        >>> [" ".join(costs.least_backward(stage)) for stage in range(2)]
+        ['I W', 'B']
+        """
+        i, w, b = (self.needs(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
+        return (OpKind.B,) if b < max(i, self.adds(stage, OpKind.I) + w) else (OpKind.I, OpKind.W)
+
+    def transfer(self, sender: int, receiver: int) -> float:
+        """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
+        if sender == receiver:
+            return 0.0
+        return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
+
+
+def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, what it holds at a time of a microbatch that it has alone, in the unit of `costs.activations`."""
+    return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
+
+
+def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """The ranks that cannot hold one microbatch, which needs `least` there."""
+    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
+
+
+def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
+    """Refuse a limit that is too small for even one microbatch.
+
+    Args:
+        placement: of the stages.
+        costs: of them.
+        limits: what each rank may hold, in the unit of `costs.activations`.
+        more: for the message.
+
+    Raises:
+        ValueError: the message has the least that would do.
+    """
+    least = least_room(placement, costs)
+    if short := too_small(least, limits):
+        rank = max(short, key=least.__getitem__)
+        raise ValueError(
+            f"memory_limit = {limits[rank]:.12g} is too small{more}: one microbatch peaks at {least[rank]:.12g} on rank"
+            f" {rank}; give at least that, or cut the batch into more microbatches"
+        )
+
+
+def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
+    """By rank, what it holds at no time, in whatever order it runs its ops, in the unit of `costs.activations`."""
+    return tuple(_above_all(costs, placement.stages_on(rank), num_microbatches) for rank in range(placement.num_ranks))
+
+
+def _above_all(costs: CostModel, stages: tuple[int, ...], num_microbatches: int) -> float:
+    kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
+    kinds = (OpKind.F, OpKind.I, OpKind.W, OpKind.B)
+    return num_microbatches * kept + max(costs.needs(stage, kind) for stage in stages for kind in kinds)
+
+
+def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
+    """F of all stages, then the backward of one after the other: no other order takes less."""
+    forward = [(stage, OpKind.F) for stage in stages]
+    backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
+    return highest(costs, (*forward, *backward))
+
+
+def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
+    """The most that a rank holds while it runs ops of these stages and kinds in turn, beginning with nothing.
+
+    >>> highest(CostModel.uniform(Placement.loop(1)), [(0, OpKind.F), (0, OpKind.F), (0, OpKind.B)])
+    2.0
+    """
+    held = most = 0.0
+    for stage, kind in ops:
+        most = max(most, held + costs.needs(stage, kind))
+        held += costs.adds(stage, kind)
+    return most
+
+
+def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
+    """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`.
+
+    >>> rank_shares(Placement.v(2), CostModel((1,) * 4, (1,) * 4, (1,) * 4, (4, 3, 2, 1)))
+    (5.0, 5.0)
+    """
+    return tuple(
+        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
+    )
+
+
+@runtime_checkable
+class Placeable(Protocol):
+    """What has costs for the stages of a placement: `zbpipe.JobCosts`."""
+
+    def on(self, placement: Placement) -> CostModel: ...
+
+
+def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Placement) -> CostModel:
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` the same costs on every rank.
+
+        >>> as_cost_model((1, 1, 2), Placement.loop(4)) == CostModel.uniform(Placement.loop(4), w=2)
+        True
+
+    Raises:
+        TypeError: `costs` is neither.
+        ValueError: a CostModel for another number of stages, or a number that cannot be a cost.
+    """
+    if isinstance(costs, Placeable):
+        return costs.on(placement)
+    if isinstance(costs, CostModel):
+        if costs.num_stages != placement.num_stages:
+            raise ValueError(
+                f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
+                " number a stage"
+            )
+        return costs
+    # A TypeError with the way out for whatever callers hand in that has no types.
+    numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
+    if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
+        if isinstance(costs, (str, PathLike)):
+            raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
+        raise TypeError(
+            "costs have to be a zbpipe.CostModel, a zbpipe.JobCosts, for zbpipe.plan also zbpipe.LayerCosts, or three"
+            f" numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+        )
+    return CostModel.uniform(placement, *numbers)

@@ -1,0 +1,224 @@
+"""What a typical transformer block costs, by activation checkpointing: the costs of a schedule before any measurement.
+
+The block is Llama's: RMSNorm, grouped-query attention by a kernel that keeps its inputs and its result, RMSNorm,
+SwiGLU. It is counted in elements for each token: numbers in the dtype of the activations, that is 2 bytes in bfloat16.
+What is small beside them does not count: logsumexp of the attention, statistics of the norms, and gradients of weights.
+Blocks that are compiled need less while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
+
+PAPERS_TIMES = (1.0, 0.99, 0.67)
+"""F, I and W of a model of 6.2 billion parameters on A100, by F: 29.718, 29.444 and 19.927 ms without checkpointing.
+
+From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times.
+"""
+
+
+_COMM = 0.01
+"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.default_costs`."""
+
+
+class Checkpointing(StrEnum):
+    """What a block's F keeps."""
+
+    NONE = "none"
+    """All that autograd saves."""
+    SELECTIVE = "selective"
+    """Every second product and the attention's result, as TorchTitan has it by default; I recomputes the rest."""
+    FULL = "full"
+    """The input. I recomputes all else."""
+
+    @classmethod
+    def parse(cls, text: str) -> Checkpointing:
+        """The one of that name.
+
+        Raises:
+            ValueError: there is none; the message has the names.
+        """
+        try:
+            return cls(text)
+        except ValueError:
+            raise ValueError(f"checkpointing = {text!r} is none of {', '.join(cls)}") from None
+
+
+@dataclass(frozen=True)
+class Block:
+    """The widths of a block. Its methods tell elements for each token, on one of `tp` GPUs that share the block.
+
+    Tensor parallelism (with sequence parallelism) cuts one side of each product, the norms, and the block's input.
+
+        >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
+        >>> [block.kept_by_f(each) for each in Checkpointing], block.kept_by_i()
+        ([83968.0, 32768.0, 4096.0], 69632.0)
+    """
+
+    dim: int
+    """Of the hidden states."""
+    queries: int
+    """Of all heads together."""
+    keys_and_values: int
+    """Keys and values of all heads together."""
+    hidden: int
+    """Of the feed-forward layer."""
+    fused_qkv: bool = True
+    """Whether one product makes queries, keys and values, as in TorchTitan 0.3. In 0.2 they are three."""
+    keeps_scattered: bool = False
+    """Whether selective checkpointing keeps what tensor parallelism's two reduce-scatters give, as TorchTitan 0.2."""
+
+    @property
+    def parameters(self) -> int:
+        """Of all GPUs that share the block.
+
+        >>> LLAMA_3_8B.parameters
+        218112000
+        """
+        products = (2 * self.queries + self.keys_and_values + 3 * self.hidden) * self.dim
+        return products + 2 * self.dim
+
+    def kept_by_f(self, checkpointing: Checkpointing | str, tp: int = 1) -> float:
+        """What is there from F to I.
+
+        - Full: the input.
+        - Selective: the input, and of the five products q-k-v, out, gate, up and down the first, third and fifth; of
+          seven, with q, k and v apart, q, v, gate and down. TP does not cut the result of down, which is a summand.
+          And the attention's result.
+        - None: what autograd saves. Input and result of both norms, which is the one x of q, k and v, and of gate and
+          up; q, k and v, turned; the attention's result, which is also x of the out product; gate before and after its
+          activation function, up, and their product, which is x of down.
+        """
+        match Checkpointing.parse(checkpointing):
+            case Checkpointing.NONE:
+                cut = 2 * self.dim + 2 * self.queries + self.keys_and_values + 4 * self.hidden
+                return 2 * self.dim + cut / tp
+            case Checkpointing.SELECTIVE:
+                keys_and_values = self.keys_and_values if self.fused_qkv else self.keys_and_values / 2
+                scattered = 2 * self.dim if self.keeps_scattered and tp > 1 else 0
+                return self.dim + (self.dim + 2 * self.queries + keys_and_values + self.hidden + scattered) / tp
+            case Checkpointing.FULL:
+                return self.dim / tp
+
+    def kept_by_i(self, tp: int = 1) -> float:
+        """What waits from I to W: x and dY of all products, whatever the checkpointing.
+
+        x is the same tensor for q, k and v, and for gate and up. TP leaves those two whole, and dY of out and down.
+        """
+        return 4 * self.dim + (2 * self.queries + self.keys_and_values + 3 * self.hidden) / tp
+
+    def working(self, checkpointing: Checkpointing | str, kind: OpKind, tp: int = 1) -> float:
+        """What an op needs only while it runs, beyond what it adds (`CostModel.working`), eagerly.
+
+        The most is needed in the feed-forward layer.
+
+        - F: both summands of the result; with checkpointing also x, the activated gate, up and their product, which are
+          not kept. (Selective keeps one of them, the result.)
+        - B: what autograd saves of one block, which is recomputed, and gradients of the result, of the activated gate
+          and of up. The product is free by then.
+        - I: the same, with the product, which waits for W. Blocks behind it hold what waits already; so the last block
+          that I runs needs the most, or the first one if more is kept by F.
+        - W: nothing but gradients of weights.
+        """
+        checkpointing = Checkpointing.parse(checkpointing)
+        kept, saved = self.kept_by_f(checkpointing, tp), self.kept_by_f(Checkpointing.NONE, tp)
+        hidden = self.hidden / tp
+        match kind:
+            case OpKind.F if checkpointing is Checkpointing.NONE:
+                return 2 * self.dim
+            case OpKind.F:
+                return 3 * hidden + self.dim * (2 if checkpointing is Checkpointing.FULL else 1)
+            case OpKind.I:
+                return saved + 3 * hidden + self.dim - max(kept, self.kept_by_i(tp))
+            case OpKind.W:
+                return 0.0
+            case OpKind.B:
+                return saved + 2 * hidden + self.dim - kept
+            case _:
+                return 0.0
+
+    def recomputed(self, checkpointing: Checkpointing | str, seq_len: int = 8192) -> float:
+        """The share of F's floating-point operations that I repeats. The attention is causal, and costs half.
+
+        >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
+        >>> [block.recomputed(each) for each in Checkpointing]
+        [0.0, 0.3, 1.0]
+        """
+        attention = seq_len * self.queries
+        products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
+        match Checkpointing.parse(checkpointing):
+            case Checkpointing.NONE:
+                return 0.0
+            case Checkpointing.SELECTIVE:
+                keys = 0.0 if self.fused_qkv else self.keys_and_values / 2
+                return self.dim * (self.queries + keys + self.hidden) / (products + attention)
+            case Checkpointing.FULL:
+                return 1.0
+
+
+LLAMA_3_8B = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
+
+
+def typical_times(checkpointing: Checkpointing | str = "selective", block: Block = LLAMA_3_8B) -> tuple[float, ...]:
+    """F, I and W by F: the paper's, and in I what is recomputed.
+
+    >>> typical_times("full")
+    (1.0, 1.99, 0.67)
+    """
+    f, i, w = PAPERS_TIMES
+    return f, i + f * block.recomputed(checkpointing), w
+
+
+def typical_costs(
+    placement: Placement,
+    checkpointing: Checkpointing | str = "selective",
+    *,
+    blocks_per_rank: int = 8,
+    times: Sequence[float] | None = None,
+    comm: float = 0.0,
+    host: Link | None = None,
+    block: Block = LLAMA_3_8B,
+) -> CostModel:
+    """The costs of a model of equal blocks, nothing else, on this placement.
+
+    Memory is in units of what F of a rank's share of one microbatch keeps under this checkpointing, so that 1F1B on p
+    ranks holds p of them, and what its ops need while they run.
+
+        >>> costs = typical_costs(Placement.v(4), "full")
+        >>> costs.waits(0) / costs.activations[0]
+        17.0
+
+    Args:
+        placement: of the schedule; a rank's blocks are shared equally by its stages.
+        checkpointing: "none", "selective" or "full".
+        blocks_per_rank: ops need while they run what one block needs, which weighs less the more blocks there are.
+        times: seconds a rank takes for F, I and W of one microbatch, with all recomputation; default: `typical_times`.
+        comm: seconds from one rank to another.
+        host: the way to the host's memory, with a bandwidth in this unit of memory per second.
+        block: the widths of a block; by default those of Llama 3 8B.
+
+    Raises:
+        TypeError: something else than such numbers.
+        ValueError: unknown checkpointing, fewer than one block, or times that cannot be costs.
+    """
+    checkpointing = Checkpointing.parse(checkpointing)
+    require_whole(1, blocks_per_rank=blocks_per_rank)
+    kept = block.kept_by_f(checkpointing)
+    times = typical_times(checkpointing, block) if times is None else tuple(times)
+    if len(times) != 3:
+        raise ValueError(f"times = {times} are not three numbers: give those of F, I and W, for example (1, 1.2, 0.8)")
+    f, i, w = times
+    working = {kind: block.working(checkpointing, kind) / (blocks_per_rank * kept) for kind in COMPUTATIONS}
+    return CostModel.uniform(
+        placement, f, i, w, comm=comm, freed_by_i=1 - block.kept_by_i() / kept, working=working, host=host
+    )
+
+
+def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:
+    """What a schedule that adapts to the checkpointing is made for in a job if nothing is measured."""
+    return typical_costs(placement, checkpointing, comm=_COMM)

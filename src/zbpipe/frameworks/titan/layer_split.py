@@ -1,0 +1,167 @@
+"""Where a TorchTitan model is cut into stages if its user does not say: so that all ranks have about the same work.
+
+TorchTitan counts the embedding as one block, and norm and head together as one. The head of a model with a large
+vocabulary costs two or three blocks, and the embedding next to nothing; in a V both are on rank 0. Here they count as
+what they multiply. Imports no torchtitan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zbpipe.costs.balance import balanced
+from zbpipe.costs.layers import Layer, LayerCosts, split_of
+from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
+from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.schedule.ir import Placement
+
+Cut = Callable[..., list[list[str]]]
+"""TorchTitan's function: of stages, blocks, and the blocks as which embedding and head count, the modules by stage."""
+
+logger = logging.getLogger(__name__)
+
+
+class Model(NamedTuple):
+    """What TorchTitan is about to cut."""
+
+    module: nn.Module
+    """Whole; it may be on the meta device."""
+    config: Any
+    """TorchTitan's."""
+    seq_len: int
+    """Tokens of a sequence."""
+
+
+def cutting(titans: Cut, placement: Placement, parallelism: Any, model: Model, how: Checkpointing) -> Cut:
+    """A function that replaces TorchTitan's, and cuts as TorchTitan does where its user has said how.
+
+    Args:
+        titans: the function itself.
+        placement: of the stages.
+        parallelism: TorchTitan's config.
+        model: what to cut.
+        how: the checkpointing of the blocks.
+    """
+
+    def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
+        if ends_of_user(parallelism) is not None:
+            parts = titans(num_stages, num_layers, input_weight, output_weight)
+            _log(parts, f"the embedding counts as {input_weight} and the head as {output_weight} blocks")
+            return parts
+        (names,) = titans(1, num_layers)
+        costs = LayerCosts(layers_of(model.module, names, attention_products(model) / num_layers, how))
+        parts = costs.modules(split_of(balanced(costs, placement)))
+        *blocks, head = (layer.seconds for layer in costs.layers[1:])
+        average = sum(blocks) / len(blocks)
+        _log(parts, f"by work; {'+'.join(costs.layers[-1].modules)} counts as {head / (average or 1):.2g} blocks")
+        return parts
+
+    return cut
+
+
+def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
+    """As how many blocks embedding and head count, if the user has said how to cut evenly; None for a cut by work."""
+    ends = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    return None if ends == (1, 1) and parallelism.pipeline_parallel_layers_per_stage is None else ends
+
+
+def _log(parts: Sequence[Sequence[str]], how: str) -> None:
+    logger.info(
+        "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part cuts the model otherwise",
+        how,
+        " | ".join(map(in_short, parts)),
+    )
+
+
+def in_short(names: Sequence[str]) -> str:
+    """A stage's modules, with blocks that follow each other as a range.
+
+    >>> in_short(["tok_embeddings", "layers.0", "layers.1", "layers.2"]), in_short(["layers.3", "norm", "lm_head"])
+    ('tok_embeddings layers.0-2', 'layers.3 norm lm_head')
+    """
+    blocks = [name for name in names if name.startswith(_BLOCKS)]
+    if len(blocks) < 2:
+        return " ".join(names)
+    first, last = names.index(blocks[0]), names.index(blocks[-1])
+    return " ".join([*names[:first], f"{blocks[0]}-{blocks[-1].removeprefix(_BLOCKS)}", *names[last + 1 :]])
+
+
+_BLOCKS = "layers."
+
+
+def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Checkpointing) -> tuple[Layer, ...]:
+    """What the planner calls layers: what comes before the blocks, each block, and what comes after them.
+
+    Args:
+        model: whole.
+        names: of its modules, in their order.
+        attention: multiplications for each token in the attention of one block.
+        how: the checkpointing of the blocks.
+    """
+    first = next(number for number, name in enumerate(names) if name.startswith(_BLOCKS))
+    behind = next(number for number, name in enumerate(names) if number > first and not name.startswith(_BLOCKS))
+    modules = dict(model.named_modules())
+
+    def products_in(group: Sequence[str]) -> float:
+        return sum(products(modules[name]) for name in group if name in modules)
+
+    return (
+        layer(names[:first], products_in(names[:first])),
+        *(layer([name], products_in([name]) + attention, how) for name in names[first:behind]),
+        layer(names[behind:], products_in(names[behind:])),
+    )
+
+
+def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointing.NONE) -> Layer:
+    """A layer with so many multiplications in F for each token, as many in I and W, and in I what is recomputed."""
+    again = LLAMA_3_8B.recomputed(how)
+    return Layer(tuple(names), forward, forward * (1 + again), forward, 0.0)
+
+
+def products(module: nn.Module) -> float:
+    """The elements of weights with which each token is multiplied; of experts those to which it goes.
+
+    >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
+    128.0
+    """
+    sizes = [[plain_attribute(each, name) for name in ("top_k", "num_experts")] for each in module.modules()]
+    share = next((top_k / experts for top_k, experts in sizes if top_k and experts), 1.0)
+    return float(
+        sum(
+            parameter.numel() * (share if parameter.dim() == _GROUPED else 1.0)
+            for each in module.modules()
+            if not isinstance(each, nn.Embedding)
+            for parameter in each.parameters(recurse=False)
+            if parameter.dim() > 1
+        )
+    )
+
+
+_GROUPED = 3
+"""Dimensions of the weights of experts: theirs come first."""
+
+
+def attention_products(model: Model) -> float:
+    """Multiplications for each token in the attention of all blocks, which sees half of the sequence on the average.
+
+    TorchTitan's own estimate of floating-point operations has 12 for each, and one for the whole sequence. A model of
+    the user's own may have no estimate: then attention counts for nothing.
+    """
+    if not hasattr(model.config, "get_nparams_and_flops"):
+        return 0.0
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # some models log what they count
+    try:
+        (_, with_attention), (_, without) = (
+            model.config.get_nparams_and_flops(model.module, length) for length in (model.seq_len, 0)
+        )
+    finally:
+        logging.disable(before)
+    return float(with_attention - without) / 12

@@ -1,0 +1,155 @@
+"""`zbpipe measure`: the stages of a TorchTitan job, one after the other on this machine's one device.
+
+Each stage is built as the job would build it (checkpointing, compiler, mixed precision), trains a few steps as a
+pipeline of one rank and one stage, and goes. What comes from its neighbours is made up: an input, and the gradient of
+its output. So times lack what neighbours on the same machine would take from each other, and there are no links.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import Split
+from zbpipe.estimation.workload import Degrees
+from zbpipe.frameworks.titan import cpu
+from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
+from zbpipe.frameworks.titan.workload import of_config, parse
+from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.measure.profiler import RankTable, combined, seconds_by_kind
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.schedule.registry import resolve
+
+logger = logging.getLogger(__name__)
+
+_MICROBATCHES = 4
+"""Of a step."""
+_WARM_UP = 2
+_SCHEDULES = ("ZBH1", "1F1B")
+"""I and W apart, and together."""
+
+
+def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
+    """Costs of all stages of a job's schedule, measured here without any other rank.
+
+    Args:
+        arguments: TorchTitan's; tensor parallelism and data parallelism are left out.
+        steps: to time, for each stage and schedule.
+
+    Raises:
+        ImportError: TorchTitan is not installed, or it is 0.2.
+        ValueError: what TorchTitan or zbpipe refuses.
+    """
+    found = parse(arguments)
+    from zbpipe.frameworks.titan import models, plug  # not before: TorchTitan chooses its device when it is imported
+
+    if plug.HAS_JOB_CONFIG:
+        raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
+    ranks = found.parallelism.pipeline_parallel_degree
+    algorithm = resolve(found.parallelism.pipeline_parallel_schedule)
+    placement = algorithm.place(ranks)
+    if cpu.is_needed():
+        plug.adapt_to_cpu(found)
+    workload = of_config(found, Degrees(ranks), "")
+    split = workload.split(placement, algorithm)
+    names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
+    with _process_group() as device:
+        tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]
+    return replace(combined(tables, placement), transport=None)
+
+
+@contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """A process group of this process, and its device."""
+    device = torch.device("cpu") if cpu.is_needed() else torch.accelerator.current_accelerator()
+    assert device is not None, "there is one, or the CPU is needed"
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankTable:
+    """What one stage takes."""
+    is_first, is_last = stage == 0, stage == len(split) - 1
+    logger.info("measuring stage %d of %d", stage, len(split))
+    records = [_records(built, name, is_first, is_last, steps) for name in _SCHEDULES]
+    timed = [record for each in records for record in each[1:]]
+    memory = [each[0] for each in records]
+
+    def keyed(values: Mapping[Any, int]) -> dict[tuple[int, str], int]:
+        return {(stage, str(op.kind)): size for op, size in values.items()}
+
+    width, dtype = built.hidden
+    # The mean: what a step of many ops takes has their slow ones in it.
+    seconds = seconds_by_kind(timed, fmean)
+    return RankTable(
+        seconds={(stage, kind): each for (_, kind), each in seconds.items()},
+        kept={key: size for each in reversed(memory) for key, size in keyed(each.kept).items()},
+        most={key: size for each in reversed(memory) for key, size in keyed(each.most).items()},
+        links={},
+        message_bytes=0 if is_last else built.tokens[0] * built.tokens[1] * width * dtype.itemsize,
+    )
+
+
+def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
+    """Of a step for memory, and of some for times."""
+    made: list[StepRecord] = []
+    schedule = build_pipeline_schedule(
+        name,
+        PipelineStage(built.module, 0, 1, built.device),
+        _MICROBATCHES,
+        built.loss if is_last else _given_gradient,
+        scale_grads=False,
+    )
+    wanted = [*[Wanted.NOTHING] * _WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps]
+    collect(schedule, wanted, made.extend)
+    for _ in wanted:
+        schedule.step(
+            arg_mbs=[(_input(built, is_first),) for _ in range(_MICROBATCHES)],
+            kwarg_mbs=[dict(built.keywords) for _ in range(_MICROBATCHES)],
+            target_mbs=[_tokens(built) for _ in range(_MICROBATCHES)],
+            return_outputs=False,  # as in TorchTitan: logits would stay
+        )
+    return made
+
+
+def _input(built: StageUnderTest, is_first: bool) -> Tensor:
+    if is_first:
+        return _tokens(built)
+    width, dtype = built.hidden
+    return torch.randn(*built.tokens, width, dtype=dtype, device=built.device, requires_grad=True)
+
+
+def _tokens(built: StageUnderTest) -> Tensor:
+    return torch.randint(built.vocabulary, built.tokens, device=built.device)
+
+
+class _Given(torch.autograd.Function):
+    """A loss that costs nothing, with a gradient as it would come from the next stage."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.like = output
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(ctx.like, 1e-3)
+
+
+def _given_gradient(output: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = _Given.apply(output)
+    return loss

@@ -1,0 +1,191 @@
+"""The jobs of TorchTitan's command lines and their models, for what trains nothing. For torchtitan 0.2.2 and 0.3.0."""
+
+from __future__ import annotations
+
+import importlib
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
+from torchtitan.distributed import ParallelDims, activation_checkpoint
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as titan_utils
+
+from zbpipe.costs.transformer import Checkpointing
+from zbpipe.estimation.workload import ParameterBytes
+from zbpipe.frameworks.titan.layer_split import Model
+from zbpipe.frameworks.titan.plug import HAS_JOB_CONFIG, checkpointing_of, use_causal_attention, with_causal_attention
+from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
+
+_NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
+_SIZES = {"bfloat16": 2, "float32": 4}
+"""Bytes."""
+
+STYLE_OF_BLOCKS = {"fused_qkv": not HAS_JOB_CONFIG, "keeps_scattered": HAS_JOB_CONFIG}
+"""How a Llama block differs between versions; see `zbpipe.costs.transformer.Block`."""
+HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
+"""The modules behind the blocks."""
+
+
+def parsed(arguments: list[str]) -> Any:
+    """TorchTitan's config from its command line.
+
+    Raises:
+        ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
+    """
+    if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
+        arguments = [_NO_CUDA_GRAPHS, *arguments]  # which it refuses in a pipeline, and which make no difference here
+    try:
+        return ConfigManager().parse_args(arguments)
+    except SystemExit:
+        raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+
+
+class Sizes(NamedTuple):
+    """Bytes of numbers on a GPU."""
+
+    computed: int
+    """Of an activation."""
+    parameters: ParameterBytes
+
+
+def sizes(config: Any, fsdp: int) -> Sizes:
+    """What a job computes in and stores, where each parameter is shared by `fsdp` GPUs.
+
+    A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds the
+    gradients up in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
+
+    Raises:
+        ValueError: the job would run in float32 for want of FSDP.
+    """
+    training = config.training
+    stored = _SIZES[training.dtype]
+    if fsdp > 1 or not HAS_JOB_CONFIG:
+        computed = _SIZES[training.mixed_precision_param]
+        return Sizes(computed, ParameterBytes(computed, _SIZES[training.mixed_precision_reduce], stored))
+    if training.dtype != training.mixed_precision_param:
+        raise ValueError(
+            "TorchTitan 0.2 has mixed precision only with FSDP, and these degrees leave no GPUs for FSDP, so all"
+            f" would run in {training.dtype}: take twice as many GPUs, or --training.dtype"
+            f" {training.mixed_precision_param}"
+        )
+    return Sizes(stored, ParameterBytes(0, 0, stored))
+
+
+def built_on_meta(config: Any) -> Model:
+    """The whole model of a job, as its `Trainer` would build it, without any weight."""
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    if not HAS_JOB_CONFIG:
+        model_config = config.model_spec.model
+        use_causal_attention(config.model_spec)
+        model_config.update_from_config(config=config)
+        with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+            return Model(model_config.build(), model_config, config.training.seq_len)
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)  # where the model may come from
+    spec = get_train_spec(config.model.name)
+    model_args = with_causal_attention(copy(spec.model_args[config.model.flavor]))
+    model_args.update_from_config(config)
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        return Model(spec.model_cls(model_args), model_args, config.training.seq_len)
+
+
+def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
+    """Wrap the blocks of a model as the job would.
+
+    Raises:
+        ValueError: the compiler decides what is kept.
+    """
+    policy = config.activation_checkpoint
+    if HAS_JOB_CONFIG:
+        if policy.mode not in list(Checkpointing):
+            ways = ", ".join(Checkpointing)
+            raise ValueError(f"activation_checkpoint is {policy.mode}: only {ways} can be calculated")
+        if policy.mode != Checkpointing.NONE:
+            activation_checkpoint.apply_ac(model, policy)
+    elif policy is not None:
+        policy.build(dump_folder="").apply(model)
+    return checkpointing_of(policy)
+
+
+def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
+    """What a block's forward takes besides its input."""
+    return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
+
+
+def chunks_of_loss(config: Any) -> int:
+    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    return 0 if HAS_JOB_CONFIG else getattr(config.loss, "num_chunks", 0)
+
+
+def stage_under_test(config: Any, names: list[str], device: torch.device) -> StageUnderTest:
+    """One stage of a `Trainer.Config`, with these modules of the model, as its `Trainer` builds it for one GPU."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=1,
+        tensor_parallel_degree=1,
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=1,
+        fsdp_reshard_after_forward="never",  # as in a pipeline
+    )
+    dims, training = ParallelDims.from_config(parallelism, 1), config.training
+    dims.build_mesh()
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        model = config.model_spec.model.build()
+    _prune(model, names)
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    loss = config.loss.build(compile_config=config.compile)
+    if isinstance(loss, ChunkedLossWrapper) and model.lm_head is not None:
+        loss.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    sizes = (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
+    tokens = torch.tensor(float(sizes[0] * sizes[1]), device=device)
+    return StageUnderTest(
+        model,
+        device,
+        sizes,
+        config.model_spec.model.vocab_size,
+        (config.model_spec.model.dim, TORCH_DTYPE_MAP[training.mixed_precision_param]),
+        _keywords(model, sizes, device),
+        lambda output, target: loss(output, target, tokens)[0],
+    )
+
+
+def _prune(model: Any, names: list[str]) -> None:
+    """Leave these modules alone, as TorchTitan cuts its models."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, torch.nn.ModuleDict):
+            for block in [each for each in child if f"{name}.{each}" not in names]:
+                del child[block]
+        elif name not in names:
+            setattr(model, name, None)
+
+
+def _keywords(model: Any, sizes: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Positions, and a mask where the attention takes one."""
+    positions = torch.arange(sizes[1], device=device).expand(sizes)
+    try:
+        masks = model.get_attention_masks(positions)
+    except TypeError:
+        masks = None
+    return {"positions": positions, "attention_masks": masks}

@@ -1,0 +1,395 @@
+"""zbpipe in TorchTitan: the few things besides `zbpipe.install` that its trainer has to be told.
+
+TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
+functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
+the loss, and the metrics. It was written for torchtitan 0.2.2 and 0.3.0; names and signatures show which one it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torchtitan.config
+import torchtitan.train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.attention import SDPBackend
+from torchtitan.components import metrics
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.train import Trainer
+
+from zbpipe.costs.transformer import Checkpointing
+from zbpipe.frameworks import installation
+from zbpipe.frameworks.proxies import placed_by_frameworks
+from zbpipe.frameworks.titan import cpu, layer_split, monitor, steps
+from zbpipe.frameworks.titan.check import check
+from zbpipe.frameworks.titan.command_line import asks_for_help
+from zbpipe.runtime import _torch, checks
+from zbpipe.runtime.build import require_splittable
+from zbpipe.runtime.lean import LeanSchedule
+from zbpipe.runtime.options import Options
+from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split.products import GROUPED_MM
+from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.registry import Algorithm
+
+HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
+"""Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+
+PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
+"""Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
+
+logger = logging.getLogger(__name__)
+
+
+def plug_in(options: Options, on_cpu: bool) -> None:
+    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
+    installation.install_with(options, torchs_too=True)
+    torchtitan.train.ConfigManager = _config_manager(options, on_cpu)
+    if HAS_JOB_CONFIG:
+        _replace_train_specs(options, on_cpu)
+    _report_loss_where_it_is()
+    if options.optimizer_step == "validated":
+        steps.validate_steps(Trainer, dist_utils, lambda trainer: _config_of(trainer).training.max_norm)
+    # The grouped experts of TorchTitan's MoE models defer their weight gradients.
+    moe = "torchtitan.models.moe.moe" if HAS_JOB_CONFIG else "torchtitan.models.common.moe"
+    import_module(moe).GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
+
+
+def train() -> None:
+    """Run TorchTitan's `train.py` with the rest of the command line."""
+    torchtitan.train.main(*([Trainer] if HAS_JOB_CONFIG else []))
+
+
+def _config_of(trainer: Any) -> Any:
+    return trainer.job_config if HAS_JOB_CONFIG else trainer.config
+
+
+def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
+    class PluggedConfigManager(ConfigManager):  # type: ignore[misc]
+        def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:  # 0.3 calls it from `parse_args`
+            if asks_for_help(args) and not {"--module", "--config"} <= {each.partition("=")[0] for each in args}:
+                print("TorchTitan's own options depend on the model: add --module and --config to see them.")
+                raise SystemExit(0)
+            config, rest = super()._load_config(args)
+            if on_cpu:
+                adapt_to_cpu(config)
+            return config, rest
+
+        def parse_args(self, args: list[str] | None = None) -> Any:
+            # The default of 0.2 is the command line as it was when TorchTitan was imported.
+            config = super().parse_args(sys.argv[1:] if args is None else args)
+            if on_cpu and HAS_JOB_CONFIG:
+                # torch's DualPipeV would overlap by streams of a GPU, also without expert parallelism.
+                config.parallelism.pipeline_parallel_expert_parallel_overlap = False
+            check(config, options)  # now, before the ranks meet
+            if not HAS_JOB_CONFIG and config.model_spec is not None:
+                config.model_spec = _with_pipelining(config.model_spec, options)
+            return config
+
+    return PluggedConfigManager
+
+
+def _with_pipelining(spec: Any, options: Options) -> Any:
+    """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it has pipelines at all."""
+    if spec.pipelining_fn is None:
+        return spec
+    return replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
+
+
+def _replace_train_specs(options: Options, on_cpu: bool) -> None:
+    from torchtitan.protocols import train_spec
+
+    get_train_spec = train_spec.get_train_spec
+
+    def get_plugged_train_spec(name: str) -> Any:
+        spec = get_train_spec(name)
+        return _with_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
+
+    train_spec.get_train_spec = get_plugged_train_spec
+
+
+# The pipeline.
+
+
+class _Job(NamedTuple):
+    """What TorchTitan gives a function that cuts a model."""
+
+    parallelism: Any
+    training: Any
+    checkpointing: Checkpointing
+    model_config: Any
+    device: torch.device
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> _Job:
+        if HAS_JOB_CONFIG:
+            _, config, device, model_config, *_ = args
+            how = checkpointing_of(config.activation_checkpoint)
+            return cls(config.parallelism, config.training, how, model_config, device)
+        how = checkpointing_of(kwargs.get("ac_config"))
+        return cls(kwargs["parallelism"], kwargs["training"], how, kwargs["model_config"], kwargs["device"])
+
+
+def checkpointing_of(config: Any) -> Checkpointing:
+    """What a job's config says. A budget, or a policy of the user's own, keeps some activations and not others."""
+    if config is None:
+        return Checkpointing.NONE
+    mode = getattr(config, "mode", None)  # in 0.2; in 0.3 each kind has a class
+    if mode in list(Checkpointing):
+        return Checkpointing(mode)
+    is_full = any(kind.__qualname__ == "FullAC.Config" for kind in type(config).__mro__)
+    return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE
+
+
+def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
+    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
+
+    It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
+    """
+
+    def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        job = _Job.of(args, kwargs)
+        if HAS_JOB_CONFIG:
+            check(args[1], options)  # in a trainer that another program has started nobody has called this yet
+        name = job.parallelism.pipeline_parallel_schedule
+        algorithm = installation.find_algorithm(name)
+        is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
+        helpers = _helpers(algorithm, model, job) if algorithm is not None and is_zbpipes else {}
+        with replaced(pipeline_parallel, **helpers):
+            built = pipelining_fn(model, *args, **kwargs)
+        if is_zbpipes and not isinstance(built[0], RegisteredSchedule):
+            raise ValueError(
+                f"{name} cannot run this model, which {pipelining_fn.__module__}.{pipelining_fn.__qualname__} cuts into"
+                " stages without asking torch for the schedule by its name: use one of torch's schedules"
+            )
+        complete(built[0], name, job)
+        return built
+
+    return pipeline
+
+
+def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Callable[..., Any]]:
+    """Functions that replace TorchTitan's, to cut the model and to place the stages as the schedule says.
+
+    Raises:
+        ValueError: the user cuts the model into another number of stages, or leaves out a module.
+    """
+    placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
+    by_hand = job.parallelism.module_fqns_per_model_part
+    if by_hand is None:
+        _require_layers_per_stage(algorithm, placement, job)
+    else:
+        checks.require_parts(algorithm.name, placement, len(by_hand))
+        _require_modules(model, by_hand)
+    generate, split = map(_spelled, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
+    whole = layer_split.Model(model, job.model_config, job.training.seq_len)
+    titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
+    cut = layer_split.cutting(titans_cut, placement, job.parallelism, whole, job.checkpointing)
+    # TorchTitan gives a rank one or two stages; a schedule may have more.
+    helpers: dict[str, Callable[..., Any]] = {generate: lambda _, *more: cut(placement.num_stages, *more)}
+    if not placed_by_frameworks(algorithm, placement):
+        helpers[split] = _splitting(titans_split, placement)
+    return helpers
+
+
+def _spelled(name: str) -> str:
+    """The name of a function of TorchTitan's, which is private in 0.3."""
+    return name if hasattr(pipeline_parallel, name) else f"_{name}"
+
+
+def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _Job) -> None:
+    """Refuse TorchTitan's `pipeline_parallel_layers_per_stage` if it gives another number of stages."""
+    config, per_stage = job.parallelism, job.parallelism.pipeline_parallel_layers_per_stage
+    num_layers = job.model_config.n_layers if HAS_JOB_CONFIG else len(job.model_config.layers)
+    # TorchTitan counts embedding and head as so many further layers.
+    first, last = config.pipeline_parallel_first_stage_less_layers, config.pipeline_parallel_last_stage_less_layers
+    cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
+    checks.require_cut(algorithm.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
+
+
+def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
+    """Refuse a list that leaves out a module with weights: TorchTitan would train without it."""
+    named = {name for part in modules for name in part}
+    unknown = named - dict(model.named_modules()).keys()
+    weights = (name for name, _ in model.named_parameters())
+    left = {name.rpartition(".")[0] for name in weights if not name.startswith(tuple(f"{each}." for each in named))}
+    if unknown or left:
+        raise ValueError(
+            f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have, and leaves out"
+            f" {sorted(left)}: the head is 'output' in torchtitan 0.2, and 'lm_head' in 0.3"
+        )
+
+
+def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+    """TorchTitan's function that builds the stages of a rank, for stages in any placement."""
+
+    def split(
+        whole_model: nn.Module,
+        pp_mesh: DeviceMesh,
+        pp_schedule: str,
+        device: torch.device,
+        module_names_per_stage: list[list[str]],
+        **more: Any,
+    ) -> tuple[list[PipelineStage], list[nn.Module]]:
+        rank, stages, parts = pp_mesh.get_local_rank(), [], []
+        for index in placement.stages_on(rank):
+            logger.info(
+                "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
+            )
+            mesh = _as_rank(index, placement.num_stages, pp_mesh)
+            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_placed_in_a_loop):
+                (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
+            stages.append(stage)
+            parts.append(part)
+        return stages, parts
+
+    return split
+
+
+def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
+    """Stands in for the mesh of the pipeline, as if each stage had a rank of its own and this were that of `stage`.
+
+    So TorchTitan builds this stage and no other, whatever the rank.
+    """
+    return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
+
+
+def _placed_in_a_loop(name: str) -> type[_torch.PipelineSchedule]:
+    return PipelineScheduleMulti
+
+
+_SILENT = logging.Logger("silent", logging.CRITICAL)
+"""Replaces TorchTitan's logger while it takes a stage for a rank, and would log the wrong rank."""
+
+
+def complete(schedule: _torch.PipelineSchedule, name: str, job: _Job) -> None:
+    """Fit the schedule of this rank to TorchTitan, compare those of all ranks, and log TorchTitan's metrics of it.
+
+    Args:
+        schedule: of this rank.
+        name: the value of TorchTitan's schedule field.
+        job: TorchTitan's.
+
+    Raises:
+        PipelineError: on all ranks of the job, if their schedules differ.
+    """
+    if isinstance(schedule, RegisteredSchedule):
+        _complete_zbpipes(schedule, job)
+    else:
+        require_splittable(schedule, name)
+    # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
+    agreement.require_same(schedule, name, None, job.device)
+    # 0.2 asks whether a step is logged when it has run.
+    pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
+    monitor.report(pipeline, MetricsProcessor, lambda dims: rank_with_loss(dims, name), 1 if HAS_JOB_CONFIG else 0)
+
+
+def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
+    name = schedule.algorithm.name
+    logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, _torch.num_microbatches(schedule))
+    if isinstance(schedule, LeanSchedule):
+        # The config says it, not what each rank sees in its own modules: all ranks have to have one schedule now.
+        schedule.make_for(job.checkpointing)
+        logger.info("%s is made for %s activation checkpointing", name, job.checkpointing)
+    schedule.sizes.keywords_are_alike = True  # TorchTitan gives the positions of all tokens to all ranks
+    logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
+
+
+# The rank with the loss.
+
+
+def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
+    """The rank that reports loss and metrics: the first of all ranks with the last stage, by `ParallelDims`."""
+    if not parallel_dims.pp_enabled:
+        return 0
+    algorithm = installation.find_algorithm(pp_schedule)
+    place = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
+    # The pipeline is the outermost dimension of TorchTitan's mesh.
+    return int(parallel_dims.world_size // parallel_dims.pp * place)
+
+
+def _report_loss_where_it_is() -> None:
+    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever that is."""
+    ensure_visible = metrics.ensure_pp_loss_visible
+
+    def get_metrics_rank(parallel_dims: ParallelDims, job_config: Any = None, *, pp_schedule: str = "") -> int:
+        return rank_with_loss(parallel_dims, pp_schedule or job_config.parallelism.pipeline_parallel_schedule)
+
+    def ensure_pp_loss_visible(*args: Any, **kwargs: Any) -> None:
+        """Its arguments are those above, and a color."""
+        given = inspect.signature(ensure_visible).bind(*args, **kwargs).arguments
+        del given["color"]
+        if get_metrics_rank(**given) > 0:
+            ensure_visible(*args, **kwargs)
+
+    metrics._get_metrics_rank = get_metrics_rank
+    sys.modules[Trainer.__module__].ensure_pp_loss_visible = ensure_pp_loss_visible  # type: ignore[attr-defined]
+
+
+# The CPU.
+
+
+def adapt_to_cpu(config: Any) -> None:
+    """Change the `Trainer.Config` of a job to what the CPU can run, in place."""
+    config.training.disable_cuda_graphs = True
+    if config.model_spec is not None:
+        use_causal_attention(config.model_spec)
+        config.model_spec = replace(config.model_spec, parallelize_fn=cpu.summing(config.model_spec.parallelize_fn))
+
+
+def use_causal_attention(model_spec: Any) -> None:
+    """Change a `ModelSpec` to attention that the CPU and meta tensors have."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    for masked in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, owner, attribute in list(model_spec.traverse(masked)):
+            if isinstance(owner, list):
+                owner[attribute] = ScaledDotProductAttention.Config()
+            else:
+                setattr(owner, attribute, ScaledDotProductAttention.Config())
+
+
+def _train_spec_on_cpu(spec: Any) -> Any:
+    """The `TrainSpec` of a model, changed to what the CPU can run."""
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    torch.histc = _histogram
+    model_args = {flavor: with_causal_attention(args) for flavor, args in spec.model_args.items()}
+    return replace(spec, model_args=model_args, parallelize_fn=cpu.summing(spec.parallelize_fn))
+
+
+def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.histc`, with which experts count their tokens; on the CPU torch has it for floating point only."""
+    return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
+
+
+_titans_histogram = torch.histc
+
+
+def with_causal_attention(args: Any) -> Any:
+    """A model's arguments with attention that the CPU and meta tensors have."""
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        return args
+    changed = copy(args)
+    changed.attn_type, changed.attn_mask_type = "sdpa", "causal"
+    return changed

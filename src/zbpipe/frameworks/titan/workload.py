@@ -1,0 +1,376 @@
+"""What a TorchTitan config trains, for `zbpipe.estimate`: operations counted on meta tensors, bytes, and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
+from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.frameworks.titan import command_line, cpu, layer_split
+from zbpipe.frameworks.titan.versions import installed
+from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime.measure.layer_bytes import LayerBytes, layer_bytes
+from zbpipe.runtime.measure.operations import Operations, operations
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind
+
+if TYPE_CHECKING:
+    from zbpipe.frameworks.titan import models
+
+_ON_META = (RuntimeError, NotImplementedError, TypeError)
+"""What modules raise that look at values, which meta tensors have not."""
+_IN_BLOCK = 4
+"""Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
+_AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
+"""Of these, how many I repeats: selective checkpointing keeps what was scattered."""
+
+
+def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None) -> Workload:
+    """The workload of a TorchTitan job, as its command line says it.
+
+        job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
+        workload = zbpipe.frameworks.titan.workload.read(job, gpus=64)
+        zbpipe.estimate(workload, "MI300X")
+
+    Args:
+        arguments: TorchTitan's, with 0.2 for example ["--job.config_file", "job.toml"]; zbpipe's own are left out.
+        gpus: of the whole job; FSDP uses those that the other degrees leave.
+        degrees: others than those of the config.
+
+    Raises:
+        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
+        ValueError: what TorchTitan or zbpipe refuses: an unknown module or config, GPUs that are not a multiple of the
+            degrees, a checkpointing that the compiler chooses.
+    """
+    found = parse(arguments)
+    name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
+    return of_config(found, degrees_of(found, gpus) if degrees is None else degrees, name)
+
+
+_NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
+"""TorchTitan's arguments that name a job."""
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """TorchTitan's config of a command line; see `read` for what it raises."""
+    installed()
+    if cpu.is_needed():
+        cpu.stand_in()  # TorchTitan asks for a device when it is imported
+    from zbpipe.frameworks.titan import models
+
+    try:
+        return models.parsed(command_line.parse(arguments)[1])
+    except ImportError as error:
+        raise ValueError(f"--module: {error}") from None
+
+
+def degrees_of(config: Any, num_gpus: int) -> Degrees:
+    """Those of the config; FSDP uses the GPUs that the others leave.
+
+    Raises:
+        ValueError: the GPUs are not a multiple of the product of the other degrees.
+    """
+    parallelism = config.parallelism
+    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    each = pipeline * tensor * parallelism.data_parallel_replicate_degree
+    fsdp, rest = divmod(num_gpus, each)
+    if rest or not fsdp:
+        raise ValueError(
+            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
+            f" {(fsdp + 1) * each}"
+        )
+    return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
+
+
+def of_config(config: Any, degrees: Degrees, name: str) -> Workload:
+    """The workload of TorchTitan's config on these degrees; see `read`."""
+    counted = _counted(config)
+    make = partial(_workload, config, name=name, counted=counted)
+    return replace(make(degrees), remade=make)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer without tensor parallelism, of one microbatch."""
+
+    modules: tuple[str, ...]
+    operations: Operations
+    parameters: int
+    products: float = 0.0
+    """Weights with which each token is multiplied; of experts those to which it goes."""
+    bytes: LayerBytes | None = None
+    """None where it was not run."""
+    heads_share: float = 0.5
+    """Heads of keys and values for each head of queries."""
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A model, counted once for all degrees."""
+
+    embedding: _Layer
+    blocks: tuple[_Layer, ...]
+    head: _Layer
+    """Norm and head."""
+    chunks: int
+    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    dim: int
+    """Of the hidden states."""
+    checkpointing: Checkpointing
+    operations: float
+    """Of the model, for each token, as TorchTitan counts them for MFU."""
+
+    @property
+    def layers(self) -> tuple[_Layer, ...]:
+        return (self.embedding, *self.blocks, self.head)
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether all blocks ran on meta tensors."""
+        return all(block.bytes is not None for block in self.blocks)
+
+
+def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
+    from zbpipe.frameworks.titan import models
+
+    parallelism, training, tokens = config.parallelism, config.training, _tokens(config)
+    sizes = models.sizes(config, degrees.fsdp)
+    on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
+    accumulates = bool(training.global_batch_size > training.local_batch_size * degrees.data)
+    return Workload(
+        name,
+        tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
+        degrees,
+        training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        tokens,
+        message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
+        operations=counted.operations,
+        words=_words(counted, degrees),
+        schedule=parallelism.pipeline_parallel_schedule,
+        checkpointing=counted.checkpointing,
+        parameter_bytes=replace(sizes.parameters, accumulates=accumulates),
+        ends=layer_split.ends_of_user(parallelism),
+        cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
+    )
+
+
+def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
+    """Layers by stage, where the config names the modules of each."""
+    if not parts:
+        return None
+    return tuple(sum(layer[0] in part for layer in layers) for part in parts)
+
+
+def _words(counted: _Counted, degrees: Degrees) -> str:
+    """Where operations and bytes come from."""
+    counts = "operations of F, I and W counted on meta tensors" if counted.on_meta else "operations from the weights"
+    how = counted.checkpointing
+    how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
+    words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
+    if not counted.on_meta:
+        words = "bytes of Llama blocks as wide with as many weights in use, because these look at values"
+    return f"{how_much}; {words}"
+
+
+@dataclass(frozen=True)
+class _OnOneGpu:
+    """Bytes of the layers of one microbatch on one GPU."""
+
+    tokens: int
+    counted: _Counted
+    tensor: int
+    sizes: models.Sizes
+
+    def layers(self) -> list[LayerBytes]:
+        head = self._head_in_chunks() if self.counted.chunks else self._head_in_one()
+        return [self._embedding(), *map(self._block, self.counted.blocks), head]
+
+    def _embedding(self) -> LayerBytes:
+        """What it gives belongs to the first block. Its gradient is made whole in I, and cannot wait."""
+        gradient = self._gradient(self.counted.embedding)
+        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+
+    def _block(self, layer: _Layer) -> LayerBytes:
+        """As counted, shared by tensor parallelism as a Llama block as wide is; or that block."""
+        alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
+        size = self.sizes.computed * self.tokens
+        of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
+        return of_llama[1] if layer.bytes is None else _scaled(layer.bytes, *of_llama)
+
+    def _head_in_chunks(self) -> LayerBytes:
+        """F runs the head's whole backward, for a part of the tokens at a time.
+
+        F leaves the norm's input, its result, which all GPUs of TP have whole, and the result's gradient, which it adds
+        up in float32. I begins with that gradient.
+        """
+        result, logits = self._hidden, self._num_logits // self.counted.chunks
+        kept = result // self.tensor + 2 * result
+        # The cross-entropy of torch, or that of TorchTitan over the parts of TP.
+        each = self.sizes.computed + (3 if self.tensor == 1 else 4) * _FP32
+        # While the head's weight gradient is made, there are the logits and their gradient.
+        most = max(each * logits, 2 * self.sizes.computed * logits + self._gradient(self.counted.head))
+        accumulated = _FP32 * self.tokens * self.counted.dim
+        return LayerBytes(
+            kept, 0, {OpKind.F: accumulated + max(most, result) - result, OpKind.I: result, OpKind.B: result}
+        )
+
+    def _head_in_one(self) -> LayerBytes:
+        """F leaves the norm's input and result, all logits, and their log-softmax in float32.
+
+        The head's dW waits like that of any other linear layer, with its x and the logits' gradient.
+        """
+        result, logits = self._hidden, self._num_logits
+        kept_by_f = result // self.tensor + result + (self.sizes.computed + _FP32) * logits
+        kept_by_i = result + self.sizes.computed * logits
+        # Logits in float32; two gradients of such. The last of these goes, then come those of head and norm.
+        in_f, in_i = _FP32 * logits, 2 * _FP32 * logits
+        in_b = max(in_i, self._gradient(self.counted.head))
+        return LayerBytes(kept_by_f, kept_by_i, {OpKind.F: in_f, OpKind.I: in_i, OpKind.B: in_b})
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of a hidden state."""
+        return self.sizes.computed * self.tokens * self.counted.dim
+
+    @property
+    def _num_logits(self) -> int:
+        return int(self.tokens * self.counted.head.products / self.counted.dim / self.tensor)
+
+    def _gradient(self, layer: _Layer) -> int:
+        """Bytes of the gradient of embedding or head, as it is computed and while it is added up."""
+        return int((self.sizes.computed + self.sizes.parameters.summed) * layer.parameters / self.tensor)
+
+
+_FP32 = 4
+
+
+def _scaled(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
+    """What was counted on one GPU, on one of those that share a block of which this one has `whole` and `shared`."""
+
+    def scaled(size: int, whole: int, shared: int) -> int:
+        return size * shared // whole if whole else 0
+
+    working = {kind: scaled(size, whole.working[kind], shared.working[kind]) for kind, size in counted.working.items()}
+    activations = scaled(counted.activations, whole.activations, shared.activations)
+    return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)
+
+
+def _as_llama(dim: int, layer: _Layer) -> Block:
+    """A Llama block as wide, with as many weights for each token."""
+    from zbpipe.frameworks.titan import models
+
+    keys_and_values = round(2 * dim * layer.heads_share)
+    hidden = max(layer.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
+    return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
+
+
+def _heads_share(block: nn.Module) -> float:
+    """Heads of keys and values for each head of queries; where the block does not show it, as in Llama."""
+    for module in block.modules():
+        keys, queries, queries_a_key = (plain_attribute(module, name) for name in ("n_kv_heads", "n_heads", _FUSED))
+        if queries_a_key:
+            return float(1 / queries_a_key)
+        if keys and queries:
+            return float(keys / queries)
+    return LLAMA_3_8B.keys_and_values / 2 / LLAMA_3_8B.queries
+
+
+_FUSED = "heads_per_kv"
+"""Of the one product for queries, keys and values in TorchTitan 0.3."""
+
+
+def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) -> LayerBytes:
+    working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
+    return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
+
+
+def _tokens(config: Any) -> int:
+    """Of a microbatch."""
+    return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
+
+
+def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
+    is_block = layer.modules[0].startswith("layers.")
+    transfers = (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1)
+    each = layer.operations
+    return LayerWork(
+        layer.modules,
+        each.f,
+        each.i,
+        each.w,
+        layer.parameters,
+        found.activations,
+        found.waits,
+        tuple(found.working.items()),
+        transfers,
+    )
+
+
+def _counted(config: Any) -> _Counted:
+    """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
+    from zbpipe.frameworks.titan import models
+
+    whole = models.built_on_meta(config)
+    model, tokens = whole.module, _tokens(config)
+    blocks = dict(model.get_submodule("layers").named_children())
+    attention = layer_split.attention_products(whole) / max(len(blocks), 1)
+    per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
+    products = {name: layer_split.products(block) for name, block in blocks.items()}
+    parameters = {name: _parameters(block) for name, block in blocks.items()}
+    how = models.apply_checkpointing(config, model)
+    known: dict[str, tuple[Operations, LayerBytes | None]] = {}
+    found = []
+    for name, block in model.get_submodule("layers").named_children():
+        kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
+        if kind not in known:
+            dtype = next(block.parameters()).dtype
+            x = torch.empty(
+                *(tokens // whole.seq_len, whole.seq_len, whole.config.dim),
+                device="meta",
+                dtype=dtype,
+                requires_grad=True,
+            )
+            known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
+                _by_products(products[name] + attention, tokens, how),
+                None,
+            )
+        operations, size = known[kind]
+        found.append(
+            _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
+        )
+    embedding = _Layer(("tok_embeddings",), Operations(0, 0, 0), _parameters(model.get_submodule("tok_embeddings")))
+    chunks = models.chunks_of_loss(config)
+    head = _head(model, models.HEAD, tokens, chunks)
+    return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
+
+
+def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:
+    """None if the block cannot run on meta tensors."""
+    try:
+        return operations(block, x, *args), layer_bytes(block, x, *args)
+    except _ON_META:
+        return None
+
+
+def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
+    """From the weights that each token is multiplied with: two operations for each."""
+    layer = layer_split.layer(["block"], 2 * products * tokens, how)
+    return Operations(layer.f, layer.i, layer.w)
+
+
+def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:
+    """Norm and head. A loss in chunks runs the head's whole backward in F."""
+    products = layer_split.products(model.get_submodule(names[1]))
+    forward = 2.0 * products * tokens
+    counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
+    return _Layer(names, counts, sum(_parameters(model.get_submodule(name)) for name in names), products)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

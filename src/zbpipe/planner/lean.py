@@ -1,0 +1,115 @@
+"""Passes over schedules that keep what waits for W small: W runs sooner, or a whole backward in place of I and W.
+
+Under activation checkpointing, I leaves far more behind for W than F has left for I: x and dY of all layers of a stage.
+A whole backward B frees them layer by layer. It makes the stage before wait for W as well, so B is for where there is
+no room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zbpipe.costs.model import ROUNDING, CostModel, highest
+from zbpipe.schedule.ir import Op, OpKind, Schedule
+
+
+def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
+    """The form of `schedule` with the least memory: all backwards whole, or I with its W right after it.
+
+        >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-4)
+        >>> print(leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
+        rank 0: 0F0 0F1 0B0 0B1
+
+    Args:
+        schedule: a valid one. The order of its F, and of its I and B, stays; copies to the host and back are left out.
+        costs: of its stages.
+    """
+    least = [costs.least_backward(stage) for stage in range(costs.num_stages)]
+
+    def row(ops: Sequence[Op]) -> Iterator[Op]:
+        for op in ops:
+            match op.kind:
+                case OpKind.F:
+                    yield op
+                case OpKind.I | OpKind.B:
+                    yield from (op._replace(kind=kind) for kind in least[op.stage])
+
+    return replace(schedule, ops=tuple(tuple(row(ops)) for ops in schedule))
+
+
+def within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
+    """`schedule` with every W where it stands, or as much sooner as there is no room for it to wait.
+
+    Where even the W that wait already leave no room for I, B takes the place of I and W. So the result keeps to the
+    limits if `leanest(schedule, costs)` does.
+
+        >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
+        >>> some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
+        >>> print(within(some, costs, limits=[4]))
+        rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2
+        >>> print(within(some, costs, limits=[3]))
+        rank 0: 0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2
+
+    Args:
+        schedule: a valid one. The order of its F, and of its I and B, stays; copies to the host and back are left out.
+        costs: of its stages.
+        limits: what each rank may hold, in the unit of `costs.activations`.
+    """
+    whole = [costs.least_backward(stage) == (OpKind.B,) for stage in range(costs.num_stages)]
+    rows = (_Row(costs, whole, limit * (1 + ROUNDING)) for limit in limits)
+    return replace(schedule, ops=tuple(row.fitted(ops) for row, ops in zip(rows, schedule, strict=True)))
+
+
+class _Row:
+    """One rank's list in the making."""
+
+    def __init__(self, costs: CostModel, whole: Sequence[bool], limit: float) -> None:
+        self._costs, self._whole, self._limit = costs, whole, limit
+        self._ops: list[Op] = []
+        self._held = 0.0
+        self._waiting: deque[Op] = deque()
+        """W in the order of their I."""
+
+    def fitted(self, ops: Sequence[Op]) -> tuple[Op, ...]:
+        for op in ops:
+            match op.kind:
+                case OpKind.F:
+                    self._run(op)
+                case OpKind.W:
+                    self._run_waiting(op)
+                case OpKind.I | OpKind.B:
+                    self._run_backward(op)
+        return tuple(self._ops)
+
+    def _run_backward(self, op: Op) -> None:
+        weights, stage = op._replace(kind=OpKind.W), op.stage
+        alone = self._held + sum(self._costs.adds(each.stage, OpKind.W) for each in self._waiting)
+        fits = alone + highest(self._costs, ((stage, OpKind.I), (stage, OpKind.W))) <= self._limit
+        if op.kind is OpKind.I and (fits or not self._whole[stage]):
+            self._run(op, then=weights)
+            self._waiting.append(weights)
+        elif self._whole[stage]:
+            self._run(op._replace(kind=OpKind.B))
+        else:
+            self._run(op._replace(kind=OpKind.I), then=weights)
+            self._run(weights)
+
+    def _run_waiting(self, op: Op) -> None:
+        if op in self._waiting:
+            self._waiting.remove(op)
+            self._run(op)
+
+    def _run(self, op: Op, then: Op | None = None) -> None:
+        """Run `op`, and before it as many W as it takes for it to fit, after it any W that waits or comes `then`."""
+        while self._waiting and self._held + self._most_needed(op, then) > self._limit:
+            first = self._waiting.popleft()
+            self._held += self._costs.adds(first.stage, first.kind)
+            self._ops.append(first)
+        self._held += self._costs.adds(op.stage, op.kind)
+        self._ops.append(op)
+
+    def _most_needed(self, op: Op, then: Op | None) -> float:
+        coming = {(each.stage, each.kind) for each in ((*self._waiting, then) if then else self._waiting)}
+        return max(highest(self._costs, ((op.stage, op.kind), each)) for each in coming)

@@ -1,0 +1,151 @@
+"""All ranks have to run the same schedule: with different tables they wait for each other's messages forever."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.logs import name_ranks
+from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
+
+Answer = TypeVar("Answer")
+_WIDTH = 256
+"""Bytes that a rank sends: its digest, then as much of the description as fits."""
+
+
+_REFUSED = bytes(sha256().digest_size)
+"""In place of a digest."""
+
+_num_keys: Counter[str] = Counter()
+"""How many keys this process has made of each kind for the same ranks."""
+
+
+def new_key(purpose: str, ranks: Sequence[int]) -> str:
+    """A key in the job's store that no other object has. All ranks make their objects in the same order."""
+    kind = f"zbpipe/{purpose}/{'-'.join(map(str, ranks))}"
+    _num_keys[kind] += 1
+    return f"{kind}/{_num_keys[kind]}"
+
+
+def require_same(
+    schedule: _torch.PipelineSchedule,
+    name: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> None:
+    """Compare `schedule` with those of all other ranks in `group` (None: of the job), which have to call this, too.
+
+    Args:
+        schedule: any of torch's, of which zbpipe's are some.
+        name: for the error. It may differ between ranks, as two paths of the same table do.
+        group: with the backend "fake" there are no other ranks.
+        device: of the tensors that the backend sends.
+
+    Raises:
+        PipelineError: they differ. The message says which ranks have which schedule.
+        RefusedStepError: another rank refuses the step.
+    """
+    if is_alone(group):
+        return
+    digest = sha256(_torch.what_it_runs(schedule).encode()).digest()
+    text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
+    _exchange(digest, text, group, device)
+
+
+def answers(
+    schedule: _torch.PipelineSchedule,
+    name: str,
+    question: str,
+    answer: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> list[str]:
+    """What the ranks of `group` answer, all of which have to call this before their `require_same`.
+
+    A rank that asks nothing, because it has another schedule, and compares at once, fails as the others do.
+
+    Args:
+        schedule: as for `require_same`; likewise `name`, `group` and `device`.
+        question: the same on all ranks.
+        answer: this rank's, some letters.
+
+    Raises:
+        PipelineError: a rank has another schedule, or another question.
+        RefusedStepError: another rank refuses the step.
+    """
+    if is_alone(group):
+        return [answer]
+    text = f"{name} with {_torch.num_microbatches(schedule)} microbatches, {question}: "
+    texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
+    return [each.removeprefix(text) for each in texts]
+
+
+def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Take part in the next of these comparisons only to refuse the step: all other ranks do so, too."""
+    with suppress(RefusedStepError):
+        _exchange(_REFUSED, "", group, device)
+
+
+def first_answer(question: str, find: Callable[[], Answer]) -> Answer:
+    """What the first rank that asks finds, on all ranks of the job that ask the same: the others wait for it.
+
+    What a search finds depends on the machine: with numba it looks at more. The rank that searches waits for no other,
+    so ranks may ask at any time, or not at all.
+
+    Args:
+        question: all that the answer depends on.
+        find: called on the first rank that asks; without process groups, on all.
+
+    Raises:
+        ValueError: on all ranks that ask, if `find` raises one.
+        RuntimeError: the same, for any other exception.
+    """
+    if not dist.is_initialized() or is_alone(None):
+        return find()
+    store, key = _torch.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
+    if store.add(f"{key}/asked", 1) == 1:
+        store.set(key, pickle.dumps(_found_or_error(find)))
+    found: Answer | Exception = pickle.loads(store.get(key))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _found_or_error(find: Callable[[], Answer]) -> Answer | Exception:
+    try:
+        return find()
+    except Exception as error:  # the other ranks wait for an answer, whatever it is
+        return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
+    """The texts of all ranks, which have to have the same digest."""
+    message = digest + text.encode()
+    mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    everything = [bytes(each.tolist()) for each in gathered]
+    if any(each.startswith(_REFUSED) for each in everything):
+        raise RefusedStepError("another rank refused this step")
+    texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
+    if any(each[: len(digest)] != digest for each in everything):
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        raise PipelineError(f"the ranks have different schedules: {_by_text(texts, ranks)}")
+    return texts
+
+
+def _by_text(texts: list[str], ranks: list[int]) -> str:
+    holders = {text: [rank for rank, each in zip(ranks, texts, strict=True) if each == text] for text in texts}
+    return "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())

@@ -1,0 +1,103 @@
+"""Steps of another size: all ranks have to know the number of microbatches, and their shapes, before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zbpipe.runtime import _torch, checks
+from zbpipe.runtime.ranks.step_board import StepBoard, StepSize
+
+
+class StepSizes:
+    """The sizes of the steps of one schedule.
+
+    Args:
+        board: for its ranks.
+        usual: number of microbatches of a step that is given no other one.
+    """
+
+    def __init__(self, board: StepBoard, usual: int) -> None:
+        self._board = board
+        self.usual = usual
+        self.last = StepSize(usual)
+        """Of the step that runs, or ran last."""
+        self.are_set_up = False
+        """Whether torch has set up messages for any shapes."""
+        self.keywords_are_alike = False
+        """Whether all ranks get keyword inputs of the same shapes. Then other shapes of these are another size."""
+        self._keywords: list[Any] = []
+        """Their shapes in the first step."""
+        self._inputs: list[Any] = []
+        """By their number, shapes; on the rank with stage 0, which alone sees the input."""
+        self._set_up: list[_torch.Shapes] = []
+        """By the number of shapes, what torch has set up; not up to date for those of the last step."""
+
+    @property
+    def last_was_usual(self) -> bool:
+        """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
+        return self.last == StepSize(self.usual)
+
+    def number_asked(self, microbatches: int | None, keywords: object) -> int | None:
+        """The number of microbatches that a step is asked for; None for the usual one.
+
+        Args:
+            microbatches: that the step was given.
+            keywords: a list with a dict for each microbatch, if a framework has split the batch; the same number on all
+                ranks.
+        """
+        if microbatches is not None or not isinstance(keywords, list) or not keywords:
+            return microbatches
+        shapes = checks.input_shapes(each.values() for each in keywords) if self.keywords_are_alike else []
+        if not self.are_set_up:
+            self._keywords = shapes
+        return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
+
+    def agree(self, runtime: _torch.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
+        """Before the messages of a step: all ranks learn its size, and set up its shapes.
+
+        Args:
+            runtime: whose step it is.
+            inputs: its microbatches, where this rank has stage 0.
+
+        Returns whether the shapes are new, so that torch infers them in this step.
+
+        Raises:
+            ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
+                refuses the step.
+            PipelineError: another rank does not come.
+        """
+        stage = _torch.stages_of(runtime)[0]
+        size, number = StepSize(_torch.num_microbatches(runtime)), None
+        if not self.are_set_up:
+            self._inputs.clear()  # of a step that was refused
+        shapes = checks.input_shapes(inputs or ())
+        if stage.is_first:
+            number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
+        if self._board.is_compared:
+            size = self._board.agree_on_size(size.microbatches, number, _torch.timeout_of(stage))
+        is_new = self._use_shapes(runtime, size.shapes)
+        if size.shapes == len(self._inputs):
+            self._inputs.append(shapes)
+        self.last = size
+        return is_new
+
+    def return_to_usual(self, runtime: _torch.OwnRuntime) -> None:
+        """Set up the shapes of the first step, as `agree` does for a step that is not compared."""
+        self._use_shapes(runtime, 0)
+        self.last = StepSize(self.usual)
+
+    def _use_shapes(self, runtime: _torch.OwnRuntime, number: int) -> bool:
+        if not self.are_set_up or number == self.last.shapes:
+            return False
+        self._set_up = self._set_up or [_torch.shapes_of(runtime)]
+        self._set_up[self.last.shapes] = _torch.shapes_of(runtime)
+        if number < len(self._set_up):
+            _torch.use_shapes(runtime, self._set_up[number])
+            return False
+        checks.require_inferred_shapes(runtime)
+        # The stages run once to infer them, with weights that count.
+        runtime.finish_optimizer_step()
+        _torch.forget_shapes(runtime)
+        self._set_up.append(_torch.shapes_of(runtime))
+        return True

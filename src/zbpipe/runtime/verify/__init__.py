@@ -1,0 +1,1 @@
+"""Checks that the split backward gives the gradients of an ordinary one."""

@@ -1,0 +1,357 @@
+"""Is the split right for this model? The gradients of I and W against an ordinary backward, microbatch by microbatch.
+
+What I and W of a microbatch add is the difference of `.grad` before and after them, in the real step. So this tests the
+real accumulation, with all memory that tensors share there. After I the same microbatch runs once more, by
+`zbpipe.runtime.verify.reference`; W has to add what is then missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
+from zbpipe.runtime.ranks.failures import shared_with_other_ranks
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
+from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
+from zbpipe.runtime.verify.reference import Microbatch, State, gradients_of, wide
+from zbpipe.schedule.ir import require_whole
+
+TOLERANCES = MappingProxyType(
+    {
+        **dict.fromkeys((torch.float64, torch.complex128), 1e-9),
+        **dict.fromkeys((torch.float32, torch.complex64), 1e-4),
+        torch.float16: 1e-2,
+        torch.bfloat16: 3e-2,
+    }
+)
+"""By dtype, the largest error of a gradient that passes, relative to the gradient's norm.
+
+A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more if a sum nearly
+cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype there is room
+between the two; these limits leave most of it to the kernels.
+"""
+_SMALL = 0.01
+"""The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
+such as that of a bias before a normalisation, are zero except for rounding."""
+
+_DOES_NOT_REPEAT = (
+    "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another"
+    " output, though weights, buffers, attributes with what they hold, and random numbers are the same. The forward"
+    " depends on something else that it changes, such as a counter in a closure, a global or an iterator, and the"
+    " second run has advanced that. Keep it in a buffer or in an attribute of the module"
+)
+
+logger = logging.getLogger(__name__)
+
+
+class GradientCheck(Watcher):
+    """Checks the gradients of a schedule in the next steps of a running job.
+
+        check = zbpipe.GradientCheck(schedule, steps=2)
+        ...             # train
+        check.report    # after two steps, the same on all ranks of the pipeline; None before
+
+    In these steps every microbatch runs twice on every stage: by the schedule, and after its I once more, by an
+    ordinary forward and full backward on the same rank, from the same weights, buffers and random numbers. What I and W
+    add to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients of the
+    steps do not change. The check costs one more forward and backward of every microbatch, and memory: a copy of the
+    stage's gradients for each microbatch that waits for W, three more copies for a moment, and one copy of the weights
+    and buffers. Later steps run as if there were no check.
+
+    `check_gradients` checks a model without a job.
+
+    Args:
+        schedule: any of zbpipe's. Every rank of the pipeline needs a check.
+        steps: the number of steps to check, from 1 on.
+        tolerance: of relative errors; by default that of the coarsest dtype in a stage's products, see `TOLERANCES`.
+        done: called with the report, between two steps.
+
+    Raises:
+        ValueError: one of torch's schedules, which do not have zbpipe's split, or an argument that makes no sense.
+
+    If a gradient is off by more, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the
+    other ranks learn of it. If all are right, the pipeline's first rank logs the report.
+    """
+
+    def __init__(
+        self,
+        schedule: _torch.PipelineSchedule,
+        steps: int = 1,
+        *,
+        tolerance: float | None = None,
+        done: Callable[[GradientReport], None] = lambda report: None,
+    ) -> None:
+        arguments.require_schedule("zbpipe.GradientCheck", schedule)
+        if not isinstance(schedule, RegisteredSchedule):
+            raise ValueError(
+                f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
+                " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
+            )
+        (steps,) = require_whole(1, steps=steps)
+        arguments.require_above_0("tolerance", tolerance)
+        arguments.require_callable(done=done)
+        self.report: GradientReport | None = None
+        self._left = steps
+        self._tolerance = tolerance
+        self._done = done
+        self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
+        """What this rank has found so far."""
+        watch(schedule, self)
+
+    def before(self) -> Wanted | None:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        return Wanted.STEP if self._left else None
+
+    @contextmanager
+    def around(self, schedule: RegisteredSchedule) -> Iterator[None]:
+        """See `zbpipe.runtime.measure.recording.Watcher`."""
+        with _Checked(schedule, self._tolerance, self._add).attach():
+            yield
+        self._left -= 1
+        if not self._left:
+            # Another rank may have found an error in its last op, after its last message to this one.
+            with shared_with_other_ranks():
+                self.report = self._gathered(schedule)
+            self._done(self.report)
+
+    def _add(self, found: GradientReport) -> None:
+        self._found = self._found.with_(found)
+
+    def _gathered(self, schedule: RegisteredSchedule) -> GradientReport:
+        group = _torch.stages_of(schedule)[0].group
+        everything = [self._found] * dist.get_world_size(group)
+        dist.all_gather_object(everything, self._found, group=group)
+        report = replace(reduce(GradientReport.with_, everything), schedule=schedule.schedule.name)
+        if dist.get_rank(group) == 0:
+            logger.info("the split gives the gradients of an ordinary backward. %s", report)
+        return report
+
+
+class _Checked:
+    """One step of this rank."""
+
+    def __init__(
+        self, schedule: RegisteredSchedule, tolerance: float | None, found: Callable[[GradientReport], None]
+    ) -> None:
+        self._schedule = schedule
+        self._tolerance = tolerance
+        self._found = found
+        self._stages = {stage.stage_index: stage for stage in _torch.stages_of(schedule)}
+        self._states: dict[int, State] = {}
+        """By stage, of its last microbatch: the next one shares all values that are equal."""
+        self._open: dict[tuple[int, int], _Comparison] = {}
+        """By stage and microbatch, from F to W."""
+        self._current: _Comparison | None = None
+
+    @contextmanager
+    def attach(self) -> Iterator[None]:
+        with (
+            _torch.hook(self._schedule, _torch.HookOrder.CHECK, self._around),
+            _torch.route_calls(self._schedule, self._forward, self._loss, self._backward),
+        ):
+            yield
+
+    def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        key = stage, microbatch
+        if key not in self._open:  # F; the loss comes as a second one
+            defers_loss = self._schedule.defers_loss
+            again = Microbatch(self._stages[stage], microbatch, self._states.get(stage), defers_loss=defers_loss)
+            self._states[stage] = again.state
+            self._open[key] = _Comparison(again)
+            with self._in(key):
+                return compute()
+        comparison = self._open[key]
+        comparison.is_trial |= kind == "I" and tries_out(self._stages[stage])
+        with self._in(key), comparison.measured(kind):
+            result = compute()
+        if comparison.knows_backward and comparison.again is not None:
+            comparison.subtract_reference()
+        if kind in ("B", "W"):
+            self._judge(stage, microbatch, self._open.pop(key))
+        return result
+
+    @contextmanager
+    def _in(self, key: tuple[int, int]) -> Iterator[None]:
+        self._current = self._open[key]
+        try:
+            yield
+        finally:
+            self._current = None
+
+    # The first step also calls these before any op, when torch infers shapes.
+
+    def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        again = self._current and self._current.again
+        return again.forward(call, *args, **kwargs) if again else call(*args, **kwargs)
+
+    def _loss(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        again = self._current and self._current.again
+        return again.loss(call, *args, **kwargs) if again else call(*args, **kwargs)
+
+    def _backward(self, call: Callable[..., Any], kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
+        if self._current is None or self._current.knows_backward or "output_grads" not in tensors:
+            return call(kind, tensors, **kwargs)
+        return self._current.backward(call, kind, tensors, **kwargs)
+
+    def _judge(self, stage: int, microbatch: int, comparison: _Comparison) -> None:
+        tolerance = self._tolerance or comparison.tolerance
+        errors, not_compared = comparison.errors(tolerance)
+        if not comparison.repeats:
+            logger.warning(_DOES_NOT_REPEAT, stage, microbatch)
+        deferred, not_deferred = comparison.when()
+        work = weight_work(self._stages[stage])
+        report = GradientReport(
+            schedule=self._schedule.schedule.name,
+            steps=1,
+            microbatches=1,
+            errors={(stage, name): error for name, error in errors.items()},
+            tolerances={stage: tolerance},
+            not_compared=frozenset((stage, name) for name in not_compared),
+            deferred=frozenset((stage, name) for name in deferred),
+            not_deferred=frozenset((stage, name) for name in not_deferred),
+            flops={} if work is None else {stage: work.flops},
+            shares={} if work is None else {stage: work.share},
+            in_i=() if work is None else tuple((stage, each) for each in work.in_i),
+        )
+        if not report.passed:
+            raise GradientMismatchError(report, stage, microbatch)
+        self._found(report)
+
+
+class _Comparison:
+    """One microbatch on one stage: what the split adds minus what an ordinary backward gives."""
+
+    def __init__(self, again: Microbatch) -> None:
+        self.again: Microbatch | None = again
+        """None once it has run."""
+        self.knows_backward = False
+        self.repeats = True
+        """Whether the forward does the same once more; otherwise there is nothing to compare with."""
+        self.is_trial = False
+        """Whether this I leaves nothing to W."""
+        self.tolerance = 0.0
+        self._stage = again.stage
+        self._index = again.index
+        self._rest: dict[str, Tensor] = {}
+        """By parameter, what the split has added minus what it has to add."""
+        self._norms: dict[str, float] = {}
+        """Of the ordinary backward's gradients."""
+        self._roundings: dict[str, float] = defaultdict(float)
+        """By parameter, what rounding in the accumulation into `.grad` may add to the difference."""
+        self._grew: dict[str, set[str]] = defaultdict(set)
+        """By kind of op, the gradients that it added to."""
+        self._was_not_finite: set[str] = set()
+        self._moved: set[str] = set()
+        """Gradients that this microbatch did not change alone."""
+        self._input_grads: list[Tensor | None] = []
+        self._input_errors: dict[str, float] = {}
+
+    @contextmanager
+    def measured(self, kind: str) -> Iterator[None]:
+        """Around computations that add to `.grad`."""
+        module = self._stage.submod
+        before = gradients_of(module)
+        yield
+        self.tolerance = max(self.tolerance, _tolerance(self._stage))
+        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in _torch.accumulated(module)}
+        after = gradients_of(module)
+        # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
+        self._moved |= {name + _torch.REDUCED for name in before.keys() - after.keys()}
+        for name, gradient in after.items():
+            added = gradient - before[name] if name in before else gradient
+            if name in before and not math.isfinite(_norm(before[name])):
+                self._was_not_finite.add(name)
+            elif added.any():
+                self._add(name, added)
+                self._grew[kind].add(name)
+                self._roundings[name] += eps[name] * _norm(gradient)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        self._rest[name] = self._rest[name] + gradient if name in self._rest else gradient
+
+    def backward(self, call: _torch.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
+        """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
+        assert self.again is not None, "a microbatch has one backward"
+        self.knows_backward = True
+        self.again.remember_backward(tensors)
+        result = call(kind, tensors, **kwargs)
+        self._input_grads = [None if each is None else wide(each, each) for each in result[0]]
+        return result
+
+    def subtract_reference(self) -> None:
+        """Run the microbatch once more, and subtract its gradients: the split has to add them."""
+        assert self.again is not None
+        reference = self.again.gradients()
+        self.repeats = self.again.repeats
+        self.again = None
+        for name, gradient in reference.parameters.items():
+            self._norms[name] = _norm(gradient)
+            self._add(name, -gradient)
+        for n, (found, expected) in enumerate(zip(self._input_grads, reference.inputs, strict=False)):
+            if found is not None and expected is not None and math.isfinite(norm := _norm(expected)):
+                self._input_errors[f"input {n}"] = _relative(_norm(found - wide(expected, expected)), norm)
+
+    def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
+        """Relative errors by parameter and input, and the names of the parameters that cannot be compared.
+
+        From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
+        """
+        if not self.repeats:
+            return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
+        norm = math.hypot(*filter(math.isfinite, self._norms.values()))
+        left = {
+            name
+            for name, parameter in self._stage.submod.named_parameters()
+            if _torch.hooks_after_accumulation(parameter)
+            or name in self._was_not_finite
+            or not math.isfinite(self._norms.get(name, 0.0))
+        }
+        errors = dict(self._input_errors)
+        for name in self._rest.keys() - left - self._moved:
+            size = max(self._norms.get(name, 0.0), _SMALL * norm)
+            error, without_rounding = _norm(self._rest[name]), _norm(self._rest[name]) - self._roundings[name]
+            errors[_readable(name)] = max(min(_relative(error, size), tolerance), _relative(without_rounding, size))
+        return errors, set(map(_readable, left))
+
+    def when(self) -> tuple[set[str], set[str]]:
+        """The parameters whose gradient waited for W, and those in products of which I computed more."""
+        work = weight_work(self._stage)
+        if self.is_trial or work is None:
+            return set(), set()
+        in_i = self._grew["I"] & work.mostly_in_i()
+        return set(map(_readable, self._grew["W"] - self._moved - in_i)), set(map(_readable, in_i))
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient))
+
+
+def _relative(error: float, norm: float) -> float:
+    if error <= 0:
+        return 0.0
+    return error / norm if norm else math.inf
+
+
+def _tolerance(stage: _torch.Stage) -> float:
+    """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
+    dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | product_dtypes(stage)
+    return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
+
+
+def _readable(name: str) -> str:
+    """Without what checkpointing and the compiler insert into the names of parameters."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

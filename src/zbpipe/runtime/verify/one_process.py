@@ -1,0 +1,166 @@
+"""Is the split right for this model? `check_gradients`: a gradient check without a job, in this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.verify.gradient_check import GradientCheck
+from zbpipe.runtime.verify.gradient_report import GradientReport
+from zbpipe.runtime.verify.reference import State
+from zbpipe.schedule.ir import Op, OpKind, Schedule, require_whole
+
+_STEPS = 2
+"""In the first step the first microbatch leaves nothing to W."""
+_NO_GRADIENT = (
+    "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint whose"
+    " inputs need no gradient. For such a checkpoint call batch.requires_grad_(), or set use_reentrant to False"
+)
+
+
+def check_gradients(
+    parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage],
+    batch: Tensor | tuple[Any, ...],
+    target: Tensor | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    microbatches: int = 2,
+    tolerance: float | None = None,
+) -> GradientReport:
+    """Check the split's gradients for a model, in this process alone: two steps, with the parts as stages.
+
+    >>> import zbpipe
+    >>> parts = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)]
+    >>> zbpipe.check_gradients(parts, torch.ones(6, 4), torch.zeros(6, 2), torch.nn.functional.mse_loss).passed
+    True
+
+    All W run at the end of a step. So every x and dY waits as long as possible, and meets everything that could change
+    it. There are two steps because the very first I leaves nothing to W. `GradientCheck` checks a running job, with the
+    job's own schedule.
+
+    Args:
+        parts: the model, or its parts in order, as modules or as stages, on one device. Afterwards weights, gradients,
+            buffers and random numbers are as they were before.
+        batch: the argument of the first part, or a tuple of its arguments. The first dimension is that of the samples.
+        target: for `loss_fn`.
+        loss_fn: `(output, target) -> loss`; by default the mean of the squares of all outputs.
+        microbatches: the number of equal parts into which the batch is cut; from 2 on, one waits while another runs.
+        tolerance: as in `GradientCheck`.
+
+    Returns:
+        The report, if all gradients are right.
+
+    Raises:
+        PipelineError: the gradients differ; the cause, a `GradientMismatchError`, has the report.
+        ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
+            no parameter gets a gradient, or this process belongs to a job of several ranks.
+    """
+    modules = _modules(parts)
+    (microbatches,) = require_whole(1, microbatches=microbatches)
+    arguments.require_above_0("tolerance", tolerance)
+    args = batch if isinstance(batch, tuple) else (batch,)
+    size = _samples(args)
+    if not size or size % microbatches:
+        raise ValueError(
+            f"{size} samples do not make {microbatches} microbatches of equal size: give a tensor, or a tuple with one,"
+            f" whose first dimension is a multiple of {microbatches}, or another number of microbatches"
+        )
+    if loss_fn is not None:
+        arguments.require_callable(loss_fn=loss_fn)
+    if (target is None) != (loss_fn is None):
+        raise ValueError("target and loss_fn go together: give both, or none for the mean of the squares of the output")
+    if target is None:
+        loss_fn, target = _mean_of_squares, torch.zeros(size)
+    device = next((each.device for module in modules for each in module.parameters()), torch.device("cpu"))
+    with _alone(), _followed_as_before(modules):
+        stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
+        schedule = build_pipeline_schedule(schedule_w_last(len(stages), microbatches), stages, microbatches, loss_fn)
+        check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
+        with _left_as_they_are(modules, device), ExitStack() as inferring:
+            for stage in stages:
+                inferring.enter_context(_torch.inferring_through_checkpoints(stage))
+            for _ in range(_STEPS):
+                schedule.step(*args, target=target)
+    assert check.report is not None, "a step that returns was checked"
+    if not check.report.errors and not check.report.not_compared:
+        raise ValueError(_NO_GRADIENT)
+    return check.report
+
+
+def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage]) -> list[nn.Module]:
+    kinds = (nn.Module, PipelineStage)
+    listed = [parts] if isinstance(parts, kinds) else list(parts) if isinstance(parts, Iterable) else [parts]
+    wrong = [each for each in listed if not isinstance(each, kinds)]
+    if wrong or not listed:
+        raise ValueError(
+            "check_gradients takes a model or the parts of one, each an nn.Module or a PipelineStage, got"
+            f" {wrong[0] if wrong else listed!r}"
+        )
+    return [each.submod if isinstance(each, PipelineStage) else each for each in listed]
+
+
+def schedule_w_last(num_stages: int, microbatches: int) -> Schedule:
+    """All F, then all I, then all W, on a single rank."""
+    upwards = range(num_stages)
+    order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
+    ops = [Op(stage, kind, n) for kind, row in order for n in range(microbatches) for stage in row]
+    return Schedule.from_rows([ops], "all W last")
+
+
+def _samples(args: tuple[Any, ...]) -> int:
+    return next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
+
+
+def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
+    outputs = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    if not outputs:
+        raise ValueError(_NO_GRADIENT)
+    return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Within, there is a process group of one rank, which torch's stages need."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise ValueError(
+                f"check_gradients runs in one process, but this one belongs to a job of {dist.get_world_size()} ranks:"
+                " call it outside of the job, or check the job's own steps with zbpipe.GradientCheck(schedule)"
+            )
+        yield
+        return
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
+    """Afterwards modules that belong to another schedule defer their gradients for that one again."""
+    followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
+    try:
+        yield
+    finally:
+        for deferral, gradients in followed.items():
+            deferral.gradients = gradients
+
+
+@contextmanager
+def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    with ExitStack() as kept:
+        for module in modules:
+            kept.callback(State(module, device).put_back)
+            kept.enter_context(_torch.without_gradients(module))
+        yield

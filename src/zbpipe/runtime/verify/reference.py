@@ -1,0 +1,253 @@
+"""Run a microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
+
+Afterwards gradients, weights, buffers, attributes and random numbers are as they were before. Hooks that run after a
+gradient was accumulated do not run. Hooks on tensors and modules do, because they may change a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zbpipe.runtime import _torch
+from zbpipe.runtime.optimizer.backup import RandomState
+from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.verify.contents import Contents, shared_generators
+
+
+class State:
+    """What the forward of a module depends on besides its inputs, at one moment.
+
+    Parameters, buffers and other tensors by value, attributes of the modules (such as counters) by assignment, the
+    contents of containers and objects in these (see `Contents`), and random numbers: torch's on the CPU and on
+    `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without `weights` it
+    leaves out parameters, which saves a copy of them where nothing will write to them.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, like: State | None = None, *, weights: bool = True
+    ) -> None:
+        known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
+        self._contents = Contents(module.modules())
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = [
+            (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
+            for tensor, local in _tensors_of(
+                [*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors]
+            )
+        ]
+        attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
+        self._attributes = [(own, dict(own)) for own in attributes]
+        self._random = RandomState.now(device)
+        self._shared_random = list(shared_generators())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose values it keeps."""
+        return [local for _, local, _ in self._values]
+
+    def put_back(self) -> None:
+        """Restore everything."""
+        for own, before in self._attributes:
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
+        self._contents.put_back()
+        for _, local, copy in self._values:
+            # Write only what differs: the graph of another microbatch may need the tensor unchanged.
+            if _has_storage(local) and not torch.equal(local, copy):
+                local.copy_(copy)
+        self._random.restore()
+        for put_back in self._shared_random:
+            put_back()
+
+
+def _tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each with this rank's part of it; without tensor subclasses other than DTensor."""
+    for tensor in tensors:
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
+            yield tensor, local
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """False for a parameter that FSDP2 has resharded since."""
+    return tensor.untyped_storage().size() > 0
+
+
+def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
+    return copy if copy is not None and torch.equal(tensor, copy) else tensor.clone()
+
+
+class Gradients(NamedTuple):
+    """The gradients of one backward: detached, and for DTensors this rank's part of them."""
+
+    parameters: Mapping[str, Tensor]
+    inputs: Sequence[Tensor | None]
+    """In the order of the tensors among the inputs."""
+
+
+class Microbatch:
+    """All that is needed to run one microbatch of a stage once more.
+
+    With `defers_loss`, the backward adds what the loss deferred by the product that W uses. Only then does FSDP2 have
+    it in the same place as after W, neither reduced too early nor on other ranks.
+    """
+
+    def __init__(
+        self, stage: _torch.Stage, index: int, like: State | None = None, *, defers_loss: bool = False
+    ) -> None:
+        self.stage = stage
+        self.index = index
+        self.state = State(stage.submod, _torch.device_of(stage), like)
+        """As it was before F."""
+        self._defers_loss = defers_loss
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+        self._loss: Callable[[Any], Tensor] | None = None
+        self._output_grads: Any = None
+        self._ran_eagerly: set[nn.Module] = set()
+        """Compiled modules that F called without the compiler."""
+        self._copies: dict[int, Tensor] = {}
+        """Of the inputs, by their ids, which are valid as long as the stage holds the inputs."""
+        self._inputs: list[Any] = []
+        self._outputs: list[tuple[Tensor, int]] = []
+        """Of F, each with the number of its changes in place."""
+        self.repeats = True
+        """Whether its forward gives the same output once more from the same state, known after `gradients`."""
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
+        self._args, self._kwargs = _torch.tree_map_only(Tensor, self._copy, (args, kwargs))
+        with ExitStack() as watched:
+            for module, (compiled, eager) in _regions(self.stage.submod):
+                watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
+            output = call(*args, **kwargs)
+        tensors = [each.detach() for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
+        self._outputs = [(each, _torch.version_of(each)) for each in tensors]
+        return output
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return self._copies.setdefault(id(tensor), copy)
+
+    def _eagerly(self, module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ran_eagerly.add(module)
+        return eager(*args, **kwargs)
+
+    def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the loss, `call`, and remember all of its arguments but the output."""
+        self._loss = lambda again: call(again, *args, **kwargs)
+        return call(output, *args, **kwargs)
+
+    def remember_backward(self, tensors: Mapping[str, Any]) -> None:
+        """Remember what the stage's backward starts from (see `_torch.route_calls`)."""
+        self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
+        self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
+
+    def gradients(self) -> Gradients:
+        """The gradients of one ordinary backward; afterwards everything is as it was."""
+        module = self.stage.submod
+        now = State(module, _torch.device_of(self.stage), self.state)
+        written = (*now.tensors, *self.state.tensors)
+        with torch.no_grad(), _torch.versions_kept(written), _torch.without_gradients(module):
+            self.state.put_back()
+            try:
+                with torch.enable_grad():
+                    output, inputs = self._run()
+                    gradients = Gradients(gradients_of(module), inputs)
+                    self.repeats = self._is_as_in_f(output) or self._repeats_with_the_split()
+                return gradients
+            finally:
+                now.put_back()
+
+    def _is_as_in_f(self, output: Any) -> bool:
+        """Whether a second forward gave the outputs of F, as far as nobody has changed those since."""
+        again = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
+        return len(again) == len(self._outputs) and all(
+            _torch.version_of(one) != version or _are_close(one, other)
+            for (one, version), other in zip(self._outputs, again, strict=True)
+        )
+
+    def _repeats_with_the_split(self) -> bool:
+        """Whether the very same forward gives what it gave: if not, it depends on more than can be put back.
+
+        Twice: something that alternates may be back where it was.
+        """
+        for _ in range(2):
+            self.state.put_back()
+            if not self._is_as_in_f(_torch.run_forward(self.stage, self.index, self._args, self._kwargs)):
+                return False
+        return True
+
+    def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
+        """The output of the module, and the gradients of its inputs."""
+        plain = partial(_plain, self.stage.submod, self._ran_eagerly)
+        with plain():
+            output = of_module = _torch.run_forward(self.stage, self.index, self._args, self._kwargs)
+        if self._loss is not None:
+            with nullcontext() if self._defers_loss else plain():
+                output = self._loss(output)
+        with plain():
+            return of_module, _torch.run_backward(self.stage, output, self._output_grads, self._inputs)
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """Apart from roundings, which are smaller than any change that could be noticed in a gradient."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() and not one.is_complex():
+        return torch.equal(one, other)
+    size = torch.linalg.vector_norm(wide(one, one))
+    error = torch.linalg.vector_norm(wide(one, one) - wide(other, one))
+    return not bool(error > _CLOSE.get(one.dtype, 1e-2) * size)
+
+
+_CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
+    return {each.name: wide(each.gradient, each.parameter) for each in _torch.accumulated(module)}
+
+
+def wide(gradient: Tensor, like: Tensor) -> Tensor:
+    """A copy in at least float32; for DTensors this rank's part, placed as `like`."""
+    gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        if isinstance(like, DTensor):
+            gradient = gradient.redistribute(placements=like.placements)
+        gradient = gradient.to_local()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+
+@contextmanager
+def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
+    """Within, layers and compiled regions run as if zbpipe had never prepared them.
+
+    Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
+    """
+    with ExitStack() as plain:
+        for deferral in deferrals(module).values():
+            plain.enter_context(replaced(deferral, linear=F.linear, products={}))
+        for part, (compiled, eager) in _regions(module):
+            plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
+        yield
+
+
+def _regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[_torch.Call, _torch.Call]]]:
+    for part in module.modules():
+        calls = _torch.diverted_calls(part)
+        if calls is not None:
+            yield part, calls

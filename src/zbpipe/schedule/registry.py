@@ -1,0 +1,378 @@
+"""Schedules by name: the function that makes each, how many stages a rank holds, and how they lie on the ranks.
+
+A schedule is a function `(ranks, microbatches) -> Schedule`, registered under its name:
+
+    @zbpipe.register("MySchedule", placement="v", stages_per_rank=2, summary="what it is good for")
+    def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
+
+A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
+measured times, one that takes `memory_limit` to a `zbpipe.costs.memory_limit.MemoryLimit`. Installed packages offer their
+functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
+zbpipe` imports.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from zbpipe.schedule.files import read_text
+from zbpipe.schedule.ir import Placement, Schedule, require_size, require_whole
+from zbpipe.schedule.user_code import SEPARATOR, function_of
+
+if TYPE_CHECKING:
+    from zbpipe.costs.memory_limit import MemoryLimit
+    from zbpipe.costs.model import CostModel
+
+Generate = Callable[..., Schedule]
+
+
+@runtime_checkable
+class _Planned(Protocol):
+    """A `zbpipe.Plan`, which this module does not import: it stands for its schedule."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead")
+"""The keywords that the function of a schedule may take."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a name stands for: a function that makes schedules, and what is known of them before one is made.
+
+    >>> zbv = resolve("ZBV")
+    >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
+    ('ZBV', 'v', 2, 'zbpipe')
+    """
+
+    name: str
+    placement: Literal["loop", "v", "table"]
+    """How stages lie on ranks; "table" for a schedule that exists already, such as a CSV file, which says it itself."""
+    stages_per_rank: int
+    """How many stages a rank holds when the caller does not choose."""
+    generate: Generate
+    """`(ranks, microbatches) -> Schedule`, with `keywords`. Call `make`, which checks sizes and result."""
+    source: Literal["torch", "zbpipe"] = "zbpipe"
+    """Whose class runs it."""
+    summary: str = ""
+    table: Schedule | None = None
+    """The schedule that exists already."""
+    keywords: frozenset[str] = frozenset()
+    """Which of `stages_per_rank`, `costs`, `memory_limit` and `runs_ahead` the function takes."""
+    listed: bool = True
+    """Whether it is a schedule of its own, to be listed and compared with others."""
+    by_checkpointing: bool = False
+    """Whether a job without measured costs gives it those that are usual for its activation checkpointing."""
+
+    @property
+    def any_stages_per_rank(self) -> bool:
+        """Whether the caller may choose another number of stages per rank."""
+        return "stages_per_rank" in self.keywords
+
+    @property
+    def class_name(self) -> str:
+        """Name of its class on torch's executor, as logs show it."""
+        if self.table is None:
+            return f"Schedule{self.name}"
+        return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
+
+    def require_limits(self, option: str) -> None:
+        """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none.
+
+        Raises:
+            ValueError: the message has the schedules that do.
+        """
+        if "memory_limit" not in self.keywords:
+            names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
+            raise ValueError(
+                f"{option} is for the schedules that fit themselves to one, {', '.join(sorted(names))}, not for"
+                f" {self.name}: leave it out"
+            )
+
+    def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
+        """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
+
+        Raises:
+            ValueError: fewer than one rank, a number of ranks or stages that this schedule does not run on, or more
+                than 1024 stages.
+        """
+        stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
+        if stages != self.stages_per_rank and not self.any_stages_per_rank:
+            raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
+        if self.table is None:
+            return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
+        placement = self.table.placement
+        if num_ranks != placement.num_ranks:
+            raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
+        return placement
+
+    def make(
+        self,
+        ranks: int,
+        microbatches: int,
+        *,
+        stages_per_rank: int | None = None,
+        costs: CostModel | None = None,
+        memory_limit: MemoryLimit | None = None,
+        runs_ahead: bool = False,
+    ) -> Schedule:
+        """The schedule of this size; `zbpipe.generate` takes a name, and costs and limits as users write them."""
+        ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
+        placement = self.place(ranks, stages_per_rank)
+        if self.table is None:
+            require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
+        if memory_limit is not None:
+            self.require_limits("memory_limit")
+        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead)
+        given = dict(zip(_KEYWORDS, values, strict=True))
+        made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
+        _require_as_asked(made, self.name, placement, microbatches)
+        return made
+
+    def make_on(self, placement: Placement, microbatches: int, costs: CostModel | None = None) -> Schedule | None:
+        """The schedule on this placement; None if it has another one."""
+        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
+        if self.place(placement.num_ranks, stages) != placement:
+            return None
+        return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs)
+
+
+def _require_as_asked(made: object, name: str, placement: Placement, microbatches: int) -> None:
+    """Refuse what a registered function returns if it is something else than it was asked for."""
+    if not isinstance(made, Schedule):
+        raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(made)}")
+    if made.placement != placement:
+        raise ValueError(
+            f"{name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but its"
+            f" function puts them on {made.placement.rank_of}"
+        )
+    if made.num_microbatches != microbatches:
+        raise ValueError(
+            f"the function registered as {name!r} has to return a schedule for {microbatches} microbatches, got one for"
+            f" {made.num_microbatches}"
+        )
+
+
+_registered: dict[str, Algorithm] = {}
+
+
+def register(
+    name: str,
+    *,
+    placement: Literal["loop", "v"] = "loop",
+    stages_per_rank: int = 1,
+    source: Literal["torch", "zbpipe"] = "zbpipe",
+    summary: str = "",
+    listed: bool = True,
+    by_checkpointing: bool = False,
+) -> Callable[[Generate], Generate]:
+    """Decorator that makes a schedule known under `name`, in any case.
+
+        >>> @zbpipe.register("AllAtOnce", summary="one rank, one backward a microbatch", listed=False)
+        ... def all_at_once(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        ...     return zbpipe.generate("GPipe", ranks, microbatches)
+        >>> print(zbpipe.generate("allatonce", 1, 2))
+        rank 0: 0F0 0F1 0B0 0B1
+
+    Args:
+        name: what users write.
+        placement: "loop" (stage s on rank s modulo ranks) or "v" (down the ranks and up again).
+        stages_per_rank: stages that each rank holds, unless the caller chooses and the function takes the keyword.
+        source: "torch" keeps torch's own class as the one that runs the schedule.
+        summary: one line for listings.
+        listed: whether listings and comparisons show it.
+        by_checkpointing: whether jobs without measured costs give it those that are usual for their activation
+            checkpointing.
+
+    Raises:
+        ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
+            or the placement is impossible.
+        TypeError: what is decorated is no function (ranks, microbatches).
+    """
+    _require_name(name)
+    require_whole(1, stages_per_rank=stages_per_rank)
+    if placement not in ("loop", "v"):
+        raise ValueError(f"{name!r} with placement={placement!r} cannot be registered: a placement is 'loop' or 'v'")
+    if source not in ("torch", "zbpipe") or not isinstance(summary, str):
+        raise ValueError(
+            f"{name!r} with source={source!r} and summary={summary!r} cannot be registered: a source is 'torch' or"
+            " 'zbpipe', and a summary is one line of text"
+        )
+
+    def add(generate: Generate) -> Generate:
+        if not callable(generate):
+            raise TypeError(f"{generate!r} cannot be registered as {name!r}: give a function (ranks, microbatches)")
+        known = _registered.get(name.lower())
+        if known is not None and known.generate is not generate:
+            raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
+        signature = inspect.signature(generate)
+        keywords = frozenset(signature.parameters.keys() & set(_KEYWORDS))
+        try:
+            signature.bind(4, 8, **dict.fromkeys(keywords))
+        except TypeError as error:
+            raise TypeError(
+                f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
+                f" (ranks, microbatches), and may take the keywords {', '.join(_KEYWORDS)}"
+            ) from None
+        _registered[name.lower()] = Algorithm(
+            name,
+            placement,
+            stages_per_rank,
+            generate,
+            source,
+            summary,
+            keywords=keywords,
+            listed=listed,
+            by_checkpointing=by_checkpointing,
+        )
+        return generate
+
+    return add
+
+
+def _require_name(name: str) -> None:
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    if name.lower().endswith(".csv"):
+        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
+
+
+def schedules() -> Mapping[str, Algorithm]:
+    """All schedules by their lower-case name, without `Auto`, which becomes one of them.
+
+    >>> schedules()["zbv"].stages_per_rank
+    2
+    """
+    _load_installed()
+    return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
+
+
+def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
+    """The algorithm behind a name (in any case), the path of a CSV file, or `file.py:function`.
+
+    Resolve a name once, and pass on the algorithm: a file may change. A Schedule or Plan becomes one that returns it.
+
+        >>> resolve("zbv").place(num_ranks=2).rank_of
+        (0, 1, 1, 0)
+        >>> resolve(zbpipe.generate("ZBV", 2, 4)).placement
+        'table'
+
+    Raises:
+        ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
+    """
+    match schedule:
+        case Algorithm():
+            return schedule
+        case Schedule():
+            return _stand_for(schedule)
+        case _Planned():
+            return _stand_for(schedule.schedule)
+        case str() if schedule.lower().endswith(".csv"):
+            return _read_table(schedule)
+        case str() if SEPARATOR in schedule:
+            return _find_function(schedule)
+        case str():
+            return _find_name(schedule)
+    raise ValueError(
+        f"a schedule is named by a string, for example 'ZBV', or is a zbpipe.Schedule or zbpipe.Plan, got {schedule!r}"
+    )
+
+
+def _find_name(name: str) -> Algorithm:
+    known = _registered
+    if name.lower() not in known:
+        _load_installed()
+    if found := known.get(name.lower()):
+        return found
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0)
+    names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
+    raise ValueError(
+        f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}."
+        " The path of a .csv file works, too, and file.py:function. Other schedules of your own are known once their"
+        " module is imported"
+    )
+
+
+def _find_function(source: str) -> Algorithm:
+    """What `file.py:function` has registered."""
+    function = function_of(source)
+    for algorithm in _registered.values():
+        if algorithm.generate is function:
+            return algorithm
+    name = source.rpartition(":")[2]
+    raise ValueError(
+        f"{source} is not registered: write @zbpipe.register({name!r}, placement=..., stages_per_rank=...) above it,"
+        " which says how its stages lie on the ranks"
+    )
+
+
+def _read_table(path: str) -> Algorithm:
+    try:
+        return _stand_for(Schedule.from_csv(read_text(path), name=path))
+    except OSError as error:
+        raise ValueError(f"schedule file {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
+
+
+def _stand_for(schedule: Schedule) -> Algorithm:
+    stages_per_rank = len(schedule.placement.stages_on(0))
+    return Algorithm(schedule.name, "table", stages_per_rank, partial(_give_back, schedule), table=schedule)
+
+
+def _give_back(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
+    if microbatches != schedule.num_microbatches:
+        raise ValueError(
+            f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}:"
+            f" name a schedule that is made for any number, or let the job's schedule adopt one for {microbatches}"
+        )
+    return schedule
+
+
+def stage_indices(
+    schedule: str | Schedule | _Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
+) -> tuple[int, ...]:
+    """Which stages to build on `rank` for the schedule of that name, in ascending order.
+
+        >>> zbpipe.stage_indices("ZBV", rank=1, num_ranks=4)
+        (1, 6)
+
+    Args:
+        schedule: a name, in any case, the path of a CSV file, a Schedule, or a Plan.
+        rank: pipeline rank, from 0.
+        num_ranks: size of the pipeline group.
+        stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.
+
+    Raises:
+        ValueError: unknown name, a rank outside the group, a number of stages that the schedule does not run, or more
+            than 1024 stages.
+    """
+    return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
+
+
+@cache
+def _load_installed() -> None:
+    """Once, and not before it is needed: the modules of other packages may be slow to import."""
+    for entry_point in entry_points(group="zbpipe.algorithms"):
+        try:
+            entry_point.load()
+        except Exception as error:  # whatever an installed package does wrong, the other schedules go on working
+            warnings.warn(
+                f"the entry point {entry_point.name} = {entry_point.value} in the group zbpipe.algorithms cannot be"
+                f" loaded, so its schedules are missing: {error!r}",
+                stacklevel=2,
+            )

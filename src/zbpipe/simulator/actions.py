@@ -1,0 +1,337 @@
+"""torch's table with communication: its actions, and checks that sends and receives match and cannot deadlock.
+
+A cell is an action as torch writes it: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
+`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank; a receive waits for its
+send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
+which the other rank sends them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.schedule import tables
+from zbpipe.schedule.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
+from zbpipe.simulator.validation import Finding, Rule, deadlocked, disordered, validate
+
+SENDS = ("SEND_F", "SEND_B")
+RECEIVES = ("RECV_F", "RECV_B")
+WAIT_OF = {send: f"WAIT_{send}" for send in SENDS}
+"""By kind of a send the kind of its wait."""
+WAITS = tuple(WAIT_OF.values())
+_LEFT_OUT = {
+    **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
+    **dict.fromkeys(WAITS, "waits for sends"),
+    "UNSHARD": "unshards",
+    "RESHARD": "reshards",
+    "REDUCE_GRAD": "reductions of gradients",
+    "WAIT_REDUCE_GRAD": "waits for reductions",
+}
+"""By kind of communication what users call it, in the order in which they read it."""
+COMPUTE = frozenset(COMPUTATIONS)
+
+
+class Action(NamedTuple):
+    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none).
+
+    >>> print(Action(3, "SEND_F", 0), Action(3, "UNSHARD", -1))
+    3SEND_F0 3UNSHARD
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
+
+
+Rows = tuple[tuple[Action, ...], ...]
+"""What each rank does, in order."""
+
+# Tables, because a step of a new size goes through tens of thousands of actions before it can run.
+_NAMES = {kind: kind.value for kind in OpKind}
+_STEP = {"F": 1, "B": -1}
+"""How many stages on a message goes: the output of a forward to the next stage, a gradient to the one before."""
+_OTHER_END = {
+    **{f"SEND_{way}": (f"RECV_{way}", step) for way, step in _STEP.items()},
+    **{f"RECV_{way}": (f"SEND_{way}", -step) for way, step in _STEP.items()},
+}
+"""By end of a message the other one: (kind, how many stages on)."""
+_MESSAGE_OF = {
+    **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
+    **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
+    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -_STEP["F"])),
+    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", -_STEP["B"])),
+}
+"""By action the send of its message: (kind, how many stages on)."""
+
+
+def action_of(op: Op) -> Action:
+    """How torch's lists name it.
+
+    >>> action_of(Op.parse("3F0"))
+    Action(stage=3, kind='F', microbatch=0)
+    """
+    return Action(op.stage, _NAMES[op.kind], op.microbatch)
+
+
+def op_of(action: Action) -> Op:
+    """The op that an action in `COMPUTE` names.
+
+    >>> str(op_of(Action(3, "F", 0)))
+    '3F0'
+    """
+    return Op(action.stage, KINDS[action.kind], action.microbatch)
+
+
+def send_of(op: Op) -> Action:
+    """The send of what an F, I or B makes for another rank.
+
+    >>> print(send_of(Op.parse("3I0")))
+    3SEND_B0
+    """
+    return Action(op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch)
+
+
+def other_end(action: Action) -> Action:
+    """The receive of a send, or the send of a receive.
+
+    >>> print(other_end(Action(0, "SEND_F", 3)), other_end(Action(0, "RECV_B", 3)))
+    1RECV_F3 1SEND_B3
+    """
+    kind, step = _OTHER_END[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
+
+
+def message_of(action: Action) -> Action | None:
+    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank.
+
+    >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
+    2SEND_F0 3SEND_B0
+    """
+    if action.kind not in _MESSAGE_OF:
+        return None
+    kind, step = _MESSAGE_OF[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
+
+
+def parse(table: str) -> Rows:
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
+
+        >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
+        0UNSHARD 0F1 0B0
+
+    Raises:
+        ValueError: a cell is no action.
+    """
+    return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
+
+
+def check_table(
+    table: str, name: str, memory_limit: MemoryLimitLike | None = None
+) -> tuple[Schedule, list[Finding], str]:
+    """The ops of a table, everything that is wrong with it and its communication, and how it was read.
+
+        >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+        >>> print(*findings)
+        missing: rank 1, 1RECV_F0: the message is never received
+        >>> how
+        'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
+
+    Args:
+        table: torch's CSV.
+        name: for the schedule.
+        memory_limit: as for `validate`.
+
+    Returns:
+        The last is empty if the cells are the ops.
+
+    Raises:
+        ValueError: it is no such table.
+    """
+    rows = parse(table)
+    schedule = Schedule.from_actions(rows, name)
+    left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
+    findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
+    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
+    if written == [list(map(str, row)) for row in schedule]:
+        return schedule, findings, ""
+    read = Counter(op.kind for row in schedule for op in row)
+    how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
+    if left_out:
+        counts = (f"{left_out[what]} {what}" for what in dict.fromkeys(_LEFT_OUT.values()) if what in left_out)
+        how += f"; left out: {', '.join(counts)}; jobs place their own"
+    return schedule, findings, how
+
+
+def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
+    """Everything that is wrong with the compute ops, the messages between ranks, and their order.
+
+    >>> validate_lowered(parse("0F0,0B0"))
+    []
+    """
+    compute = Schedule.from_actions(rows, "table")
+    checks = _Table(rows, compute)
+    # Who waits for whom shows better among the messages.
+    alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
+    return [
+        *alone,
+        *checks.unmatched(),
+        *checks.disordered(),
+        *ungathered(rows),
+        *checks.crossed(),
+        *checks.deadlocked(),
+    ]
+
+
+def mixed_up_messages(rows: Rows) -> list[Finding]:
+    """Receives that take a message meant for another receive: the numbers get wrong without an error.
+
+    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
+    >>> print(*mixed_up_messages(rows))
+    order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
+    """
+    return list(_Table(rows, Schedule.from_actions(rows, "")).crossed())
+
+
+def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
+    """Groups of actions, of which one each has to be over before `action`.
+
+        >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
+        [['1F0'], ['1RECV_B0']]
+
+    Args:
+        action: of lists with messages.
+        rank_of: by stage.
+    """
+    if action.kind in COMPUTE:
+        op = op_of(action)
+        receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)
+        return [
+            tuple(map(action_of, group)) if rank_of[group[0].stage] == rank_of[op.stage] else (receive,)
+            for group in inputs(op, len(rank_of))
+        ]
+    if action.kind in SENDS:
+        return [makers_of(action)]
+    if action.kind in RECEIVES:
+        return [(other_end(action),)]
+    if action.kind in WAITS:
+        send = action._replace(kind=action.kind.removeprefix("WAIT_"))
+        return [(send,), (other_end(send),)]
+    return []
+
+
+def makers_of(send: Action) -> tuple[Action, ...]:
+    """The computations of which one makes what is sent.
+
+    >>> [str(each) for each in makers_of(Action(1, "SEND_B", 0))]
+    ['1I0', '1B0']
+    """
+    kinds = ("F",) if send.kind == "SEND_F" else ("I", "B")
+    return tuple(Action(send.stage, kind, send.microbatch) for kind in kinds)
+
+
+def ungathered(rows: Rows) -> Iterator[Finding]:
+    """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any.
+
+    >>> print(*ungathered(parse("0UNSHARD,0F0,0RESHARD,0B0")))
+    order: rank 0, position 3, 0B0: it needs 0UNSHARD before it
+    """
+    for rank, row in enumerate(rows):
+        gathered: set[int] = set()
+        gathers = any(action.kind == "UNSHARD" for action in row)
+        for position, action in enumerate(row):
+            if action.kind == "UNSHARD":
+                gathered.add(action.stage)
+            elif action.kind == "RESHARD":
+                gathered.discard(action.stage)
+            elif gathers and action.kind in COMPUTE and action.stage not in gathered:
+                yield Finding("order", rank, position, action, f"it needs {action.stage}UNSHARD before it")
+
+
+class _Table:
+    """A table with communication, and what the checks look up in it."""
+
+    def __init__(self, rows: Rows, compute: Schedule) -> None:
+        self.rows = rows
+        self.rank_of = compute.placement.rank_of
+        self.num_microbatches = compute.num_microbatches
+        self.places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
+        for rank, row in enumerate(rows):
+            for position, action in enumerate(row):
+                self.places[action].append((rank, position))
+
+    def crosses(self, stage: int) -> bool:
+        """Whether the way from `stage` to the next one leads to another rank."""
+        return 0 <= stage < len(self.rank_of) - 1 and self.rank_of[stage] != self.rank_of[stage + 1]
+
+    def expected(self) -> Iterator[Action]:
+        """All messages that the placement asks for, at both ends."""
+        for stage in filter(self.crosses, range(len(self.rank_of))):
+            for microbatch in range(self.num_microbatches):
+                for send in (Action(stage, "SEND_F", microbatch), Action(stage + 1, "SEND_B", microbatch)):
+                    yield from (send, other_end(send))
+
+    def finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
+        rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
+        return Finding(rule, rank, position, action, message)
+
+    def unmatched(self) -> Iterator[Finding]:
+        """Messages that are missing, doubled, not asked for, or on a rank that does not hold their stage."""
+        expected = set(self.expected())
+        for action in sorted(expected - self.places.keys()):
+            done = "received" if action.kind.startswith("RECV") else "sent"
+            yield self.finding("missing", action, f"the message is never {done}")
+        for action, standing in self.places.items():
+            if action.kind not in tables.MESSAGES:
+                continue
+            message = action._replace(kind=action.kind.removeprefix("WAIT_"))
+            for again, place in enumerate(standing):
+                if message not in expected:
+                    yield self.finding("foreign", action, "no other rank has the stage next to it", place)
+                elif self.rank_of[action.stage] != place[0]:
+                    where = self.rank_of[action.stage]
+                    yield self.finding("placement", action, f"stage {action.stage} is on rank {where}", place)
+                if again:
+                    yield self.finding("doubled", action, "it stands in the table before", place)
+
+    def disordered(self) -> Iterator[Finding]:
+        """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
+
+        def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
+            for choices in dependencies(action, self.rank_of):
+                if action.kind not in COMPUTE or any(choice.kind not in COMPUTE for choice in choices):
+                    yield choices
+
+        return disordered(self.rows, around_messages)
+
+    def crossed(self) -> Iterator[Finding]:
+        """Messages from one rank to another that are not received in the order in which they are sent."""
+        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
+        for rank, row in enumerate(self.rows):
+            for position, action in enumerate(row):
+                if not action.kind.startswith(("SEND", "RECV")):
+                    continue
+                end = other_end(action)
+                if not 0 <= end.stage < len(self.rank_of):
+                    continue
+                peer = self.rank_of[end.stage]
+                if action.kind.startswith("SEND"):
+                    sent[rank, peer].append(action)
+                else:
+                    received[peer, rank].append((end, action, (rank, position)))
+        for way, receives in received.items():
+            for (message, action, place), posted in zip(receives, sent[way], strict=False):
+                if message != posted:
+                    text = f"rank {way[0]} sends {posted} here, and messages arrive in the order of their sends"
+                    yield self.finding("order", action, text, place)
+                    break
+
+    def deadlocked(self) -> Iterator[Finding]:
+        """Ranks that wait for each other in a circle."""
+        return deadlocked(self.rows, self.places, lambda action: dependencies(action, self.rank_of))

@@ -1,0 +1,332 @@
+"""How long steps take when times vary: simulated many times over, with random times.
+
+An op takes its time from the costs, times a random factor; a message arrives after the link's time and what the network
+adds. The order of the ops is the schedule's in every draw, as torch runs it. All draws are simulated at once, op by op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, log1p, sqrt
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbpipe.costs.model import CostModel, Placeable, as_cost_model, set_fields
+from zbpipe.schedule.event_loop import Clock
+from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
+from zbpipe.simulator.validation import order_of, require_schedule
+
+if TYPE_CHECKING:
+    from zbpipe.simulator.timeline import Timeline
+
+Seconds = NDArray[np.floating[Any]]
+"""One number for each draw."""
+
+_MOST_DRAWS = 100_000
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """What varies. Without arguments nothing does.
+
+    >>> Jitter(ops=0.1, delay=0.5) == Jitter.parse("ops=0.1,delay=0.5")
+    True
+
+    Raises:
+        TypeError: something else than numbers.
+        ValueError: a negative one, a chance above 1, or a factor that is not positive.
+    """
+
+    ops: float = 0.0
+    """Standard deviation of an op's time, as a share of it; lognormal, and the mean is that of the costs."""
+    links: float = 0.0
+    """The same of a message's time."""
+    delay: float = 0.0
+    """Seconds that a message takes longer on average; exponential, as behind the traffic of others."""
+    burst: float = 0.0
+    """The chance that a rank, or a link, is slow for a step."""
+    burst_factor: float = 1.0
+    """How many times longer the ops of a rank take then."""
+    burst_delay: float = 0.0
+    """Seconds that a message on such a link takes longer."""
+    slow_ranks: Mapping[int, float] = field(default_factory=lambda: FrozenDict({}))
+    """By rank, how many times longer its ops take in all steps."""
+    slow_links: Mapping[tuple[int, int], float] = field(default_factory=lambda: FrozenDict({}))
+    """By two ranks, seconds that a message between them, either way, takes longer in all steps."""
+    factors: Sequence[float] = ()
+    """Measured ones, from which each op draws one; in place of `ops`."""
+
+    def __post_init__(self) -> None:
+        links = _numbers("slow_links", self.slow_links)
+        set_fields(
+            self,
+            slow_ranks=FrozenDict(_numbers("slow_ranks", self.slow_ranks)),
+            slow_links=FrozenDict({_link(*ranks): seconds for ranks, seconds in links.items()}),
+            factors=tuple(_number("factors", factor) for factor in self.factors),
+            **{name: _number(name, getattr(self, name)) for name in _WORDS.values()},
+        )
+        if self.burst > 1:
+            raise ValueError(f"jitter's burst = {self.burst:g} is a chance: give at most 1")
+        if min([self.burst_factor, *self.slow_ranks.values(), *self.factors]) <= 0:
+            raise ValueError("with a jitter's factor of 0 ops would take no time: give more than 0")
+        if self.factors and self.ops:
+            raise ValueError("jitter's ops and factors exclude each other: measured factors are used as they are")
+
+    def late_by(self, one: int, other: int) -> float:
+        """Seconds that a message between two ranks takes longer in all steps.
+
+        >>> Jitter(slow_links={(0, 1): 0.5}).late_by(1, 0)
+        0.5
+        """
+        return self.slow_links.get(_link(one, other), 0.0)
+
+    @classmethod
+    def measured(cls, timelines: Iterable[Timeline]) -> Jitter:
+        """What varied in measured steps: each op's seconds, by the median of its stage and kind.
+
+            >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
+            >>> set(Jitter.measured([timeline]).factors)
+            {1.0}
+
+        Args:
+            timelines: of one or more steps, as `zbpipe.Profiler` measures them.
+
+        Raises:
+            ValueError: no op took any time.
+        """
+        seconds: dict[tuple[int, int, Any], list[float]] = {}
+        for number, timeline in enumerate(timelines):
+            for span in (span for row in timeline.spans for span in row):
+                seconds.setdefault((number, span.op.stage, span.op.kind), []).append(span.end - span.start)
+        factors = [each / median(group) for group in seconds.values() if median(group) > 0 for each in group]
+        if not factors:
+            raise ValueError("no op of these timelines took any time: give those of measured steps")
+        return cls(factors=tuple(factor for factor in factors if factor > 0))
+
+    @classmethod
+    def parse(cls, text: str) -> Jitter:
+        """From the words of the command line.
+
+            >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
+            FrozenDict({(0, 1): 0.3})
+
+        Raises:
+            ValueError: unknown words, or numbers that cannot be.
+        """
+        numbers: dict[str, Any] = {}
+        ranks: dict[int, float] = {}
+        links: dict[tuple[int, int], float] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.strip().partition("=")
+            try:
+                if name == "slow-rank":
+                    rank, factor = value.split(":")
+                    ranks[int(rank)] = float(factor)
+                elif name == "slow-link":
+                    pair, seconds = value.split(":")
+                    first, second = pair.split("-")
+                    links[int(first), int(second)] = float(seconds)
+                elif name in _WORDS:
+                    numbers[_WORDS[name]] = float(value)
+                else:
+                    raise ValueError
+            except ValueError:
+                known = ", ".join(f"{word}=X" for word in _WORDS)
+                raise ValueError(
+                    f"jitter {part!r} is not understood; it takes {known}, slow-rank=RANK:FACTOR, slow-link=A-B:SECONDS"
+                ) from None
+        return cls(slow_ranks=ranks, slow_links=links, **numbers)
+
+
+_WORDS = {name.replace("_", "-"): name for name in ("ops", "links", "delay", "burst", "burst_factor", "burst_delay")}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise TypeError(f"jitter's {name} = {value!r} is no number")
+    if not (isfinite(value) and value >= 0):
+        raise ValueError(f"jitter's {name} = {value:g} has to be 0 or more")
+    return float(value)
+
+
+def _numbers(name: str, values: Mapping[Any, Any]) -> dict[Any, float]:
+    return {key: _number(f"{name}[{key}]", value) for key, value in values.items()}
+
+
+def _link(one: int, other: int) -> tuple[int, int]:
+    return min(one, other), max(one, other)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepTimes:
+    """The step times of many draws.
+
+    >>> from zbpipe.simulator.jitter import Jitter, step_times
+    >>> times = step_times(zbpipe.generate("ZBV", 4, 8), (1, 1, 1), Jitter(ops=0.1), draws=200)
+    >>> times.p50 < times.p95 < times.p99
+    True
+    """
+
+    seconds: Seconds
+    """By draw."""
+
+    @property
+    def mean(self) -> float:
+        """Seconds."""
+        return float(self.seconds.mean())
+
+    def quantile(self, share: float) -> float:
+        """Seconds that this share of all steps does not exceed."""
+        return float(np.quantile(self.seconds, share))
+
+    @property
+    def p50(self) -> float:
+        """The median, in seconds."""
+        return self.quantile(0.5)
+
+    @property
+    def p95(self) -> float:
+        """Seconds that 95 % of the steps do not exceed."""
+        return self.quantile(0.95)
+
+    @property
+    def p99(self) -> float:
+        """Seconds that 99 % of the steps do not exceed."""
+        return self.quantile(0.99)
+
+    def record(self) -> dict[str, float]:
+        """Mean and quantiles by name, in seconds."""
+        return {"mean": self.mean, "p50": self.p50, "p95": self.p95, "p99": self.p99}
+
+    def __repr__(self) -> str:
+        return f"StepTimes({', '.join(f'{name}={value:.6g}' for name, value in self.record().items())})"
+
+
+def step_times(
+    schedule: Schedule,
+    costs: CostModel | Placeable | Sequence[float],
+    jitter: Jitter,
+    *,
+    draws: int = 1000,
+    seed: int = 0,
+) -> StepTimes:
+    """How long a synchronous step takes in so many draws; with the ideal transport.
+
+    An op gets the same factors in all schedules with its stage, so that they are compared by the same luck.
+
+    Args:
+        schedule: a valid one that copies nothing to the host.
+        costs: as for `zbpipe.simulate`.
+        jitter: what varies.
+        draws: steps to simulate.
+        seed: of the random times.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no draws, too many, ranks that do not exist, or a schedule that cannot run.
+    """
+    require_schedule(schedule)
+    if not isinstance(jitter, Jitter):
+        raise TypeError(f"jitter = {jitter!r} is no zbpipe.simulator.jitter.Jitter")
+    require_whole(1, draws=draws)
+    require_whole(0, seed=seed)
+    if draws > _MOST_DRAWS:
+        raise ValueError(f"draws = {draws} has to be from 1 to {_MOST_DRAWS}")
+    if schedule.has_copies:
+        raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
+    _require_ranks(schedule.num_ranks, jitter)
+    costs = as_cost_model(costs, schedule.placement)
+    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.num_ranks, jitter, draws, seed)))
+
+
+def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
+    named = {*jitter.slow_ranks, *(rank for link in jitter.slow_links for rank in link)}
+    if strangers := sorted(rank for rank in named if rank not in range(num_ranks)):
+        raise ValueError(f"jitter names rank {strangers[0]}, but there are ranks 0 to {num_ranks - 1}")
+
+
+class RandomTimes:
+    """The random times of all draws. Each op and each message has its own, whatever else is drawn."""
+
+    def __init__(self, num_ranks: int, jitter: Jitter, draws: int, seed: int) -> None:
+        self._jitter = jitter
+        self.draws = draws
+        self._seed = seed
+        self._factors = np.array(jitter.factors)
+        self._rank = [self._of_rank(rank) for rank in range(num_ranks)]
+        self._burst_of_link: dict[tuple[int, int], Seconds | float] = {}
+
+    def seconds(self, op: Op, rank: int, usual: float) -> Seconds | float:
+        """Of `op` on `rank`, which takes `usual` seconds."""
+        jitter = self._jitter
+        factor = self._rank[rank]
+        if usual and jitter.factors:
+            factor = factor * self._random(0, op).choice(self._factors, self.draws)
+        elif usual and jitter.ops:
+            factor = factor * _lognormal(self._random(0, op), jitter.ops, self.draws)
+        return usual * factor
+
+    def transfer(self, op: Op, ranks: tuple[int, int], usual: float) -> Seconds | float:
+        """Of the message that `op` waits for, which takes `usual` seconds between these ranks."""
+        jitter = self._jitter
+        link = _link(*ranks)
+        seconds: Seconds | float = usual + jitter.late_by(*ranks)
+        random = self._random(1, op) if jitter.links or jitter.delay else None
+        if random is not None and jitter.links:
+            seconds = seconds * _lognormal(random, jitter.links, self.draws)
+        if random is not None and jitter.delay:
+            seconds = seconds + random.exponential(jitter.delay, self.draws)
+        if jitter.burst and jitter.burst_delay:
+            if link not in self._burst_of_link:
+                self._burst_of_link[link] = jitter.burst_delay * self._bursts(3, *link)
+            seconds = seconds + self._burst_of_link[link]
+        return seconds
+
+    def _of_rank(self, rank: int) -> Seconds | float:
+        """By what its ops take longer in each draw."""
+        jitter = self._jitter
+        slow = jitter.slow_ranks.get(rank, 1.0)
+        if not jitter.burst or jitter.burst_factor == 1:
+            return slow
+        return slow * (1 + (jitter.burst_factor - 1) * self._bursts(2, rank))
+
+    def _bursts(self, *key: int) -> NDArray[np.bool_]:
+        return np.random.default_rng([self._seed, *key]).random(self.draws) < self._jitter.burst
+
+    def _random(self, what: int, op: Op) -> np.random.Generator:
+        return np.random.default_rng([self._seed, what, op.stage, COMPUTATIONS.index(op.kind), op.microbatch])
+
+
+def _lognormal(random: np.random.Generator, deviation: float, draws: int) -> Seconds:
+    """Factors with a mean of 1."""
+    variance = log1p(deviation**2)
+    return np.exp(random.normal(-variance / 2, sqrt(variance), draws))
+
+
+def _simulate(schedule: Schedule, costs: CostModel, luck: RandomTimes) -> Seconds:
+    """The ends of a step: as `zbpipe.simulator.simulation` runs it, with an array in place of each time."""
+    rank_of = schedule.placement.rank_of
+
+    def transfer(feeder: Op, op: Op) -> Seconds | float:
+        ranks = rank_of[feeder.stage], rank_of[op.stage]
+        return 0.0 if ranks[0] == ranks[1] else luck.transfer(op, ranks, costs.transfer(*ranks))
+
+    def seconds(rank: int, op: Op) -> Seconds | float:
+        return luck.seconds(op, rank, costs.seconds(op.stage, op.kind))
+
+    free: list[Seconds | float] = [0.0] * schedule.num_ranks
+    clock = Clock(free, seconds, transfer, np.maximum)
+    order = order_of(schedule)
+    uses = Counter(feeder for _, _, feeders in order for feeder in feeders)
+    for (_, op, feeders), _ in zip(order, clock.run(order), strict=True):
+        uses.subtract(feeders)
+        for each in (op, *feeders):
+            if not uses[each]:
+                del clock.ends[each]  # large jobs have tens of thousands
+    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (luck.draws,)).astype(np.float64)

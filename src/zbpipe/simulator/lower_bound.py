@@ -1,0 +1,276 @@
+"""Times that no schedule can beat: lower bounds from work, dependencies and memory.
+
+Every rank has to do its work, and it cannot be busy all the time:
+
+- It waits for its first input.
+- Before its first I it can only run F, and no more of them than its memory holds. One microbatch takes its time to go
+  down the stages and up again to this rank; if the F that fit do not last so long, the rank idles.
+- After its last F it can only run I and W of what it holds by then, and after its last I only W, while that last
+  microbatch goes the rest of its way to the first stage.
+
+Before its first I and after its last I are different times, and so are before its first I and after its last F, unless
+the rank has room for all microbatches at once. Besides, what activations take times how long they live has to fit into
+memory times time (Little's law).
+
+What holds for an I holds for a full backward B, which takes longer to hand on its gradient, but needs no W behind it.
+Where I does not fit at all, every backward is a B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import floor, inf
+from typing import NamedTuple
+
+from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.schedule.event_loop import Clock, EventLoop
+from zbpipe.schedule.ir import Op, OpKind, Placement, inputs
+
+
+def lower_bound(
+    placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
+) -> float:
+    """Seconds of a synchronous step that no order of the ops can beat.
+
+        >>> placement = Placement.v(4)
+        >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+        25.5
+
+    Args:
+        placement: where the stages are.
+        costs: for its stages.
+        num_microbatches: from 1 on.
+        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount.
+    """
+    costs = _as_possible(placement, costs, limits)
+    path = _alone(placement, costs)
+    finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]
+    # The last W there can be behind an I: of its own stage, or of one to which the gradient still has to go.
+    behind = list(accumulate(finish, max))
+    window = _Window(0.0, behind, _behind_b(range(costs.num_stages), behind, path), has_all=True)
+    ranks = (
+        _rank_bound(stages, window, path, costs, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
+    )
+    return max(behind[-1], *ranks)
+
+
+def period_bound(
+    placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
+) -> float:
+    """The same for the time from step to step where each rank begins the next step when it is done.
+
+    Between its first op and its last a rank does all its work. In that time the ranks behind it do theirs, too, but for
+    the W that may wait there for the time after it.
+
+    >>> placement = Placement.loop(4)
+    >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    24.0
+    """
+    costs = _as_possible(placement, costs, limits)
+    path = _alone(placement, costs)
+    ranks = _ranks(placement, limits)
+    return max(
+        _rank_bound(stages, _window_of(watched, stages, path, costs), path, costs, num_microbatches, limit)
+        for watched, _ in ranks
+        for stages, limit in ranks
+        if watched[0] <= stages[0]
+    )
+
+
+class _Path(NamedTuple):
+    """One microbatch alone in the pipeline: seconds by stage."""
+
+    forward_start: list[float]
+    forward_end: list[float]
+    input_start: list[float]
+    input_end: list[float]
+
+
+class _Window(NamedTuple):
+    """The time in question."""
+
+    begin: float
+    """Seconds after which it begins if a microbatch begins alone."""
+    behind: list[float]
+    """By stage: the end of the last W that has to wait for its I, in the time of `_Path`."""
+    behind_b: list[float]
+    """By stage: the same without its own W."""
+    has_all: bool
+    """Whether the rank in question does all its work in it, also the last W."""
+
+
+def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
+    """From the first op of the rank with the stages `watched` to its last, for a rank whose stages are not before."""
+    behind = list(
+        accumulate(
+            (path.input_end[each] + costs.w[each] if each in watched else 0.0 for each in range(costs.num_stages)), max
+        )
+    )
+    own = watched == stages
+    return _Window(path.forward_start[watched[0]], behind, _behind_b(stages, behind, path) if own else behind, own)
+
+
+def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[float]:
+    without = list(path.input_end)
+    for before, stage in pairwise(stages):
+        without[stage] = max(without[stage], behind[before])
+    return without
+
+
+def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> CostModel:
+    """The costs with B as I, and no W, for stages on which an I cannot fit; all others are as they were."""
+    forced = []
+    for own, limit in _ranks(placement, limits):
+        below = 0.0
+        for stage in own:
+            below += costs.activations[stage]
+            split = max(costs.needs(stage, OpKind.I), costs.adds(stage, OpKind.I) + costs.needs(stage, OpKind.W))
+            if below + split > limit * (1 + 1e-6) and len(costs.least_backward(stage)) == 1:
+                forced.append(stage)
+    if not forced:
+        return costs
+
+    def column(kind: OpKind, other: OpKind | None) -> tuple[float, ...]:
+        """What ops of the kind need while they run, on the stages in question what the others do."""
+        kinds = [other if stage in forced else kind for stage in range(costs.num_stages)]
+        return tuple(0.0 if each is None else costs.working_of(stage, each) for stage, each in enumerate(kinds))
+
+    stages = range(costs.num_stages)
+    return replace(
+        costs,
+        i=tuple(costs.seconds(stage, OpKind.B if stage in forced else OpKind.I) for stage in stages),
+        w=tuple(0.0 if stage in forced else costs.w[stage] for stage in stages),
+        freed_by_i=tuple(
+            1.0
+            if stage in forced
+            else (costs.freed_by_i[stage] if isinstance(costs.freed_by_i, tuple) else costs.freed_by_i)
+            for stage in stages
+        ),
+        working={**costs.working, OpKind.I: column(OpKind.I, OpKind.B), OpKind.W: column(OpKind.W, None)},
+    )
+
+
+def _alone(placement: Placement, costs: CostModel) -> _Path:
+    """F down all stages and I up again."""
+    rank_of, stages = placement.rank_of, range(costs.num_stages)
+    ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
+    clock: Clock[Op] = Clock(
+        [0.0],
+        lambda rank, op: costs.seconds(op.stage, op.kind),
+        lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+    )
+    times = [(start, end) for _, _, start, end in clock.run(EventLoop([ops], lambda op: inputs(op, len(stages))))]
+    down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
+    return _Path(
+        [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]
+    )
+
+
+def _ranks(placement: Placement, limits: Sequence[float] | None) -> list[tuple[tuple[int, ...], float]]:
+    stages = [placement.stages_on(rank) for rank in range(placement.num_ranks)]
+    return list(zip(stages, limits or [inf] * placement.num_ranks, strict=True))
+
+
+def _rank_bound(
+    stages: tuple[int, ...], window: _Window, path: _Path, costs: CostModel, num_microbatches: int, limit: float
+) -> float:
+    sizes = [costs.activations[stage] for stage in stages]
+    waiting = [costs.waits(stage) for stage in stages]
+    room = _room(stages, costs, limit)
+    f = [costs.f[stage] for stage in stages]
+    w = [costs.w[stage] for stage in stages]
+    backward = [costs.seconds(stage, OpKind.B) for stage in stages]
+    forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
+    weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
+    # Of what is held after the last F either I and W are left or only W, whichever takes more time for its room.
+    backwards = _knapsack(backward, sizes, num_microbatches, room.after_forward)
+    if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
+        backwards = min(backwards + weights, num_microbatches * sum(backward))
+
+    first_input = min(path.input_start[stage] for stage in stages) - window.begin
+    lead = max(path.forward_start[stages[0]] - window.begin, first_input - forwards)
+    after_input = min(
+        (window.behind_b if room.limited and _saves(costs, stage) else window.behind)[stage] - path.input_end[stage]
+        for stage in stages
+    )
+    after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
+    tail, long_tail = after_input - weights, after_forward - backwards
+    if window.has_all:
+        tail, long_tail = max(0.0, tail), max(0.0, long_tail)
+    work = num_microbatches * sum(f + backward)
+    room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + ROUNDING)
+    idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
+    if not (room.limited and window.has_all):
+        return work + idle
+    begin = path.forward_start[stages[0]] - window.begin
+    lives = num_microbatches * sum(_life(costs, path, stage) for stage in stages)
+    kept = num_microbatches * sum(_life(replace(costs, working={}), path, stage) for stage in stages)
+    return max(work + idle, begin + lives / limit, begin + kept / room.for_kept if room.for_kept > 0 else 0.0)
+
+
+class _Room(NamedTuple):
+    """What activations can fill of a rank's limit while nothing else runs."""
+
+    before_backward: float
+    """At the start of its first I or B, when only F have run."""
+    after_forward: float
+    """At the end of an F."""
+    before_weight: float
+    """At the start of a W."""
+    for_kept: float
+    """At any time."""
+    limited: bool
+
+
+def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
+    def beside(*kinds: OpKind) -> float:
+        return max(0.0, limit - min(costs.working_of(stage, kind) for stage in stages for kind in kinds))
+
+    sizes = [costs.activations[stage] for stage in stages]
+    first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
+    before_backward = max(0.0, min(limit - first, beside(OpKind.F)))
+    # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
+    rooms = [beside(OpKind.F), beside(OpKind.W), beside(OpKind.F, OpKind.I)]
+    if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
+        rooms = [_whole(sizes, room) for room in rooms]
+    after_forward, before_weight, for_kept = rooms
+    return _Room(_whole(sizes, before_backward), after_forward, before_weight, for_kept, 0 < limit < inf)
+
+
+def _saves(costs: CostModel, stage: int) -> bool:
+    """Whether B needs less memory than I and then W, so that it may come in their place."""
+    return len(costs.least_backward(stage)) == 1
+
+
+def _life(costs: CostModel, path: _Path, stage: int) -> float:
+    """The least that one microbatch takes of a stage's memory times how long, from its F to its W or B."""
+    size, waits = costs.activations[stage], costs.waits(stage)
+    forward = size * (path.input_start[stage] - path.forward_start[stage])
+    forward += costs.working_of(stage, OpKind.F) * costs.f[stage]
+    # I holds the more of what is there before it and after it.
+    split = (max(size, waits) + costs.working_of(stage, OpKind.I)) * costs.i[stage]
+    split += (waits + costs.working_of(stage, OpKind.W)) * costs.w[stage]
+    whole = (size + costs.working_of(stage, OpKind.B)) * costs.seconds(stage, OpKind.B)
+    return forward + (min(split, whole) if _saves(costs, stage) else split)
+
+
+def _whole(sizes: Sequence[float], limit: float) -> float:
+    """The most that things of these sizes can fill of the limit, where that is easy to tell."""
+    if min(sizes) == max(sizes) > 0 and limit < inf:
+        return floor(limit / sizes[0] + ROUNDING) * sizes[0]
+    return limit
+
+
+def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:
+    """The most value that fits into `room`, of `count` things of each kind, of which parts may be taken."""
+    total = 0.0
+    kinds = sorted(
+        zip(values, sizes, strict=True), key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True
+    )
+    for value, size in kinds:
+        taken = min(count, room / size) if size else count
+        total += taken * value
+        room -= taken * size
+    return total

@@ -1,0 +1,103 @@
+"""What each rank of a pipeline holds at most: activations, what ops need while they run, and messages.
+
+`Timeline.peak_memory` has the first two, which depend on the order of the ops alone and which plans keep within their
+limits. Messages depend on the lists of sends and receives that the ranks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Receives
+from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.simulator.actions import COMPUTE, Action, Rows, op_of
+from zbpipe.simulator.passes import free_sends_early, messages_held, place_receives, with_messages, with_waits
+from zbpipe.simulator.timeline import Timeline
+
+
+def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...]:
+    """The most that each rank holds in a step, with its messages: what to compare with a GPU's memory.
+
+        >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), message_bytes=1e8)
+        >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), costs)
+        >>> timeline.peak_memory, peak_bytes(timeline)
+        ((6000000000.0, 1000000000.0), (6300000000.0, 1200000000.0))
+
+    Where activations are offloaded, which depends on times, it is at most that much.
+
+    Args:
+        timeline: of costs in bytes, `message_bytes` among them. An op's costs begin with what it is given: what F
+            leaves includes the stage's input, and what I leaves includes dY if a layer needs that for W.
+        rows: the lists with messages and waits that run; default: those of zbpipe's schedules for this timeline.
+    """
+    return tuple(held.total for held in peak_parts(timeline, rows))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds at its worst moment, in the unit of the costs' activations."""
+
+    activations: float = 0.0
+    """What F has left for I."""
+    waiting: float = 0.0
+    """What I has left for W."""
+    working: float = 0.0
+    """What the op that runs needs only while it runs."""
+    messages: float = 0.0
+    """Beside what the stages keep themselves."""
+    op: Op | None = None
+    """That runs then; None between two, and where copies go to the host."""
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.waiting + self.working + self.messages
+
+
+def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]:
+    """By rank, of what its `peak_bytes` consist.
+
+    >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), freed_by_i=0.5, message_bytes=1e8)
+    >>> held = peak_parts(zbpipe.simulate(zbpipe.generate("ZBH1", 2, 4), costs))[0]
+    >>> held.activations, held.waiting, held.messages
+    (6000000000.0, 0.0, 300000000.0)
+    """
+    if rows is None:
+        rows = rows_of(timeline)
+    messages, costs = messages_held(rows), timeline.costs
+    if timeline.copies:
+        most = (max(held, default=0) * costs.message_bytes for held in messages)
+        return tuple(Held(peak, messages=beside) for peak, beside in zip(timeline.peak_memory, most, strict=True))
+    return tuple(_worst(costs, zip(row, held, strict=True)) for row, held in zip(rows, messages, strict=True))
+
+
+def rows_of(timeline: Timeline) -> Rows:
+    """The lists with messages and waits that zbpipe's schedules run, as long as the caller sets no options.
+
+    >>> print(*rows_of(zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1)))[0])
+    0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
+    """
+    schedule = timeline.schedule
+    rows = place_receives(with_messages(schedule), timeline.receives or Receives.TIMED, timeline)
+    return free_sends_early(with_waits(rows), schedule.placement)
+
+
+def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
+    """Of one rank, from its actions and the number of messages that it holds while each of them runs."""
+    activations = waiting = 0.0
+    worst = Held()
+    for action, messages in row:
+        beside = messages * costs.message_bytes
+        if action.kind not in COMPUTE:
+            worst = max(worst, Held(activations, waiting, messages=beside), key=lambda held: held.total)
+            continue
+        op = op_of(action)
+        size, waits = costs.activations[op.stage], costs.waits(op.stage)
+        # I turns what F has left into what waits; the larger of the two is there while it runs.
+        more = (size, 0.0) if op.kind is OpKind.F else (0.0, max(costs.adds(op.stage, op.kind), 0.0))
+        now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), beside, op)
+        worst = max(now, worst, key=lambda held: held.total)  # of equal ones the later, which names its op
+        activations += {OpKind.F: size, OpKind.W: 0.0}.get(op.kind, -size)
+        waiting += {OpKind.I: waits, OpKind.W: -waits}.get(op.kind, 0.0)
+    return worst

@@ -1,0 +1,98 @@
+"""When computations and messages run if messages wait for each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import KINDS, Placement
+from zbpipe.simulator.actions import COMPUTE, SENDS, Action, Rows, other_end
+from zbpipe.simulator.message_queues import MessageLoop, one_queue
+
+
+class Times(NamedTuple):
+    """When computations run.
+
+    >>> Times(start={}, end={}, waited_for={}).start
+    {}
+    """
+
+    start: Mapping[Action, float]
+    end: Mapping[Action, float]
+    """Seconds."""
+    waited_for: Mapping[Action, Action]
+    """By computation the one whose end it waited for, if it waited for one at all."""
+
+
+class CircleError(ValueError):
+    """Messages wait for each other.
+
+    >>> issubclass(CircleError, ValueError)
+    True
+    """
+
+
+def run(
+    rows: Rows,
+    placement: Placement,
+    costs: CostModel,
+    transport: Transport,
+    copies: Mapping[Action, Sequence[Action]] | None = None,
+) -> Times:
+    """When everything in `rows` runs if messages wait for each other.
+
+        >>> from zbpipe.simulator.passes import with_messages
+        >>> schedule = zbpipe.generate("1F1B", 2, 1)
+        >>> costs = CostModel.uniform(schedule.placement, comm=0.5)
+        >>> run(with_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
+        7.0
+
+    Args:
+        rows: computations with sends and receives, of all ranks.
+        placement: where the stages are.
+        costs: for its stages.
+        transport: not the ideal one.
+        copies: to the host and back: what they wait for, and which computations wait for them.
+
+    Raises:
+        CircleError: messages wait for each other in a circle.
+    """
+    rank_of = placement.rank_of
+    queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
+    loop = MessageLoop(rows, rank_of, queue_of, holds_up_compute=transport is Transport.SHARED)
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    behind: dict[Action, Action] = {}
+    """By node the computation that it is behind."""
+    for node, before in _with_copies(loop, copies or {}):
+        latest = max(before, key=end.__getitem__, default=None)
+        start[node] = 0.0 if latest is None else end[latest]
+        end[node] = start[node] + _seconds(node, rank_of, costs)
+        source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
+        if source:
+            behind[node] = source
+    if loop.is_stuck():
+        raise CircleError(f"with {transport} messages wait for each other: {' before '.join(map(str, loop.circle()))}")
+    return Times(start, end, behind)
+
+
+def _with_copies(
+    loop: MessageLoop, copies: Mapping[Action, Sequence[Action]]
+) -> Iterator[tuple[Action, Sequence[Action]]]:
+    """All that the loop runs, and behind each computation the copies that are issued there."""
+    issued: dict[Action, list[Action]] = defaultdict(list)
+    for copy, before in copies.items():
+        if copy.kind not in COMPUTE:
+            issued[next(each for each in reversed(before) if each.kind in COMPUTE)].append(copy)
+    for node, before in loop:
+        yield node, [*before, *copies.get(node, ())]
+        yield from ((copy, copies[copy]) for copy in issued[node])
+
+
+def _seconds(node: Action, rank_of: tuple[int, ...], costs: CostModel) -> float:
+    if node.kind in KINDS:
+        return costs.seconds(node.stage, KINDS[node.kind])
+    return costs.transfer(rank_of[node.stage], rank_of[other_end(node).stage]) if node.kind in SENDS else 0.0

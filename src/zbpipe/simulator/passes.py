@@ -1,0 +1,297 @@
+"""Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
+
+torch adds the messages by itself; `with_messages` gives the same lists without torch. The passes take both: lists from
+torch also gather and reduce weights, which makes no difference to their messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter
+
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Receives
+from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.simulator.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    WAIT_OF,
+    WAITS,
+    Action,
+    Rows,
+    action_of,
+    message_of,
+    other_end,
+    send_of,
+)
+from zbpipe.simulator.timeline import Timeline
+
+
+def with_messages(schedule: Schedule) -> Rows:
+    """The lists that torch makes of `schedule`, with sends and early receives, without torch.
+
+    The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
+    receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
+
+        >>> for row in with_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
+        ...     print(*row)
+        0F0 0SEND_F0 0RECV_B0 0B0
+        1RECV_F0 1F0 1B0 1SEND_B0
+
+    Args:
+        schedule: a valid one; copies to the host and back have no place in torch's lists, and are left out.
+    """
+    schedule = schedule.computations
+    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
+    rows: list[list[Action]] = [[] for _ in schedule]
+    turn = (0, -1)
+    """Round and rank."""
+
+    def next_turn(rank: int, position: int) -> tuple[int, int]:
+        """In this round if its rank comes later in it, else in the next."""
+        number, now = turn
+        return number + (rank <= now), rank
+
+    for rank, op, _ in EventLoop(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
+        turn = next_turn(rank, 0)
+        rows[rank].append(action_of(op))
+        taker = next((user for user in users(op, num_stages) if rank_of[user.stage] != rank), None)
+        if taker:
+            send = send_of(op)
+            rows[rank].append(send)
+            rows[rank_of[taker.stage]].append(other_end(send))
+    return tuple(map(tuple, rows))
+
+
+def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
+    """`rows` with their receives moved.
+
+        >>> schedule = zbpipe.generate("1F1B", 2, 2)
+        >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
+        >>> print(*place_receives(with_messages(schedule), Receives.LATE, timeline)[1])
+        1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
+
+    Args:
+        rows: with torch's early receives.
+        receives: where to.
+        timeline: of the same schedule, for `Receives.TIMED` and `Receives.NEAREST`.
+    """
+    match receives:
+        case Receives.EARLY:
+            return rows
+        case Receives.LATE:
+            return tuple(map(_received_late, rows))
+        case Receives.TIMED:
+            return _received_on_time(rows, timeline, share=1.0)
+        case Receives.NEAREST:
+            return _received_on_time(rows, timeline, share=0.5)
+
+
+def default_costs(placement: Placement) -> CostModel:
+    """The costs by which to place receives before anything was measured: equal times, messages take a hundredth.
+
+    This little time puts messages that would start at the same time into the order in which they are needed. Without
+    it V-Half loses 13 % in one queue where messages do take time.
+
+        >>> default_costs(Placement.loop(2)).transfer(0, 1)
+        0.01
+    """
+    return CostModel.uniform(placement, comm=0.01)
+
+
+def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
+
+    torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
+    rank, and with all messages of a rank in one queue it can hang.
+    """
+    held: list[Action] = []
+    reordered: list[Action] = []
+    for each in row:
+        if each.kind in RECEIVES:
+            held.append(each)
+            continue
+        release = 0
+        if each.kind in SENDS:
+            release = len(held)
+        elif each.kind in COMPUTE:
+            needed = message_of(each)
+            release = max((n for n, receive in enumerate(held, start=1) if message_of(receive) == needed), default=0)
+        reordered += [*held[:release], each]
+        held = held[release:]
+    return tuple(reordered)
+
+
+def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
+    """Each receive moved to where its rank is when the message starts.
+
+    All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
+    messages follow this order of the ops that make them, and a receive comes before all ops that are later in it than
+    the one that makes its message; or behind one of them, but before that one's own send and before the op that needs
+    it. So nothing can wait in a circle, whatever the times are in truth.
+
+    Args:
+        rows: with early receives.
+        timeline: of the same schedule.
+        share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
+            behind it.
+    """
+    spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
+    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
+    maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
+    """By receive when the computation runs whose result it gets."""
+
+    def moved(row: tuple[Action, ...]) -> Iterator[Action]:
+        made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
+        waiting = deque(sorted(made))
+
+        def due(compute: Action) -> int:
+            """How many of the waiting receives come before it."""
+            span, number, now = spans[compute], 0, place[compute]
+            most = share * (span.end - span.start)
+            for n, (made, receive) in enumerate(waiting, start=1):
+                if made > now:
+                    break
+                if maker[receive].end - span.start <= most or message_of(receive) == message_of(compute):
+                    number = n
+            return number
+
+        last = -1
+        for each in row:
+            if each.kind in RECEIVES:
+                continue
+            if each.kind in COMPUTE:
+                for _ in range(due(each)):
+                    yield waiting.popleft()[1]
+                last = place[each]
+            elif each.kind in SENDS:
+                while waiting and waiting[0][0] < last:
+                    yield waiting.popleft()[1]
+            yield each
+
+    return tuple(tuple(moved(row)) for row in rows)
+
+
+def free_sends_early(rows: Rows, placement: Placement) -> Rows:
+    """The waits for sends moved forward, to where a later message from the receiver shows that it has received.
+
+    torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
+    sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
+    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
+    without waits see `with_waits`.
+
+        >>> from zbpipe.simulator.actions import parse
+        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+        >>> print(*free_sends_early(rows, Placement.loop(2))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
+    """
+    places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
+    return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
+
+
+def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
+    waits = {each for each in row if each.kind in WAITS}
+    owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+    """By receiver: the place in its own row where it posts the receive, and the wait."""
+    for each in row:
+        if each.kind in WAITS:
+            if each in waits:  # else it was moved forward
+                waits.remove(each)
+                yield each
+            continue
+        yield each
+        if each.kind in SENDS:
+            receive = other_end(each)
+            owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
+        needed = message_of(each) if each.kind in COMPUTE else None
+        if needed and needed in places:
+            others = owed[placement.rank_of[needed.stage]]
+            received = [wait for posted, wait in others if posted < places[needed]]
+            others[:] = [other for other in others if other[0] >= places[needed]]
+            for wait in received:
+                if wait in waits:
+                    waits.remove(wait)
+                    yield wait
+
+
+def with_waits(rows: Rows) -> Rows:
+    """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
+
+    torch before 2.15 has none in its lists, and `with_messages` has none, either. `free_sends_early` moves them.
+
+        >>> from zbpipe.simulator.actions import parse
+        >>> print(*with_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
+        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
+
+    Args:
+        rows: with messages.
+    """
+    return tuple((*row, *_missing_waits(row)) for row in rows)
+
+
+def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
+    there = set(row)
+    waits = (wait_of(each) for each in row if each.kind in SENDS)
+    return (wait for wait in waits if wait not in there)
+
+
+def wait_of(send: Action) -> Action:
+    """The wait for a send.
+
+    >>> print(wait_of(Action(0, "SEND_F", 3)))
+    0WAIT_SEND_F3
+    """
+    return Action(send.stage, WAIT_OF[send.kind], send.microbatch)
+
+
+def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
+    """How many messages each rank holds while each action of its list runs, beside what its stages keep themselves.
+
+    What an op takes counts from its receive to the op's start, and then is a part of what the op needs and keeps. What
+    an op has made counts from its end to the wait for its send, or until the next stage takes it on the same rank.
+    `zbpipe.peak_bytes` adds both up, each message with its bytes.
+
+        >>> from zbpipe.simulator.actions import parse
+        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+        >>> messages_held(rows)
+        ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
+
+    Args:
+        rows: with messages. A send without a wait is held to the end: see `with_waits` and `free_sends_early`.
+
+    Returns:
+        By rank, for each action of its list in order.
+    """
+    last = max((each.stage for row in rows for each in row), default=0)
+    return tuple(tuple(_held(row, last)) for row in rows)
+
+
+def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
+    held = 0
+    for each in row:
+        is_forward, is_backward = each.kind == "F", each.kind in ("I", "B")
+        comes = (is_forward and each.stage > 0) or (is_backward and each.stage < last_stage)
+        goes = (is_forward and each.stage < last_stage) or (is_backward and each.stage > 0)
+        held += each.kind.startswith("RECV") - comes
+        yield held
+        held += goes - each.kind.startswith("WAIT_SEND")
+
+
+def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
+    """All ops of one step by when they end, and in a tie none before one whose result it takes.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
+    >>> print(*in_order_of_ends(timeline))
+    0F0 1F0 1B0 0B0
+    """
+    schedule, spans = timeline.schedule.computations, timeline.spans
+    if all(span.start < span.end for row in spans for span in row):
+        # Then all ends before whatever takes its result, and the order of the ends is the order.
+        return (span.op for span in sorted(chain.from_iterable(spans), key=attrgetter("end")))
+    num_stages = schedule.placement.num_stages
+    loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
+    return (op for _, op, _ in loop)

@@ -1,0 +1,255 @@
+"""How far ranks may run into a step before the optimizer step of the one before is validated, and what that gains.
+
+A rank that is done steps its optimizer at once and begins the next step. Meanwhile the other ranks end theirs, and the
+norm of all gradients gets known: that is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
+Parallelism, arXiv 2401.10241, section 4: post-validation). Where the norm says that the gradients should have been
+clipped, the rank throws away what it ran ahead, steps again, and runs its list again.
+
+Only forwards run ahead, and none of the last stage: they change no gradient and no loss. What is sent ahead may be
+received late, but nothing is received ahead that is not sent ahead; so on failure a rank knows which messages come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import inf
+from operator import add
+
+from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.event_loop import Clock, EventLoop
+from zbpipe.schedule.ir import Op, Schedule
+from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
+from zbpipe.simulator.passes import wait_of
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.validation import order_of
+
+LEAST_GAIN = 1e-3
+"""The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
+_NEVER = -inf
+
+
+def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
+    """By rank how many of its first ops may run before the step before is validated.
+
+    Those that start before the last rank has ended that step, in steps that are all alike and wait for no validation.
+    The others start later anyway, so waiting for the validation costs them nothing.
+
+        >>> schedule = zbpipe.generate("ZBV", 4, 8)
+        >>> ahead_of(schedule, CostModel.uniform(schedule.placement))
+        (3, 2, 1, 0)
+
+    Args:
+        schedule: a valid one.
+        costs: for its stages.
+    """
+    # These are forwards, and none of the last stage: all else needs something of every rank in the same step. And what
+    # feeds one of them starts before it.
+    path = _Paths.through(schedule, costs)
+    begin = path.rhythm()
+    over = max(begin) - ROUNDING * path.period
+    return tuple(sum(max(map(add, start, begin)) < over for start in row) for row in path.starts)
+
+
+def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
+    """Seconds from step to step where ranks run so far ahead, on average over many steps.
+
+        >>> schedule = zbpipe.generate("ZBV", 4, 8)
+        >>> period(schedule, CostModel.uniform(schedule.placement))
+        24.0
+
+    Args:
+        schedule: a valid one.
+        costs: for its stages.
+        ahead: by rank; default: `ahead_of(schedule, costs)`.
+    """
+    # By the choice of `ahead_of` the validation holds up nothing.
+    return _Paths.through(schedule, costs, ahead).period
+
+
+def period_of(timeline: Timeline) -> float:
+    """The period of the schedule of a timeline, with its costs.
+
+    What copies to the host waits for the validation. With messages in queues, the longest time from a rank's first op
+    to its last stands for the period, which is not known.
+
+        >>> period_of(simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
+        24.0
+
+    Args:
+        timeline: of any number of steps.
+    """
+    if timeline.schedule.has_copies:
+        return timeline.makespan / timeline.num_steps
+    if timeline.transport is not Transport.IDEAL:
+        return timeline.longest_rank_span
+    return period(timeline.schedule, timeline.costs)
+
+
+def gain(schedule: Schedule, costs: CostModel) -> float:
+    """The share of a synchronous step that is saved where ranks run ahead.
+
+    >>> schedule = zbpipe.generate("1F1B", 4, 8)
+    >>> gain(schedule, CostModel.uniform(schedule.placement))
+    0.0
+    """
+    synchronous = simulate(schedule, costs).makespan
+    return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
+
+
+class _After(tuple[float, ...]):
+    """A time by rank: how long after that rank's end of the last step it is at the earliest."""
+
+    def __add__(self, seconds: float) -> _After:  # type: ignore[override]
+        return _After([each + seconds for each in self])
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """How a step depends on the end of the step before: longest paths from the times at which the ranks were done.
+
+    An op starts at the latest of what those times and the paths from them say. So does the next step; and the mean time
+    of a step is the largest mean of a cycle of ranks, of which each begins where the path of the one before ends (the
+    eigenvalue of a matrix in max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity,
+    1992, section 3.2).
+    """
+
+    starts: tuple[tuple[_After, ...], ...]
+    """By rank and op: when the op starts."""
+    ends: tuple[_After, ...]
+    """By rank: when it ends this step."""
+
+    @classmethod
+    def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
+        """One step. After so many ops `ahead`, a rank waits for all ranks' end of the last step; default: for none."""
+        ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
+        free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
+        starts: list[list[_After]] = [[] for _ in ranks]
+        clock: Clock[Op] = Clock(
+            free,
+            lambda rank, op: costs.seconds(op.stage, op.kind),
+            lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+            latest=lambda one, other: _After(map(max, one, other)),
+        )
+        gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
+        for rank, _, start, _ in clock.run(order_of(schedule.computations), gate):
+            starts[rank].append(start)
+        return cls(tuple(map(tuple, starts)), tuple(free))
+
+    @cached_property
+    def period(self) -> float:
+        """The mean time of a step."""
+        # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
+        reached = [[0.0, *(_NEVER for _ in self.ends[1:])]]
+        for _ in self.ends:
+            reached.append(self._next(reached[-1]))
+        last, number = reached[-1], len(self.ends)
+        return max(
+            min((last[rank] - each[rank]) / (number - steps) for steps, each in enumerate(reached[:-1]))
+            for rank in range(number)
+        )
+
+    def rhythm(self) -> list[float]:
+        """When each rank is done with a step, if all ranks were done at once long ago, and since then all are alike."""
+        ranks = range(len(self.ends))
+        longest = [[each - self.period for each in row] for row in self.ends]
+        for via in ranks:
+            for row in longest:
+                row[:] = [max(each, row[via] + more) for each, more in zip(row, longest[via], strict=True)]
+        critical = [rank for rank in ranks if longest[rank][rank] >= -ROUNDING * self.period]
+        return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
+
+    def _next(self, done: Sequence[float]) -> list[float]:
+        """When the ranks end a step after they were `done` with the one before."""
+        return [max(map(add, row, done)) for row in self.ends]
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """Lists with communication, cut where the step before is validated.
+
+    >>> from zbpipe.simulator.actions import parse
+    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\\n"
+    ...              "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
+    >>> cut = RunAhead.of(rows, ahead=(2, 0))
+    >>> print(*cut.before[1], "|", *cut.after[1][:3], "|", *cut.drain[1])
+    1RECV_F0 | 1F0 1RECV_F1 1F1 | 1RECV_F1
+    """
+
+    before: Rows
+    """What each rank runs before the validation."""
+    after: Rows
+    """The rest of its list."""
+    drain: Rows
+    """What it runs instead if the validation fails: receives of what was sent ahead, and waits for its own sends."""
+
+    @classmethod
+    def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
+        """Cut `rows` after so many computations of each rank; receives of what is not sent ahead go behind the cut.
+
+        Args:
+            rows: with messages.
+            ahead: by rank, as `ahead_of` tells.
+        """
+        heads, tails = zip(*map(_cut, rows, ahead), strict=True)
+        sent = {each for head in heads for each in head if each.kind.startswith("SEND")}
+
+        def is_late(action: Action) -> bool:
+            return action.kind.startswith("RECV") and other_end(action) not in sent
+
+        before = tuple(tuple(each for each in head if not is_late(each)) for head in heads)
+        after = tuple((*filter(is_late, head), *tail) for head, tail in zip(heads, tails, strict=True))
+        drain = tuple(tuple(_drained(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
+        return cls(before, after, drain)
+
+    def findings(self) -> list[str]:
+        """What is wrong with it, in words: something else than forwards runs ahead, or ranks would wait forever."""
+        rows = map(add, self.before, self.after)
+        rank_of = [rank for _, rank in sorted({(each.stage, rank) for rank, row in enumerate(rows) for each in row})]
+        foreign = [
+            f"rank {rank} runs {each} ahead"
+            for rank, row in enumerate(self.before)
+            for each in row
+            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
+        ]
+        # What runs ahead must need nothing from behind the validation; waits for sends may, which needs only votes.
+        alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
+        drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
+        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_left_over(drained)]
+
+
+_AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
+
+
+def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """Before computation `number`."""
+    computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
+    position = next(islice(computations, number, None), len(row))
+    return row[:position], row[position:]
+
+
+def _drained(before: Sequence[Action], after: Sequence[Action], sent: Set[Action]) -> Iterator[Action]:
+    yield from (each for each in after if each.kind.startswith("RECV") and other_end(each) in sent)
+    waits = [wait_of(each) for each in before if each.kind.startswith("SEND")]
+    yield from (wait for wait in waits if wait not in before)
+
+
+def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
+    """The ranks that do not get to the end of these rows."""
+    loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
+    deque(loop, maxlen=0)
+    for rank, choices in loop.waiting.items():
+        yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
+
+
+def _left_over(rows: Rows) -> Iterator[str]:
+    """Messages of which one end is missing, or that nobody waits for."""
+    every = {each for row in rows for each in row}
+    for each in sorted(every):
+        if each.kind.startswith("SEND") and not {other_end(each), wait_of(each)} <= every:
+            yield f"{each} is not received, or nobody waits for it"

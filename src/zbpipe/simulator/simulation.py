@@ -1,0 +1,253 @@
+"""Schedule x CostModel -> Timeline: what runs when.
+
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`zbpipe.schedule.ir.inputs`) have arrived.
+A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
+cost the rank no time. That is the ideal transport; with the others messages wait for each other (`zbpipe.costs.transport`).
+Copies to the host and back run beside the computations, one at a time in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import inf
+
+from zbpipe.costs.model import CostModel, Placeable, as_cost_model
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.schedule.event_loop import Clock
+from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
+from zbpipe.simulator.actions import Action, Rows, action_of
+from zbpipe.simulator.message_times import CircleError, run
+from zbpipe.simulator.passes import place_receives, with_messages
+from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.validation import order_of, require_schedule, require_valid
+
+_MOST_SPANS = 2**22
+"""In a timeline of several steps: half a gigabyte."""
+_PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
+"""In a tie the first wins."""
+_WORTH_IT = 1 - 1e-3
+"""A way to receive has to save a thousandth of a step to be chosen over one that is preferred."""
+
+
+def simulate(
+    schedule: Schedule,
+    costs: CostModel | Placeable | Sequence[float] = (1.0, 1.0, 1.0),
+    *,
+    num_steps: int = 1,
+    synchronous: bool = True,
+    ahead: Sequence[int] | None = None,
+    transport: Transport | str = Transport.IDEAL,
+    receives: Receives | str | None = None,
+) -> Timeline:
+    """Run `schedule` on paper.
+
+        >>> zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1.0, 1.2, 0.8)).bubble < 0.1
+        True
+
+    Args:
+        schedule: a valid one.
+        costs: of its stages; or three numbers `(f, i, w)`, the seconds that each rank takes for one microbatch; without
+            them, a second for each.
+        num_steps: how often the schedule runs, one step after the other.
+        synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
+            gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
+        ahead: by rank, how many ops of a step it may start before all ranks are done with the step before, instead of
+            none (synchronous) or all (see `zbpipe.simulator.post_validation`); for the ideal transport.
+        transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
+        receives: where ranks post their receives ("early", "late", "timed", "nearest"), which counts for all
+            transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose it.
+
+    Raises:
+        TypeError: `schedule` or `costs` is something else.
+        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, `ahead` with
+            another number of ranks or for another transport, a schedule that cannot run, an unknown transport, or
+            messages that wait for each other in a circle.
+    """
+    require_schedule(schedule)
+    costs = as_cost_model(costs, schedule.placement)
+    _require_sense(schedule, num_steps)
+    transport = Transport.parse(transport)
+    if receives is not None:
+        receives = Receives.parse(receives)
+    if transport is Transport.IDEAL:
+        everything = tuple(0 if synchronous else len(row) for row in schedule)
+        return _without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
+    if ahead is not None:
+        raise ValueError(f"ahead = {ahead} is for the ideal transport alone, got {str(transport)!r}")
+    best = _shortest(schedule, costs, transport) if receives is None else None
+    receives = (best.receives if best else receives) or _PREFERRED[0]
+    if synchronous or num_steps == 1:
+        one_step = best or _with_queues(schedule, _ideal(schedule, costs), with_messages(schedule), transport, receives)
+        return _repeated(one_step, num_steps)
+    long = _steps_in_a_row(schedule, num_steps)
+    in_a_row = _with_queues(long, _ideal(long, costs), with_messages(long), transport, receives)
+    return _in_steps(in_a_row, schedule, num_steps)
+
+
+def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
+    """With a transport in which messages wait for nothing."""
+    if len(ahead) != schedule.num_ranks:
+        raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
+    rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)
+    seconds = {(stage, kind): costs.seconds(stage, kind) for stage in stages for kind in OpKind}
+    lag = {
+        (giver, taker): costs.transfer(rank_of[giver], rank_of[taker])
+        for giver in stages
+        for taker in range(max(giver - 1, 0), min(giver + 2, len(stages)))
+    }
+    free = [0.0] * schedule.num_ranks
+    spans: list[list[Span]] = [[] for _ in free]
+    copies: list[list[Span]] = [[] for _ in free]
+    clock = Clock(
+        free,
+        lambda rank, op: seconds[op[:2]],
+        lambda giver, taker: lag[giver.stage, taker.stage],
+        beside=_direction if schedule.has_copies else None,
+    )
+    for step in range(num_steps):
+        gate = (ahead, max(free)) if step else None
+        for rank, op, start, end in clock.run(order_of(schedule), gate):
+            (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
+    return Timeline(schedule, costs, _frozen(spans), num_steps, copies=_frozen(copies))
+
+
+def _direction(op: Op) -> bool | None:
+    """Whether a copy goes to the host: one stream for each direction."""
+    return None if op.kind in COMPUTATIONS else op.kind in OFFLOADS
+
+
+def _frozen(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
+    return tuple(map(tuple, spans))
+
+
+def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
+    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference.
+
+    >>> schedule = zbpipe.generate("ZBV", 4, 8)
+    >>> print(best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE))
+    timed
+    """
+    best = None if transport is Transport.IDEAL else _shortest(schedule, costs, transport)
+    return _PREFERRED[0] if best is None or best.receives is None else best.receives
+
+
+def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
+    """One step with receives at their best places; None if messages wait in a circle at all places."""
+    ideal, messages = _ideal(schedule, costs), with_messages(schedule)
+    best, shortest = None, inf
+    for receives in _PREFERRED:
+        if ideal.makespan >= shortest * _WORTH_IT:
+            break
+        try:
+            trial = _with_queues(schedule, ideal, messages, transport, receives)
+        except CircleError:
+            continue
+        if trial.makespan < shortest * _WORTH_IT:
+            best, shortest = trial, trial.makespan
+    return best
+
+
+def _ideal(schedule: Schedule, costs: CostModel) -> Timeline:
+    """The step by which receives are placed, as torch knows it: without copies."""
+    return simulate(schedule.computations, costs)
+
+
+def _with_queues(
+    schedule: Schedule, ideal: Timeline, messages: Rows, transport: Transport, receives: Receives
+) -> Timeline:
+    """One step with a transport in which messages wait for each other, from one in which they do not."""
+    costs = ideal.costs
+    rows = place_receives(messages, receives, ideal)
+    times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule))
+
+    def ran(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
+        return tuple(
+            tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops if op.kind in kinds)
+            for ops in schedule
+        )
+
+    op_of = {action_of(op): op for ops in schedule.computations for op in ops}
+    waited_for = {(0, op): (0, op_of[times.waited_for[each]]) for each, op in op_of.items() if each in times.waited_for}
+    return Timeline(
+        schedule,
+        costs,
+        ran(COMPUTATIONS),
+        transport=transport,
+        receives=receives,
+        waited_for=waited_for,
+        copies=ran((*OFFLOADS, *RELOADS)),
+    )
+
+
+def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
+    """What each copy waits for, and each computation for copies."""
+    found: dict[Action, list[Action]] = {}
+    last: dict[tuple[int, bool | None], Op] = {}
+    """By rank the last computation, and the last copy in each direction."""
+    for rank, op, dependencies in order_of(schedule) if schedule.has_copies else ():
+        lane = _direction(op)
+        if lane is None:
+            before = [each for each in dependencies if each.kind in RELOADS]
+        else:
+            before = [*dependencies, *(last[rank, each] for each in (None, lane) if (rank, each) in last)]
+        found[action_of(op)] = list(map(action_of, before))
+        last[rank, lane] = op
+    return found
+
+
+def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
+    """Each step begins when the one before is over on all ranks, so they are alike."""
+
+    def later(span: Span, step: int) -> Span:
+        begin = step * timeline.makespan
+        return Span(span.op, begin + span.start, begin + span.end, step)
+
+    steps = range(num_steps)
+
+    def all_later(rows: tuple[tuple[Span, ...], ...]) -> tuple[tuple[Span, ...], ...]:
+        return tuple(tuple(later(span, step) for step in steps for span in row) for row in rows)
+
+    spans, copies = all_later(timeline.spans), all_later(timeline.copies)
+    waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
+    return replace(timeline, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
+
+
+def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
+    """One long step, with as many more microbatches."""
+    microbatches = schedule.num_microbatches
+    ops = tuple(
+        tuple(op._replace(microbatch=op.microbatch + step * microbatches) for step in range(num_steps) for op in row)
+        for row in schedule
+    )
+    return replace(schedule, num_microbatches=num_steps * microbatches, ops=ops)
+
+
+def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timeline:
+    """The steps of `schedule` that `_steps_in_a_row` made one of."""
+
+    def step_of(op: Op) -> tuple[int, Op]:
+        step, microbatch = divmod(op.microbatch, schedule.num_microbatches)
+        return step, op._replace(microbatch=microbatch)
+
+    def apart(span: Span) -> Span:
+        step, op = step_of(span.op)
+        return Span(op, span.start, span.end, step)
+
+    spans, copies = (tuple(tuple(map(apart, row)) for row in rows) for rows in (timeline.spans, timeline.copies))
+    waited_for = {step_of(op): step_of(before) for (_, op), (_, before) in timeline.waited_for.items()}
+    return replace(timeline, schedule=schedule, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
+
+
+def _require_sense(schedule: Schedule, num_steps: int) -> None:
+    require_whole(1, num_steps=num_steps)
+    num_ops = sum(map(len, schedule))
+    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
+        most = max(_MOST_SPANS // num_ops, 1)
+        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
+    # No stage has costs for a foreign op, and a schedule with fewer ops than forwards is no schedule.
+    stages = range(schedule.placement.num_stages)
+    if num_ops < len(stages) * schedule.num_microbatches or any(
+        op.stage not in stages for ops in schedule for op in ops
+    ):
+        require_valid(schedule)

@@ -1,0 +1,246 @@
+"""When a schedule's ops run, where the bubbles are, and how much memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
+from zbpipe.schedule.painter import painter
+from zbpipe.simulator.lower_bound import lower_bound
+
+
+class Span(NamedTuple):
+    """One op on a rank, from `start` to `end` in seconds.
+
+    >>> Span(Op.parse("3F0"), start=1.0, end=2.0).step
+    0
+    """
+
+    op: Op
+    start: float
+    end: float
+    step: int = 0
+    """Which of several steps in a row."""
+
+
+class Idle(NamedTuple):
+    """Seconds in which a rank has nothing to do, by when.
+
+    >>> zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1)).idle[1]
+    Idle(warmup=1.0, steady=0.0, cooldown=2.0)
+    """
+
+    warmup: float
+    """Before its first backward."""
+    steady: float
+    """Between its first backward and its last forward."""
+    cooldown: float
+    """After its last forward (or first backward, whichever is later)."""
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """A schedule that ran. All times are seconds from the beginning of the first step.
+
+    >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
+    >>> timeline
+    Timeline('ZBV', p=4, m=8, makespan=25.5)
+    >>> timeline.spans[0][0]
+    Span(op=Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), start=0.0, end=0.5, step=0)
+    >>> timeline.peak_activations
+    (4.0, 4.0, 4.0, 4.0)
+    """
+
+    schedule: Schedule
+    costs: CostModel
+    spans: tuple[tuple[Span, ...], ...]
+    """By rank the computations, in the order in which they ran."""
+    num_steps: int = 1
+    transport: Transport = Transport.IDEAL
+    receives: Receives | None = None
+    """Where its receives stand; None where that makes no difference."""
+    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
+    """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
+    copies: tuple[tuple[Span, ...], ...] = ()
+    """By rank the copies to its host and back, in the order of its list; empty where nobody offloads."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
+        if not any(self.copies):
+            object.__setattr__(self, "copies", ())
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
+        return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
+
+    def _repr_html_(self) -> str:
+        """The picture, in notebooks."""
+        page: str = painter().in_a_notebook(self)
+        return page
+
+    def show(self) -> None:
+        """Draw it in the terminal, as `zbpipe show` does."""
+        painter().show(self)
+
+    def svg(self, file: str | Path) -> None:
+        """Draw it into an SVG file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        painter().write_svg(self, file)
+
+    def html(self, file: str | Path) -> None:
+        """Write a page to zoom, pan and point at, which needs no network and no other file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        painter().write_html(self, file)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last rank is done."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank works."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they idle: 1 - busy / makespan, 0 for an empty timeline."""
+        return 1 - sum(self.busy) / (len(self.spans) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def longest_rank_span(self) -> float:
+        """The longest time from one rank's first op to its last, of one step."""
+        return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """By rank."""
+        return tuple(_idle(spans, self.makespan) for spans in self.spans)
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """What a rank holds: (from when on, how much), in the unit of `costs.activations`.
+
+        It is the activations, and while an op runs what it needs besides (`costs.working`). What is offloaded counts
+        until that copy ends, and from the start of the copy back.
+        """
+        held, profile = 0.0, [(0.0, 0.0)]
+        changes = list(_memory_changes(self.spans[rank], self.costs))
+        if self.copies:
+            copied = list(_memory_changes(self.copies[rank], self.costs))
+            # The sort keeps the order of what happens at one time: room is made before it is taken.
+            freed, taken = ([each for each in copied if (each[1] > 0) is takes] for takes in (False, True))
+            changes = sorted((*freed, *changes, *taken), key=itemgetter(0))
+        for time, change in changes:
+            held += change
+            profile.append((time, held))
+        return profile
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """By rank the peak of `memory`, in the unit of `costs.activations`."""
+        return tuple(max(held for _, held in self.memory(rank)) for rank in range(len(self.spans)))
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """By rank the peak of what ops leave behind, without what they need only while they run.
+
+        The unit is a rank's share of one microbatch: what all its stages keep of one.
+        """
+        kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
+        shares = (
+            sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
+            for rank in range(len(self.spans))
+        )
+        return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """A chain of ops from the start of the last step to its end, in which each waits for the one before it."""
+        return tuple(_critical_path(self))[::-1] if self.makespan else ()
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Seconds that no schedule with this placement, these costs and this number of microbatches can beat."""
+        one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
+        return max(one_step, *self.busy)
+
+
+def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
+    first_backward = next((n for n, span in enumerate(spans) if span.op.kind is not OpKind.F), len(spans))
+    last_forward = max((n for n, span in enumerate(spans) if span.op.kind is OpKind.F), default=-1)
+    gaps = [0.0, 0.0, 0.0]
+    end = 0.0
+    for n, span in enumerate(spans):
+        phase = 0 if n <= first_backward else 1 if n <= last_forward else 2
+        gaps[phase] += span.start - end
+        end = span.end
+    return Idle(gaps[0], gaps[1], gaps[2] + makespan - end)
+
+
+def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
+    """When a rank takes and frees memory, in its order: an op takes at its start and frees at its end."""
+    for span in spans:
+        stage, kind = span.op.stage, span.op.kind
+        taken = costs.needs(stage, kind)
+        freed = taken - costs.adds(stage, kind)
+        if taken:
+            yield span.start, taken
+        if freed:
+            yield span.end, -freed
+
+
+def _critical_path(timeline: Timeline) -> Iterator[Span]:
+    """From its end to its beginning."""
+    places = {
+        (span.step, span.op): (rank, position)
+        for rank, spans in enumerate(timeline.spans)
+        for position, span in enumerate(spans)
+    }
+    rank = max(range(len(timeline.spans)), key=lambda r: timeline.spans[r][-1].end)
+    place: tuple[int, int] | None = (rank, len(timeline.spans[rank]) - 1)
+    last_step = timeline.num_steps - 1
+    while place is not None:
+        span = timeline.spans[place[0]][place[1]]
+        if span.step != last_step:
+            return
+        yield span
+        if timeline.transport is Transport.IDEAL:
+            place = _latest_before(timeline, place, places)
+        else:
+            before = timeline.waited_for.get((span.step, span.op))
+            place = None if before is None else places[before]
+
+
+def _latest_before(
+    timeline: Timeline, place: tuple[int, int], places: Mapping[tuple[int, Op], tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Where the op stands that the one at `place` waited for."""
+    schedule, costs = timeline.schedule, timeline.costs
+    rank_of = schedule.placement.rank_of
+    rank, position = place
+    span = timeline.spans[rank][position]
+    before = (rank, position - 1) if position else None
+    for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
+        found = places.get((span.step, op))
+        if found is None:
+            continue
+        arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
+        if before is None or arrival > timeline.spans[before[0]][before[1]].end:
+            before = found
+    return before

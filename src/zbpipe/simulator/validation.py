@@ -1,0 +1,323 @@
+"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a circle."""
+
+from __future__ import annotations
+
+import reprlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Literal, NamedTuple, TypeVar
+
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import ROUNDING, CostModel, as_cost_model
+from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, Turn, inputs, reload_before
+
+N = TypeVar("N", bound=NamedTuple)
+Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
+_Places = dict[Op, list[tuple[int, int]]]
+"""Where each op stands: rank and position, more than once if it is doubled."""
+_MOST_MISSING = 1000
+"""Of the missing ops this many more than there are ops are listed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong with a schedule, and where.
+
+    >>> print(Finding("order", 2, 7, Op.parse("3W0"), "it needs 3I0"))
+    order: rank 2, position 7, 3W0: it needs 3I0
+    """
+
+    rule: Rule
+    rank: int
+    position: int | None
+    """Index into the rank's list; None for an op that is in no list."""
+    op: NamedTuple
+    """The op, or in a table with communication the action; `str` gives its text form."""
+    message: str
+
+    def __str__(self) -> str:
+        at = "" if self.position is None else f", position {self.position}"
+        return f"{self.rule}: rank {self.rank}{at}, {self.op}: {self.message}"
+
+
+def validate(
+    schedule: Schedule,
+    memory_limit: MemoryLimitLike | None = None,
+    costs: CostModel | None = None,
+) -> list[Finding]:
+    """Everything that is wrong with `schedule`; an empty list if nothing is.
+
+        >>> zbpipe.validate(zbpipe.generate("ZBV", 4, 8), memory_limit=4)
+        []
+        >>> print(*zbpipe.validate(zbpipe.Schedule.from_csv("0F0,0W0")))
+        missing: rank 0, 0I0: no rank runs it, but 0W0 is there
+
+    It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
+    an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
+    or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
+    circle; and ranks that hold too much. Likewise for copies: what is offloaded comes back, once, after it was copied
+    and before it is needed. Memory is counted in the order of the lists, where an offload frees at once; for the time
+    that it takes see `Timeline.memory`. If most ops are missing, only some of these are listed.
+
+    Args:
+        schedule: any lists at all.
+        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: no limit.
+        costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
+
+    Raises:
+        TypeError: `schedule`, `memory_limit` or `costs` is something else.
+        ValueError: a limit below zero, not as many limits as ranks, or costs for another number of stages.
+    """
+    require_schedule(schedule)
+    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
+    limit = MemoryLimit.parse(memory_limit)
+    limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if limit else None
+    if limits is None and _is_sound(schedule):
+        return []
+    places: _Places = defaultdict(list)
+    for rank, ops in enumerate(schedule):
+        for position, op in enumerate(ops):
+            places[op].append((rank, position))
+    return [
+        *_strangers(schedule, places),
+        *islice(_incomplete(schedule, places), len(places) + _MOST_MISSING),
+        *_disordered(schedule),
+        *_deadlocked(schedule, places),
+        *(() if limits is None else _out_of_memory(schedule, limits, costs)),
+    ]
+
+
+def _is_sound(schedule: Schedule) -> bool:
+    """Whether nothing is wrong with it, which takes a tenth of the time of the checks that find what is.
+
+    Never for schedules with copies.
+    """
+    stages, microbatches = range(schedule.placement.num_stages), range(schedule.num_microbatches)
+    num_ops = sum(map(len, schedule))
+    if schedule.has_copies or num_ops < 2 * len(stages) * len(microbatches):
+        return False  # also because a wrong number may be too large for what follows
+    rank_of = dict(enumerate(schedule.placement.rank_of))
+    ran: dict[OpKind, set[tuple[int, int]]] = {kind: set() for kind in OpKind}
+    for rank, (stage, kind, microbatch), _ in schedule.order:
+        if rank_of.get(stage) != rank:
+            return False
+        ran[kind].add((stage, microbatch))
+    whole = set(product(stages, microbatches))
+    f, i, w, b = (ran[kind] for kind in COMPUTATIONS)
+    return len(f) + len(i) + len(w) + len(b) == num_ops and f == whole == i | b and i == w and i.isdisjoint(b)
+
+
+def order_of(schedule: Schedule) -> tuple[Turn, ...]:
+    """`schedule.order`, with all ops in it.
+
+        >>> order_of(Schedule.from_csv("0W0,0F0,0I0"))
+        Traceback (most recent call last):
+        ValueError: schedule csv cannot run, 1 finding(s):
+          order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 2
+
+    Raises:
+        ValueError: some op can never run, or runs again; with all findings.
+    """
+    if len({op for _, op, _ in schedule.order}) < sum(map(len, schedule)):
+        require_valid(schedule)
+        raise ValueError(f"schedule {schedule.name} cannot run")
+    return schedule.order
+
+
+def require_schedule(schedule: Schedule) -> None:
+    """Refuse what is no schedule, for instance its name.
+
+        >>> require_schedule("ZBV")
+        Traceback (most recent call last):
+        TypeError: 'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or ...
+
+    Raises:
+        TypeError: with the way out.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"{reprlib.repr(schedule)} is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
+            " zbpipe.Schedule.from_csv(table)"
+        )
+
+
+def require_valid(schedule: Schedule) -> None:
+    """Refuse a schedule that `validate` objects to.
+
+        >>> require_valid(Schedule.from_csv("0F0,0W0"))
+        Traceback (most recent call last):
+        ValueError: schedule csv cannot run, 1 finding(s):
+          missing: rank 0, 0I0: no rank runs it, but 0W0 is there
+
+    Raises:
+        ValueError: with all findings, one a line.
+    """
+    findings = validate(schedule)
+    if findings:
+        lines = [f"schedule {schedule.name} cannot run, {len(findings)} finding(s):", *map(str, findings)]
+        raise ValueError("\n  ".join(lines))
+
+
+def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """Ops that do not belong where they stand: unknown, on another stage's rank, or there for the second time."""
+    placement, microbatches = schedule.placement, schedule.num_microbatches
+    for op, standing in places.items():
+        for again, (rank, position) in enumerate(standing):
+            if not 0 <= op.stage < placement.num_stages:
+                message = f"there are only the stages 0 to {placement.num_stages - 1}"
+                yield Finding("foreign", rank, position, op, message)
+            elif not 0 <= op.microbatch < microbatches:
+                message = f"there are only the microbatches 0 to {microbatches - 1}"
+                yield Finding("foreign", rank, position, op, message)
+            elif placement.rank_of[op.stage] != rank:
+                message = f"stage {op.stage} is on rank {placement.rank_of[op.stage]}, and a stage stays on its rank"
+                yield Finding("placement", rank, position, op, message)
+            if again:
+                first_rank, first_position = standing[0]
+                message = f"it stands on rank {first_rank}, position {first_position} already"
+                yield Finding("doubled", rank, position, op, message)
+
+
+def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """One F and either one B or one I and one W, for every stage and microbatch."""
+    for stage, rank in enumerate(schedule.placement.rank_of):
+        for microbatch in range(schedule.num_microbatches):
+            f, i, w, b = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.I, OpKind.W, OpKind.B))
+            if f not in places:
+                yield Finding("missing", rank, None, f, "no rank runs this forward")
+            halves = [half for half in (i, w) if half in places]
+            if b in places:
+                for half in halves:
+                    yield Finding("foreign", *places[half][0], half, f"{b} does the whole backward")
+            elif not halves:
+                yield Finding("missing", rank, None, b, f"no rank runs this backward, as {b} or as {i} and {w}")
+            elif len(halves) == 1:
+                lost = w if halves == [i] else i
+                yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
+            yield from _lost_copies(rank, stage, microbatch, places)
+
+
+def _lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
+    """What is offloaded comes back, and only that; a B leaves nothing to offload behind it."""
+    b = Op(stage, OpKind.B, microbatch)
+    for there, back in zip(OFFLOADS, RELOADS, strict=True):
+        copies = [op for kind in (there, back) if (op := Op(stage, kind, microbatch)) in places]
+        if copies and there is OpKind.OI and b in places:
+            yield Finding("foreign", *places[copies[0]][0], copies[0], f"{b} leaves nothing for a W")
+        elif len(copies) == 1:
+            lost = Op(stage, back if copies[0].kind is there else there, microbatch)
+            yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
+
+
+def _disordered(schedule: Schedule) -> Iterator[Finding]:
+    """Ops that come before their dependencies in one rank's list."""
+
+    def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
+        yield from inputs(op, schedule.placement.num_stages)
+        if reload := reload_before(op):
+            yield (reload,)
+
+    return disordered(schedule.ops, dependencies)
+
+
+def disordered(rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]) -> Iterator[Finding]:
+    """Items that come before their dependencies in one rank's list.
+
+    >>> ops = [Op.parse(text) for text in ("0W0", "0I0")]
+    >>> print(*disordered([ops], lambda op: [(ops[1],)] if op == ops[0] else []))
+    order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 1
+    """
+    for rank, row in enumerate(rows):
+        first = {item: position for position, item in reversed(list(enumerate(row)))}
+        for position, item in enumerate(row):
+            for choices in dependencies(item):
+                here = [first[choice] for choice in choices if choice in first]
+                if here and min(here) > position:
+                    message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
+                    yield Finding("order", rank, position, item, message)
+
+
+def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
+    """The first op of every rank that takes it over its limit."""
+    # A row beyond the placement holds only ops that are somewhere else.
+    for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
+        held, live = 0.0, dict[tuple[int, int], Op]()
+        for position, op in enumerate(ops):
+            if not 0 <= op.stage < costs.num_stages:
+                continue
+            most = held + costs.needs(op.stage, op.kind)
+            held += costs.adds(op.stage, op.kind)
+            live.pop((op.stage, op.microbatch), None)
+            if op.kind in (OpKind.F, OpKind.I, *RELOADS):
+                live[op.stage, op.microbatch] = op
+            if most > limit * (1 + ROUNDING):
+                ops_held = " ".join(map(str, live.values()))
+                message = f"its activations take {most:g}, the limit is {limit:g}; live are {ops_held}"
+                yield Finding("memory", rank, position, op, message)
+                break
+
+
+def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+    """Circles of ranks that wait for each other."""
+    num_stages = schedule.placement.num_stages
+    return deadlocked(schedule.ops, places, lambda op: inputs(op, num_stages))
+
+
+def deadlocked(
+    rows: Sequence[Sequence[N]],
+    places: Mapping[N, Sequence[tuple[int, int]]],
+    dependencies: Callable[[N], Iterable[tuple[N, ...]]],
+) -> Iterator[Finding]:
+    """Run all rows without a clock, and report which ranks end up waiting for each other in a circle.
+
+    Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
+
+        >>> a, b = Op.parse("0F0"), Op.parse("1F0")
+        >>> print(*deadlocked([[a], [b]], {a: [(0, 0)], b: [(1, 0)]}, lambda op: [(b,)] if op == a else [(a,)]))
+        deadlock: rank 0, position 0, 0F0: rank 0 (position 0, 0F0) waits for 1F0 on rank 1 (position 0), ...
+
+    Args:
+        rows: what each rank does.
+        places: ranks and positions of every item.
+        dependencies: of an item, groups of items of which one each has to be over before it.
+    """
+
+    def from_other_ranks(item: N) -> Iterator[tuple[N, ...]]:
+        rank = places[item][0][0]
+        for choices in dependencies(item):
+            known = tuple(choice for choice in choices if choice in places)
+            if known and all(places[choice][0][0] != rank for choice in known):
+                yield known
+
+    loop = EventLoop(rows, from_other_ranks)
+    for _ in loop:
+        pass
+    waiting_for = {rank: choices[0] for rank, choices in loop.waiting.items()}
+    giver = {rank: places[item][0][0] for rank, item in waiting_for.items()}
+    for circle in _circles({rank: other for rank, other in giver.items() if other != rank}):
+        text = ", ".join(
+            f"rank {rank} (position {loop.position[rank]}, {rows[rank][loop.position[rank]]}) waits for"
+            f" {waiting_for[rank]} on rank {giver[rank]} (position {places[waiting_for[rank]][0][1]})"
+            for rank in circle
+        )
+        position = loop.position[circle[0]]
+        yield Finding("deadlock", circle[0], position, rows[circle[0]][position], text)
+
+
+def _circles(successor: dict[int, int]) -> Iterator[list[int]]:
+    """The circles in "rank waits for rank", each once, starting at its lowest rank."""
+    seen: set[int] = set()
+    for start in sorted(successor):
+        path: list[int] = []
+        rank = start
+        while rank in successor and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = successor[rank]
+        if rank in path:
+            circle = path[path.index(rank) :]
+            turn = circle.index(min(circle))
+            yield circle[turn:] + circle[:turn]

@@ -1,0 +1,204 @@
+"""What the playground is asked, and what the simulator and the planner answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
+from zbpipe.costs.transformer import Block, Checkpointing, typical_costs, typical_times
+from zbpipe.planner.plan import plan
+from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.registry import schedules
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.views.html import drawing
+from zbpipe.views.report import record
+
+MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
+_MOST_CELLS = 2**13
+"""Of ranks times microbatches: more would keep people waiting."""
+_NAMES = ("ranks", "microbatches", "stages", "f", "i", "w", "comm", "checkpointing", "limit")
+PLAN_BUDGET = 2e6
+"""Ops that a search may time: a second or so."""
+
+# Those of Llama 3 (arXiv 2407.21783, the table of its models), and the times of the four models of Zero Bubble Pipeline
+# Parallelism (arXiv 2401.10241, the table of profiled times): T_I and T_W by T_F, without checkpointing.
+_LLAMAS = {
+    "Llama 3 8B": (8, 32, Block(4096, 4096, 2048, 14336)),
+    "Llama 3 70B": (16, 64, Block(8192, 8192, 2048, 28672)),
+    "Llama 3 405B": (32, 128, Block(16384, 16384, 2048, 53248)),
+}
+_GPTS = {"1.5B": (8, 24, 0.50), "6.2B": (8, 32, 0.67), "14.6B": (16, 48, 0.72), "28.3B": (32, 96, 0.74)}
+_GPT_I = 0.98
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the sliders say."""
+
+    ranks: int
+    microbatches: int
+    stages: int
+    """On each rank, for schedules that take any number."""
+    times: tuple[float, float, float]
+    """Of F, I and W of a rank and a microbatch, in any unit."""
+    comm: float
+    """From one rank to another, in the same unit."""
+    checkpointing: Checkpointing
+    limit: float | None
+    """Memory by that of 1F1B's worst rank."""
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("ranks", self.ranks, MOST_RANKS),
+            ("microbatches", self.microbatches, MOST_MICROBATCHES),
+            ("stages", self.stages, MOST_STAGES),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} = {value} has to be from 1 to {most}")
+        if self.ranks * self.microbatches > _MOST_CELLS:
+            raise ValueError(
+                f"{self.ranks} ranks with {self.microbatches} microbatches are too much for answers at once: keep the"
+                f" product to {_MOST_CELLS}, or use `zbpipe plan`"
+            )
+        if not all(map(is_amount, (*self.times, self.comm))) or max(self.times) < 1 / MOST:
+            raise ValueError(
+                f"times = {self.times}, comm = {self.comm}: give numbers from zero to {MOST:g}, a time above zero"
+            )
+        if self.limit is not None and not (is_amount(self.limit) and self.limit > 0):
+            raise ValueError(
+                f"limit = {self.limit} has to be above zero: 1 is the memory of 1F1B; leave it empty for none"
+            )
+
+    @classmethod
+    def parse(cls, asked: Mapping[str, str]) -> Setting:
+        """From texts by name.
+
+        >>> Setting.parse(next(iter(presets().values())).texts()).times
+        (1.0, 1.0, 1.0)
+
+        Raises:
+            ValueError: a name is missing or unknown, or a text is not what it has to be.
+        """
+        if missing := [name for name in _NAMES if name not in asked]:
+            raise ValueError(f"{', '.join(missing)} is missing")
+        if unknown := [name for name in asked if name not in _NAMES]:
+            raise ValueError(f"{', '.join(unknown)} is unknown")
+
+        def number(name: str, kind: type[int] | type[float]) -> Any:
+            try:
+                return kind(asked[name])
+            except ValueError:
+                what = "a whole number" if kind is int else "a number"
+                raise ValueError(f"{name} = {asked[name]!r} is not {what}") from None
+
+        return cls(
+            number("ranks", int),
+            number("microbatches", int),
+            number("stages", int),
+            (number("f", float), number("i", float), number("w", float)),
+            number("comm", float),
+            Checkpointing.parse(asked["checkpointing"]),
+            number("limit", float) if asked["limit"] else None,
+        )
+
+    def texts(self) -> dict[str, str]:
+        """What `parse` takes."""
+        values = (self.ranks, self.microbatches, self.stages, *self.times, self.comm)
+        limit = "" if self.limit is None else f"{self.limit:.6g}"
+        return dict(zip(_NAMES, (*(f"{value:.6g}" for value in values), str(self.checkpointing), limit), strict=True))
+
+    def costs(self, placement: Placement) -> CostModel:
+        return typical_costs(placement, self.checkpointing, times=self.times, comm=self.comm)
+
+    @property
+    def baseline(self) -> float:
+        """The memory of 1F1B's worst rank."""
+        return memory_of_1f1b(self.costs, self.ranks, self.microbatches)
+
+    @property
+    def options(self) -> str:
+        """The same on the command line."""
+        costs = ",".join(f"{time:.6g}" for time in self.times)
+        return (
+            f"-p {self.ranks} -m {self.microbatches} --costs {costs} --comm {self.comm:.6g}"
+            f" --checkpointing {self.checkpointing}"
+        )
+
+
+def simulated(setting: Setting, name: str) -> dict[str, Any]:
+    """A named schedule under these costs: its figures, its picture, and how to get it.
+
+    Raises:
+        ValueError: there is no such schedule, or it cannot have this size.
+    """
+    algorithm = schedules().get(name.lower())
+    if algorithm is None:
+        # `resolve` would take the path of a file, and a page on the network must not read files.
+        raise ValueError(f"{name!r} is no schedule; there are {', '.join(each.name for each in schedules().values())}")
+    stages = setting.stages if algorithm.any_stages_per_rank else None
+    costs = setting.costs(algorithm.place(setting.ranks, stages))
+    schedule = algorithm.make(setting.ranks, setting.microbatches, stages_per_rank=stages, costs=costs)
+    chosen = f" --stages-per-rank {stages}" if stages else ""
+    command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}"
+    return _answer(simulate(schedule, costs), setting, algorithm.name, command)
+
+
+def planned(setting: Setting) -> dict[str, Any]:
+    """The best schedule found within the limit, and a bound for all.
+
+    Raises:
+        ValueError: the limit is too small for even one microbatch.
+    """
+    limit = None if setting.limit is None else f"{setting.limit!r}x"
+    found = plan(
+        setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET
+    )
+    asked = "" if setting.limit is None else f" --memory-limit {setting.limit:.6g}x"
+    command = f"zbpipe plan {setting.options}{asked} --budget {PLAN_BUDGET:.6g} -o plan.csv"
+    answer = _answer(found.timeline, setting, f"planned ({found.placement}, by {found.found_by})", command)
+    return answer | {"lower_bound": found.lower_bound, "gap": found.gap}
+
+
+def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> dict[str, Any]:
+    figures = record(timeline, setting.baseline)
+    memory = figures["memory_to_1f1b"]
+    return {
+        "title": title,
+        "makespan": figures["makespan"],
+        "bubble": figures["bubble"],
+        "memory_to_1f1b": memory,
+        "fits": setting.limit is None or memory is None or memory <= setting.limit * (1 + ROUNDING),
+        "lower_bound": figures["lower_bound"],
+        "gap": max(figures["makespan"] / figures["lower_bound"] - 1, 0.0),
+        "command": command,
+        "csv": timeline.schedule.to_csv(),
+        "drawing": drawing(timeline),
+    }
+
+
+def presets() -> dict[str, Setting]:
+    """Real models by name, and equal times."""
+    llamas = {
+        f"{name}, selective checkpointing": Setting(
+            ranks, microbatches, 2, _times(Checkpointing.SELECTIVE, block), 0.02, Checkpointing.SELECTIVE, None
+        )
+        for name, (ranks, microbatches, block) in _LLAMAS.items()
+    }
+    gpts = {
+        f"GPT {name} on A100, no checkpointing": Setting(
+            ranks, microbatches, 2, (1.0, _GPT_I, w), 0.02, Checkpointing.NONE, None
+        )
+        for name, (ranks, microbatches, w) in _GPTS.items()
+    }
+    equal = Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)
+    return {"equal times, as papers draw": equal} | llamas | gpts
+
+
+def _times(checkpointing: Checkpointing, block: Block) -> tuple[float, float, float]:
+    f, i, w = typical_times(checkpointing, block)
+    return f, round(i, 3), w

@@ -1,0 +1,81 @@
+"""Serves the playground on this machine alone."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from zbpipe.views.playground.answers import Setting, planned, simulated
+from zbpipe.views.playground.page import served
+
+ADDRESS = "127.0.0.1"
+
+
+def server(port: int = 0) -> ThreadingHTTPServer:
+    """One that listens on this machine's own address, to be started by `serve_forever`.
+
+    >>> with server() as started:
+    ...     started.server_address[0]
+    '127.0.0.1'
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    return ThreadingHTTPServer((ADDRESS, port), _Handler)
+
+
+# Sliders go back and forth. A few hundred answers have some megabytes.
+_simulated, _planned = lru_cache(maxsize=256)(simulated), lru_cache(maxsize=64)(planned)
+
+
+def answer(path: str, query: str) -> tuple[int, str, str]:
+    """Status, content type and text for a request.
+
+    >>> answer("/nothing", "")
+    (404, 'application/json', '{"error": "there is no /nothing here: open /"}')
+    """
+    if path == "/":
+        return 200, "text/html; charset=utf-8", served()
+    if path not in ("/schedule", "/plan"):
+        return _json(404, {"error": f"there is no {path} here: open /"})
+    asked = dict(parse_qsl(query, keep_blank_values=True))
+    try:
+        name = asked.pop("name", "")
+        setting = Setting.parse(asked)
+        return _json(200, _planned(setting) if path == "/plan" else _simulated(setting, name))
+    except ValueError as error:
+        return _json(400, {"error": str(error)})
+
+
+def _json(status: int, body: dict[str, Any]) -> tuple[int, str, str]:
+    return status, "application/json", json.dumps(body)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET, and nothing else."""
+
+    def do_GET(self) -> None:
+        # A page from elsewhere may make its own name point here; that name then stands in Host.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
+            self._send(*_json(403, {"error": f"this server answers at {ADDRESS} and localhost alone"}))
+            return
+        parts = urlsplit(self.path)
+        self._send(*answer(parts.path, parts.query))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal is the user's."""
