@@ -1,4 +1,4 @@
-"""Bytes that each rank holds at most over a step, without weights, and the prediction of `zbpipe.peak_bytes`.
+"""Bytes that each rank holds at most over a step, without weights, and the prediction of `zbpipe.simulator.peak_bytes`.
 
 Every schedule trains the same Llama blocks, on one process per rank. The prediction knows the bytes of each op, which
 are measured on one stage.
@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement, Schedule
 from zbpipe.costs.transformer import typical_times
+from zbpipe.simulator import peak_bytes
 from zbpipe.simulator.actions import Action
 from zbpipe.simulator.memory import rows_of
 from zbpipe.simulator.passes import default_costs, wait_of
@@ -201,7 +202,7 @@ def predicted(schedule: Schedule, costs: CostModel) -> list[float]:
     rows = rows_of(zbpipe.simulate(schedule, default_costs(schedule.placement)))
     if KEEPS_OUTPUTS:  # so what is under way counts already
         rows = tuple(tuple(_without_forward_sends(row)) for row in rows)
-    return list(zbpipe.peak_bytes(zbpipe.simulate(schedule, costs), rows))
+    return list(peak_bytes(zbpipe.simulate(schedule, costs), rows))
 
 
 def _without_forward_sends(row: Sequence[Action]) -> Iterator[Action]:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zbpipe.runtime._torch import num_holders, place_in_memory
+from zbpipe.runtime._torch.autograd import num_holders, place_in_memory
 
 BACKENDS: dict[str, Callable[[int, bool], Hashable]] = {
     "fifo_one_queue": lambda peer, sends: None,

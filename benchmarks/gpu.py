@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.schedule import registry
@@ -399,7 +399,7 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
     schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
     torch.manual_seed(1)
     x, target = torch.randn(2, microbatches, tokens, dim).to(device)
-    with _torch.hook(schedule, _torch.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
+    with hooks.hook(schedule, hooks.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
         for _ in range(2):
             for part in parts.values():
                 part.zero_grad()

@@ -12,17 +12,18 @@ import torch.distributed as dist
 from plain_loop import MICROBATCHES, STEPS, build_stages, join_job, loss_fn, train
 
 import zbpipe
+from zbpipe.costs import JobCosts, dump_costs
 
 PROFILED = 5
 """Steps: one warms up, one measures memory, three measure times."""
 
 
-def plan(costs: zbpipe.JobCosts) -> None:
+def plan(costs: JobCosts) -> None:
     """Write plan.csv. The stages stay where they are: the costs hold their placement."""
     found = zbpipe.plan(dist.get_world_size(), MICROBATCHES, costs)
     usual = zbpipe.simulate(zbpipe.generate("ZBV", dist.get_world_size(), MICROBATCHES), costs)
     print(f"planned {found.makespan * 1e3:.1f} ms a step, with ZBV {usual.makespan * 1e3:.1f} ms (simulated)")
-    zbpipe.dump_costs(costs, "costs.toml")
+    dump_costs(costs, "costs.toml")
     Path("plan.csv").write_text(found.schedule.to_csv())
 
 

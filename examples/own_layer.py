@@ -15,6 +15,7 @@ from plain_loop import MICROBATCHES, SEQUENCE, STEPS, VOCABULARY, WIDTH, build_s
 from torch import Tensor, nn
 
 import zbpipe
+from zbpipe.runtime.split import WeightProduct
 
 HEADS = 4
 
@@ -23,7 +24,7 @@ class PerHead(nn.Module):
     """A weight matrix for each head: (batch, SEQUENCE, WIDTH) to the same."""
 
     weight_products: ClassVar = {
-        torch.bmm: zbpipe.WeightProduct(
+        torch.bmm: WeightProduct(
             input_gradient=lambda dy, weight: dy @ weight.mT,
             weight_gradient=lambda dy, x: x.mT @ dy,
         )

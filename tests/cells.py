@@ -9,7 +9,7 @@ from itertools import pairwise
 from compatibility import Row
 from titan_jobs import LLAMA, Titan, assert_trains_alike, flavor, pipeline
 
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 
 SCHEDULES = ("ZBV", "ZBH1", "VHalf")
 CHECKPOINTING = ("none", "selective", "full")
@@ -54,7 +54,7 @@ def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
         *settings,
         *pipeline(cell.schedule, cell.pipeline_ranks),
         *(["--compile.enable"] if cell.compiled else []),
-        *installed().checkpoint(cell.checkpointing),
+        *find_installed().checkpoint(cell.checkpointing),
         num_ranks=cell.pipeline_ranks * cell.ranks_per_stage,
         model=cell.model,
     )

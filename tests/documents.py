@@ -105,12 +105,11 @@ def _on_one_rank() -> dict[str, Any]:
 
 def main() -> None:
     """Run all pages in this folder, and print what failed, by page."""
-    import zbpipe
 
     failures = {}
     for page in PAGES:
         failures[page] = run_python(page)
-        zbpipe.uninstall()
+        uninstall()
     print(json.dumps(failures), file=sys.stderr)
 
 

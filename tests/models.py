@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zbpipe import GROUPED_MM
+from zbpipe.runtime.split import GROUPED_MM
 
 Checkpointing = Literal["none", "full", "selective"]
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6

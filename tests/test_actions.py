@@ -19,13 +19,13 @@ from torch.distributed.pipelining.schedules import (
 
 from zbpipe import CostModel, Schedule, generate, plan, simulate, testing
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime._torch import lower, lowered_table, rows_of
+from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import (
     Action,
     Rows,
     check_table,
-    mixed_up_messages,
+    find_mixed_up_messages,
     parse,
     validate_lowered,
 )
@@ -81,7 +81,7 @@ def test_what_torch_makes_of_our_schedules_is_right(name: str, defer_pp_recv: bo
     if (name, defer_pp_recv) == ("ZBV", True):
         # torch's late receives let I overtake F on their common way; run it and the gradients are wrong.
         assert {finding.rule for finding in validate_lowered(parse(table))} == {"order"}
-        assert mixed_up_messages(parse(table))
+        assert find_mixed_up_messages(parse(table))
         return
     assert validate_lowered(parse(table)) == []
 
@@ -153,16 +153,16 @@ def test_compute_on_a_stage_that_is_not_gathered() -> None:
 @given(testing.runnable_schedules(), st.integers(1, 4), st.sampled_from(["full", "auto"]))
 def test_stages_are_gathered_however_many_may_be_active(schedule: Schedule, most: int, lookahead: str) -> None:
     runtime = lowered_runtime(schedule, _max_active_stages=most, _unshard_lookahead=lookahead)
-    assert validate_lowered(parse(lowered_table(runtime))) == []
+    assert validate_lowered(parse(write_lowered(runtime))) == []
 
 
 @given(testing.runnable_schedules(), st.integers(1, 4), st.sampled_from(["full", "auto"]))
 def test_what_we_lower_is_what_torch_lowers(schedule: Schedule, most: int, lookahead: str) -> None:
     """Also where torch looks no further ahead than it has to."""
     runtime = lowered_runtime(schedule, _max_active_stages=most, _unshard_lookahead=lookahead)
-    ours = lowered_table(runtime)
+    ours = write_lowered(runtime)
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
-    assert ours == lowered_table(runtime)
+    assert ours == write_lowered(runtime)
     assert rows_of(runtime) == parse(ours)
 
 

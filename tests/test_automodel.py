@@ -20,6 +20,7 @@ from compatibility import Section, Table, compare, seen_with, target
 from ranks import run_ranks
 
 import zbpipe
+from zbpipe.frameworks.installation import uninstall
 
 pytest.importorskip("nemo_automodel")
 yaml = pytest.importorskip("yaml")
@@ -314,4 +315,4 @@ def test_a_pool_of_receive_buffers_made_for_1f1b_is_refused(monkeypatch: pytest.
         ):
             functional.get_schedule_class("1f1b")
     finally:
-        zbpipe.uninstall()
+        uninstall()

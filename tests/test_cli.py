@@ -18,8 +18,9 @@ from commands import answer, json_of, run
 from pages import page_data
 
 import zbpipe
-from zbpipe import JobCosts, OpKind, Placement, cli, dump_costs, generate, load_costs
+from zbpipe import OpKind, Placement, cli, generate, load_costs
 from zbpipe.cli.demo.emulated import Emulated
+from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport

@@ -20,7 +20,8 @@ from ranks import run_ranks
 from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Placement, dump_costs
+from zbpipe import CostModel, Placement
+from zbpipe.costs import JobCosts, Layer, LayerCosts, dump_costs
 from zbpipe.costs.transformer import typical_costs
 
 QUICK = "--budget 2e5"

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbpipe.frozen import FrozenDict
 
-from zbpipe import CostModel, Link, OpKind, Placement
+from zbpipe import CostModel, OpKind, Placement
+from zbpipe.costs import Link
 from zbpipe.costs.model import as_cost_model, rank_shares
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))
@@ -47,7 +48,7 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
         (lambda: CostModel(**ONES, working={OpKind.I: (3, None)}), "working[I] = None: give a number from 0"),
         (lambda: CostModel(**ONES, working={OpKind.I: (3, 3, 3)}), "working[I] has to be one number, or one for each"),
         (lambda: CostModel(**ONES, message_bytes="1 MB"), "message_bytes = '1 MB': give a number"),
-        (lambda: CostModel(**ONES, link=0.5), "link = 0.5: give a zbpipe.Link"),
+        (lambda: CostModel(**ONES, link=0.5), "link = 0.5: give a zbpipe.costs.Link"),
         (lambda: CostModel(**ONES, links=[Link()]), "links = [Link("),
         (lambda: CostModel(**ONES, links={(0, 1): 0.5}), "links = {(0, 1): 0.5}: give zbpipe.Links by two ranks"),
         (lambda: CostModel(**ONES, links={(0, -1): Link()}), "links = {(0, -1): Link("),

@@ -13,7 +13,8 @@ from documents import blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, JobCosts, Layer, LayerCosts, Link, OpKind, Placement, dump_costs, load_costs
+from zbpipe import CostModel, OpKind, Placement, load_costs
+from zbpipe.costs import JobCosts, Layer, LayerCosts, Link, dump_costs
 from zbpipe.costs.file import from_data
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import as_cost_model
@@ -93,7 +94,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"costs": None}, "costs = None: give a zbpipe.CostModel or zbpipe.LayerCosts"),
+        ({"costs": None}, "costs = None: give a zbpipe.CostModel or zbpipe.costs.LayerCosts"),
         ({"placement": (0, 1)}, "placement = (0, 1): give a zbpipe.Placement, or None"),
         ({"transport": 1}, "transport = 1: give one of 'ideal', 'one queue'"),
     ],

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import zbpipe
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 
 QUARTERS, PIPELINE, DATA = 4, 2, 2
 
@@ -69,7 +69,7 @@ TRAININGS = {
     "ZBV, sharded often": Training(
         "ZBV",
         reshard_after_forward=True,
-        options={name: value for name, value in SHARDED_OFTEN.items() if name in _torch.SCHEDULE_OPTIONS},
+        options={name: value for name, value in SHARDED_OFTEN.items() if name in pipelining.SCHEDULE_OPTIONS},
     ),
 }
 SPLIT = tuple(name for name in TRAININGS if name != "1F1B")

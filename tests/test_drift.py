@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from zbpipe import CostModel, Link, Placement
+from zbpipe import CostModel, Placement
+from zbpipe.costs import Link
 from zbpipe.costs.drift import CALIBRATION, DriftDetector, causes
 
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zbpipe
-from zbpipe import CostModel, Estimate, Op, Schedule, Workload, estimate, generate, simulate, testing
+from zbpipe import CostModel, Op, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import page
+from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.devices import DEVICES, GIB, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Step
@@ -148,7 +149,7 @@ def test_what_cannot_be_made_is_left_out_with_the_reason() -> None:
 
 def test_measured_costs_take_the_place_of_counted_ones() -> None:
     placement = Placement.v(2)
-    costs = zbpipe.JobCosts(CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1e9,) * 4), placement)
+    costs = JobCosts(CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1e9,) * 4), placement)
     found = estimate(workload(), costs=costs, plans=False)
     assert row(found, "ZBV", 2).seconds == simulate(generate("ZBV", 2, 8), costs.on(placement)).makespan
     assert row(found, "1F1B").seconds == 9 * 6  # neighbours taken together
@@ -267,13 +268,13 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_of_layers(file: Path) -> None:
-    work = zbpipe.load_layers(file, gpus=16)
+    work = load_layers(file, gpus=16)
     assert len(work.layers) == 34
     assert work.layers[5].modules == ("layers.4",)
     assert work.degrees == Degrees(pipeline=4, fsdp=4)
     assert work.layers[5].waits > work.layers[5].activations
     with pytest.raises(ValueError, match="6 GPUs are not a multiple"):
-        zbpipe.load_layers(file, gpus=6)
+        load_layers(file, gpus=6)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_a_file_of_layers(file: Path) -> None:
 def test_a_wrong_file_is_refused(file: Path, key: str, value: str, words: str) -> None:
     file.write_text(toml(**{key: value}))
     with pytest.raises(ValueError, match=r"model\.toml") as caught:
-        zbpipe.load_layers(file, gpus=16)
+        load_layers(file, gpus=16)
     assert words in str(caught.value)
 
 
@@ -314,7 +315,7 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
 
 
 def test_given_rates_take_the_place_of_the_tables(file: Path) -> None:
-    work = zbpipe.load_layers(file, 16)
+    work = load_layers(file, 16)
     slow, fast = (
         estimate(work, "H100", tflops=tflops, link=(1e6, 1e6), only=["ZBV"], plans=False) for tflops in (100.0, 200.0)
     )

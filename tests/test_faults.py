@@ -23,7 +23,7 @@ from pipelines import Pipeline
 from ranks import endings, join_group, run_ranks
 
 import zbpipe
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import frames
 from zbpipe.runtime.ranks import failures, progress
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -274,10 +274,10 @@ def places() -> list[str]:
     job = Job()
     job.step()  # torch runs the stages once before it
     for module in job.modules.values():
-        module.register_forward_pre_hook(lambda *_: found.append(_torch.place_now(job.schedule)))
-        module.register_full_backward_hook(lambda *_: found.append(_torch.place_now(job.schedule)))
+        module.register_forward_pre_hook(lambda *_: found.append(frames.place_now(job.schedule)))
+        module.register_full_backward_hook(lambda *_: found.append(frames.place_now(job.schedule)))
     job.step()
-    return [*found, _torch.place_now(job.schedule)]
+    return [*found, frames.place_now(job.schedule)]
 
 
 def test_another_thread_can_tell_where_a_step_is() -> None:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 
 import zbpipe
 from zbpipe import run
+from zbpipe.frameworks.installation import uninstall
 from zbpipe.schedule import registry
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ WAVE = zbpipe.Placement.v(RANKS, 4)
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     yield
-    zbpipe.uninstall()
+    uninstall()
     assert schedules.get_schedule_class is TORCHS
 
 
@@ -132,7 +133,7 @@ def test_modules_that_imported_it_before_get_the_new_one(caplog: pytest.LogCaptu
         late = ModuleType("late")
         late.get_schedule_class = schedules.get_schedule_class  # type: ignore[attr-defined]
         sys.modules["late"] = late
-        zbpipe.uninstall()
+        uninstall()
         assert early.get is late.get_schedule_class is TORCHS  # type: ignore[attr-defined]
     finally:
         del sys.modules["early"], sys.modules["late"]
@@ -142,8 +143,8 @@ def test_installed_twice_the_second_holds() -> None:
     zbpipe.install("ZBV", everywhere=True)
     zbpipe.install("ZBH1", everywhere=True)
     assert schedules.get_schedule_class("1F1B").__name__ == "ScheduleZBH1"
-    zbpipe.uninstall()
-    zbpipe.uninstall()
+    uninstall()
+    uninstall()
     assert schedules.get_schedule_class is TORCHS
 
 
@@ -373,7 +374,7 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
     schedules.get_schedule_class("1F1B")
     assert automodel.calculate_virtual_stages is calculate_virtual_stages
     schedules.get_schedule_class("ZBH1")
-    zbpipe.uninstall()
+    uninstall()
     assert automodel.stage_ids_this_rank is stage_ids_this_rank
 
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import zbpipe
-from zbpipe.frameworks.installation import find_algorithm
-from zbpipe.runtime import _torch, build
+from zbpipe.frameworks.installation import find_algorithm, uninstall
+from zbpipe.runtime import build
+from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.schedules import RegisteredSchedule
 
@@ -60,7 +61,7 @@ def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
     plan = zbpipe.plan(1, 4, costs, placements=["v"], budget=1e3)
     for given in (plan, replace(zbpipe.generate("ZBV", 1, 4), name="mine")):
         built, _ = trained(given)
-        optimizer = torch.optim.SGD([p for stage in _torch.stages_of(built) for p in stage.submod.parameters()])
+        optimizer = torch.optim.SGD([p for stage in hooks.stages_of(built) for p in stage.submod.parameters()])
         zbpipe.OptimizerStep(built, optimizer, max_norm=1.0)()
         built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
 
@@ -94,7 +95,7 @@ def test_a_framework_reads_a_file_once_a_job(tmp_path: Path) -> None:
         assert schedules.get_schedule_class(str(file)) is shown
         assert find_algorithm(str(file)) is algorithm
     finally:
-        zbpipe.uninstall()
+        uninstall()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -37,8 +37,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.split import layers, products, slots
+from zbpipe.runtime.split import LINEAR, layers, products, slots
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
 from zbpipe.runtime.verify.one_process import schedule_w_last
 
@@ -249,7 +250,7 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch,
         block.compile(backend=backend, fullgraph=True)
     x = torch.randn(3, WIDTH)
     zbpipe.check_gradients(stage, x, microbatches=3)
-    doubled = WeightProduct(zbpipe.LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
+    doubled = WeightProduct(LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
     monkeypatch.setattr(slots, "LINEAR", doubled)
     # Of other shapes, for which the region learns its products anew.
     with pytest.raises(zbpipe.PipelineError) as error:
@@ -317,7 +318,7 @@ def test_checked_steps_leave_no_trace(one_rank: None, checkpointing: Checkpointi
         modules = [restless(index, checkpointing) for index in range(2)]
         schedule: Any = zbv(modules, 3, scale_grads=False)
         learn_shapes(schedule, modules)
-        done: list[zbpipe.GradientReport] = []
+        done: list[GradientReport] = []
         if checked:
             zbpipe.GradientCheck(schedule, checked, done=done.append)
         torch.manual_seed(1)
@@ -705,7 +706,7 @@ def test_fully_shard(one_rank: None, monkeypatch: pytest.MonkeyPatch, precision:
     assert {name for _, name in mismatch(error).report.off()} == {f"{n}.down.weight" for n in (0, 1)}
 
 
-def checked_on_two_ranks(broken: bool) -> tuple[zbpipe.GradientReport | None, list[str]]:
+def checked_on_two_ranks(broken: bool) -> tuple[GradientReport | None, list[str]]:
     """The report, and what the log says."""
     rank, told = dist.get_rank(), []
     handler = logging.Handler()

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import _torch
-from zbpipe.runtime._torch import HookOrder
+from zbpipe.runtime._torch import hooks as torch_hooks
+from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.hooks import HookOrder
 from zbpipe.runtime.patching import replaced
 
 ORDERS = (HookOrder.ABANDON, HookOrder.CHECK, HookOrder.COPY)
@@ -37,10 +38,10 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
     schedule = pipeline(name)
     x = torch.ones(2, 4)
     schedule.step(x, target=x)
-    before = [dict(vars(owner)).keys() for owner in (schedule, *_torch.stages_of(schedule))]
+    before = [dict(vars(owner)).keys() for owner in (schedule, *torch_hooks.stages_of(schedule))]
     for come, go in zip(permutations(ORDERS), reversed(list(permutations(ORDERS))), strict=True):
         seen: list[str] = []
-        hooks = {order: _torch.hook(schedule, order, partial(note, seen, order)) for order in ORDERS}
+        hooks = {order: torch_hooks.hook(schedule, order, partial(note, seen, order)) for order in ORDERS}
         for order in come:
             hooks[order].__enter__()
         left = list(ORDERS)
@@ -55,20 +56,20 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
         seen.clear()
         schedule.step(x, target=x)
         assert seen == []
-    assert [vars(owner).keys() for owner in (schedule, *_torch.stages_of(schedule))] == before
+    assert [vars(owner).keys() for owner in (schedule, *torch_hooks.stages_of(schedule))] == before
 
 
 def test_a_hook_that_ends_in_a_computation_ends_alone(one_rank: None) -> None:
     schedule = pipeline("ZBV")
     seen: list[str] = []
-    last = _torch.hook(schedule, HookOrder.RECORD, partial(note, seen, HookOrder.RECORD))
+    last = torch_hooks.hook(schedule, HookOrder.RECORD, partial(note, seen, HookOrder.RECORD))
 
     def end_other(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         last.__exit__(None, None, None)
         first.__exit__(None, None, None)
         return compute()
 
-    first = _torch.hook(schedule, HookOrder.CHECK, end_other)
+    first = torch_hooks.hook(schedule, HookOrder.CHECK, end_other)
     last.__enter__()
     first.__enter__()
     schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
@@ -85,7 +86,7 @@ def test_what_is_not_there_cannot_be_replaced() -> None:
 def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
     """Such a backward reduces gradients itself, so stages that torch's own would reduce too early are not refused."""
     schedule = pipeline("ZBV")
-    first, second = _torch.stages_of(schedule)
+    first, second = torch_hooks.stages_of(schedule)
 
     def frameworks(*args: Any, **kwargs: Any) -> Any:
         return type(second).backward_maybe_with_nosync(second, *args, **kwargs)
@@ -94,6 +95,6 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
         return call(*args, **kwargs)
 
     vars(second)["backward_maybe_with_nosync"] = frameworks
-    with _torch.route_calls(schedule, route, route, route):
-        assert _torch.has_own_backward(first) == ""
-        assert _torch.has_own_backward(second).endswith("frameworks")
+    with torch_hooks.route_calls(schedule, route, route, route):
+        assert pipelining.has_own_backward(first) == ""
+        assert pipelining.has_own_backward(second).endswith("frameworks")

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from titan_jobs import require_titan
 
-from zbpipe import Link, Placement, plan, simulate, validate
-from zbpipe.costs.balance import balanced
+from zbpipe import Placement, plan, simulate, validate
+from zbpipe.costs import Link
+from zbpipe.costs.balance import balance
 from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
 from zbpipe.costs.model import least_room
 from zbpipe.planner.partition import split_layers
@@ -70,7 +71,7 @@ def test_a_split_is_a_partition_and_its_plan_no_longer_than_the_even_splits(
     placement = PLACEMENTS[name](ranks)
     assume(placement.num_stages <= len(costs.layers))
     assume(any(layer.seconds for layer in costs.layers))
-    assert_partition(split_of(balanced(costs, placement)), placement, costs)
+    assert_partition(split_of(balance(costs, placement)), placement, costs)
     even = costs.even(placement)
     room = None if limit is None else limit * sum(layer.activations for layer in costs.layers) / ranks
     assume(room is None or room >= max(least_room(placement, even)))
@@ -92,7 +93,7 @@ def test_balance_lightens_the_heaviest_rank(costs: LayerCosts, ranks: int, name:
     placement = PLACEMENTS[name](ranks)
     assume(placement.num_stages <= len(costs.layers))
     even = split_of(even_sizes(len(costs.layers), placement.num_stages))
-    heaviest = max(work(split_of(balanced(costs, placement)), placement, costs))
+    heaviest = max(work(split_of(balance(costs, placement)), placement, costs))
     assert heaviest <= max(work(even, placement, costs)) * (1 + 1e-8)
 
 
@@ -108,7 +109,7 @@ def test_a_v_has_the_head_where_the_embedding_is(
     blocks: int, head: float, ranks: int, by_stage: tuple[int, ...]
 ) -> None:
     """So the rank with both has fewer blocks, and the stages are about alike."""
-    assert balanced(llm(blocks, head), Placement.v(ranks)) == by_stage
+    assert balance(llm(blocks, head), Placement.v(ranks)) == by_stage
 
 
 @given(costs=layer_costs, data=st.data())
@@ -196,8 +197,8 @@ def test_stages_have_no_split() -> None:
         (lambda: Layer(("a",), 1, None, 1, 1), "the layer a cannot have i = None: give a number"),  # type: ignore[arg-type]
         (lambda: Layer(("a",), 1, 1, True, 1), "the layer a cannot have w = True: give a number"),
         (lambda: LayerCosts(()), "at least one layer, got none"),
-        (lambda: LayerCosts((3,)), r"layers = \(3,\): give a list of zbpipe.Layer"),  # type: ignore[arg-type]
-        (lambda: replace(llm(1, 1), link=3), "link = 3: give a zbpipe.Link"),  # type: ignore[arg-type]
+        (lambda: LayerCosts((3,)), r"layers = \(3,\): give a list of zbpipe.costs.Layer"),  # type: ignore[arg-type]
+        (lambda: replace(llm(1, 1), link=3), "link = 3: give a zbpipe.costs.Link"),  # type: ignore[arg-type]
         (lambda: replace(llm(1, 1), links={0: Link()}), "links = {0: Link"),  # type: ignore[dict-item]
     ],
 )

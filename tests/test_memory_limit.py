@@ -15,18 +15,20 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, Placement
+from zbpipe import CostModel, Placement
+from zbpipe.costs import JobCosts, Link, dump_costs
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator import offload
 from zbpipe.testing import cost_models
 
 GB = 1e9
 IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})
 """Of four stages on a V of two ranks: 3 GB a microbatch on each, of which 1F1B holds two, and a quarter of one."""
-HOST = CostModel.uniform(Placement.v(2), host=zbpipe.Link(bandwidth=1))
+HOST = CostModel.uniform(Placement.v(2), host=Link(bandwidth=1))
 
 
 def built(schedule: str, **options: Any) -> Any:
@@ -111,7 +113,7 @@ def test_what_is_no_limit(limit: Any, words: str) -> None:
         lambda limit: zbpipe.plan(2, 4, (1, 1, 1), limit),
         lambda limit: zbpipe.generate("Auto", 2, 4, memory_limit=limit),
         lambda limit: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), limit),
-        lambda limit: zbpipe.offload(zbpipe.generate("ZBV", 2, 4), HOST, limit),
+        lambda limit: offload(zbpipe.generate("ZBV", 2, 4), HOST, limit),
         lambda limit: JobCosts(IN_BYTES, memory_limit=limit),
         lambda limit: built("Auto", memory_limit=limit),
         lambda limit: built("ZBH1Lean", memory_limit=limit),
@@ -145,7 +147,7 @@ def test_a_cost_file_keeps_the_spelling(tmp_path: Path) -> None:
         job = JobCosts(IN_BYTES, Placement.v(2), limit)
         for ending in ("toml", "json"):
             file = tmp_path / f"{number}.{ending}"
-            zbpipe.dump_costs(job, file)
+            dump_costs(job, file)
             assert zbpipe.load_costs(file) == job
     assert 'memory_limit = "1.2x"' in (tmp_path / "3.toml").read_text()
 

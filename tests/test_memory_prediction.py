@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llama import Checkpointing
 
-from zbpipe import CostModel, OpKind, Placement, Schedule, generate, peak_bytes, simulate, testing
-from zbpipe.costs.layers import joined, split_of
+from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, testing
+from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.schedule.ir import COMPUTATIONS
+from zbpipe.simulator import peak_bytes
 from zbpipe.simulator.actions import parse
 
 
@@ -50,7 +51,7 @@ def test_a_stage_takes_what_its_layers_take_in_turn(data: st.DataObject) -> None
     amounts = st.tuples(*(st.sampled_from([0.0, 0.5, 4.0]) for _ in range(4)))
     layers = replace(layers, working=data.draw(st.dictionaries(st.sampled_from(COMPUTATIONS), amounts)))
     cut = data.draw(st.integers(1, 3))
-    stages = joined(layers, split_of((cut, 4 - cut)))
+    stages = join_stages(layers, split_of((cut, 4 - cut)))
     apart = "0F0,1F0,2F0,3F0,3I0,2I0,1I0,0I0,3W0,2W0,1W0,0W0"
     whole = "0F0,1F0,1I0,0I0,1W0,0W0"
     (one,), (other,) = (
@@ -63,7 +64,7 @@ def test_a_stage_takes_what_its_layers_take_in_turn(data: st.DataObject) -> None
 def test_what_waits_is_counted_layer_by_layer() -> None:
     """A layer that keeps nothing from F to I needs its gradient whole in I, when the others wait for W already."""
     layers = CostModel((1, 1), (1, 1), (1, 1), (0, 4), freed_by_i=(0, -1), working={OpKind.I: (6, 1)})
-    (stage,) = [joined(layers, split_of((2,)))]
+    (stage,) = [join_stages(layers, split_of((2,)))]
     assert (stage.activations, stage.waits(0)) == ((4.0,), 8.0)
     assert stage.needs(0, OpKind.I) == 4 + 6
 

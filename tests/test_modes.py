@@ -23,14 +23,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime import _torch
-from zbpipe.runtime._torch import fsdp
+from zbpipe.runtime._torch import fsdp, pipelining
 
 WIDTH, USUAL = 4, 3
 NAMES = ("ZBH1", "ZBV", "ZBVLean", "ZB2P", "VHalf", "Auto", "Table", "Plan")
 KEEPS_BUFFERS = hasattr(PipelineStage, "_pre_metadata_inference_backup")
 """Whether torch's inference of shapes leaves buffers as they are (since 2.14)."""
-HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
+HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` takes microbatches, too (since 2.14)."""
 
 Grad = Literal["no_grad", "inference_mode", "enable_grad"]
@@ -157,7 +156,7 @@ class Loop:
         context = nullcontext() if trains else getattr(torch, event.grad)()
         with context:
             losses = self._call("step" if trains else "eval", event, **number)
-        assert _torch.num_microbatches(self.schedule) == USUAL
+        assert pipelining.num_microbatches(self.schedule) == USUAL
         if losses:
             torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
         for index, part in self.parts.items():

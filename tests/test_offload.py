@@ -15,23 +15,12 @@ from hypothesis import strategies as st
 from pages import page_data, page_ops
 
 import zbpipe
-from zbpipe import (
-    CostModel,
-    Link,
-    Op,
-    OpKind,
-    Placement,
-    Schedule,
-    Timeline,
-    generate,
-    offload,
-    plan,
-    simulate,
-    validate,
-)
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, plan, simulate, validate
+from zbpipe.costs import Link
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import OFFLOADS, RELOADS
+from zbpipe.simulator import Timeline, offload
 from zbpipe.simulator.passes import with_messages
 from zbpipe.testing import cost_models, runnable_schedules
 from zbpipe.views.grid import grid
@@ -261,7 +250,7 @@ def test_only_what_is_wanted_is_copied(what: str | bool, kinds: str) -> None:
 
 def test_an_offload_that_cannot_be_is_refused() -> None:
     schedule = generate("1F1B", 4, 8)
-    with pytest.raises(ValueError, match=r"give the costs host=zbpipe.Link\(bandwidth=...\)"):
+    with pytest.raises(ValueError, match=r"give the costs host=zbpipe.costs.Link\(bandwidth=...\)"):
         offload(schedule, (1, 1, 1))
     costs = costs_of(schedule, Link(bandwidth=2))
     with pytest.raises(ValueError, match=r"rank 0 of 1F1B may hold 1, but .* it holds 2: raise its limit to that"):

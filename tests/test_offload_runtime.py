@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zbpipe
-from zbpipe import CostModel, Link, Op, OpKind, Placement, Schedule, simulate
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
+from zbpipe.costs import Link
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
 from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, copier_for
-from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else
+from zbpipe.runtime.offload.memory import Saved, find_unshared
+from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload
 
 CPU = torch.device("cpu")
@@ -184,10 +186,10 @@ def test_what_others_hold_stays(one_rank: None) -> None:
     tensors = saved.alive()
     places = {each.untyped_storage().data_ptr() for each in tensors}
     assert {each.data_ptr() for each in (weight, cache, x, z)} <= places
-    found = held_by_nobody_else(tensors, smallest=0)
+    found = find_unshared(tensors, smallest=0)
     assert {each.data_ptr() for each in found} == places - {each.data_ptr() for each in (weight, cache, x, z)}
     assert len(found) == 2
-    assert held_by_nobody_else(tensors, smallest=49) == []
+    assert find_unshared(tensors, smallest=49) == []
     copier = StandIn()
     expected = torch.autograd.grad(loss, [x, weight], retain_graph=True)
     copy = copier.out(found)
@@ -270,7 +272,7 @@ def test_the_option_plans_the_copies(one_rank: None) -> None:
     stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
     costs = CostModel.uniform(Placement.loop(1), host=Link(bandwidth=8))
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, costs=costs, offload="pairs")
-    expected = zbpipe.offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
+    expected = offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
     assert runtime.schedule == expected
     with pytest.raises(ValueError, match=r"offload needs the way to the host's memory: give the costs host="):
         zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload=True)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from browser import Browser, running_browser
 
-from zbpipe import generate, offload, simulate
+from zbpipe import generate, simulate
 from zbpipe.costs.model import CostModel, Link
+from zbpipe.simulator import offload
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views import style
 from zbpipe.views.html import html

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import zbpipe
+from zbpipe.simulator import Timeline
 from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
@@ -32,7 +33,7 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("thing", [SCHEDULE, TIMELINE, zbpipe.plan(2, 4, (1, 1, 1), placements=["v"], budget=1e3)])
-def test_in_notebooks(thing: zbpipe.Schedule | zbpipe.Timeline | zbpipe.Plan) -> None:
+def test_in_notebooks(thing: zbpipe.Schedule | Timeline | zbpipe.Plan) -> None:
     text, _, picture = thing._repr_html_().partition("</code>")
     assert text.startswith("<code>")
     assert ElementTree.fromstring(picture).tag.endswith("svg")

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import Cell, cells
 
-from zbpipe import CostModel, JobCosts, Link, Op, OpKind, Placement, Plan, Schedule, generate, simulate
+from zbpipe import CostModel, Op, OpKind, Placement, Plan, Schedule, generate, simulate
+from zbpipe.costs import JobCosts, Link
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
 from zbpipe.costs.transformer import typical_costs
@@ -620,7 +621,7 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"costs": lambda placement: 3}, "got 3"),
         ({"costs": lambda placement: 3}, "the function given as costs, called with a placement: costs have to be"),
         ({"costs": "costs.toml"}, "costs = 'costs.toml' names a file: read it with zbpipe.load_costs('costs.toml')"),
-        ({"costs": 3}, "a zbpipe.JobCosts, for zbpipe.plan also zbpipe.LayerCosts, or three numbers"),
+        ({"costs": 3}, "a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three numbers"),
         ({"progress": 3}, "progress = 3 is no function (share, best)"),
         ({"placements": 3}, "placements = 3: give zbpipe.Placements, or names out of single, loop, v, wave"),
         ({"budget": "1e8"}, "budget = '1e8' is no number"),

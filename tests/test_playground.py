@@ -21,7 +21,7 @@ from pages import page_data, page_ops
 from zbpipe import Schedule, cli, generate, simulate, validate
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.views.playground import answers, page
-from zbpipe.views.playground.answers import Setting, planned, presets, simulated
+from zbpipe.views.playground.answers import Setting, answer_plan, answer_simulation, presets
 from zbpipe.views.playground.server import ADDRESS, server
 
 SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
@@ -64,7 +64,7 @@ def test_the_server_answers_what_the_simulator_says(address: str, name: str, sta
     setting = replace(SMALL, stages=stages)
     status, found = asked(address, "/schedule?" + urlencode({"name": name, **setting.texts()}))
     assert status == 200
-    assert found == json.loads(json.dumps(simulated(setting, name)))
+    assert found == json.loads(json.dumps(answer_simulation(setting, name)))
     schedule = Schedule.from_csv(found["csv"])
     shown = simulate(schedule, typical_costs(schedule.placement, "selective", times=(1, 1.3, 0.7), comm=0.1))
     assert (found["makespan"], found["bubble"]) == (shown.makespan, shown.bubble)
@@ -86,7 +86,7 @@ def test_a_plan_keeps_to_the_limit_and_is_that_of_the_command(address: str, limi
     assert validate(Schedule.from_csv(found["csv"])) == []
     assert found["fits"]
     assert limit is None or found["memory_to_1f1b"] <= limit
-    assert found["lower_bound"] <= found["makespan"] <= simulated(setting, "GPipe")["makespan"]
+    assert found["lower_bound"] <= found["makespan"] <= answer_simulation(setting, "GPipe")["makespan"]
     said = on_the_command_line(found["command"].removesuffix(" -o plan.csv"))
     assert (said["makespan"], said["gap"]) == (found["makespan"], found["gap"])
 
@@ -176,8 +176,8 @@ def test_an_exported_page_holds_the_answers_to_all_its_sliders(exported: Path) -
         setting = Setting.parse(json.loads(text))
         if setting.limit is None:
             assert set(found) == {*data["names"], "plan"}
-            assert found["ZBV"] == json.loads(json.dumps(simulated(setting, "ZBV")))
-    assert found["plan"] == json.loads(json.dumps(planned(setting)))
+            assert found["ZBV"] == json.loads(json.dumps(answer_simulation(setting, "ZBV")))
+    assert found["plan"] == json.loads(json.dumps(answer_plan(setting)))
 
 
 def shown(browser: Browser) -> list[str]:
@@ -202,7 +202,7 @@ def test_the_page_in_a_browser(address: str, exported: Path) -> None:
             setting = Setting.parse(browser.run("return setting"))
             assert setting.microbatches == (2 if where != exported else 8)
             for line, name in zip(lines, ("1F1B", "ZBV"), strict=False):
-                answer = simulated(setting, name)
+                answer = answer_simulation(setting, name)
                 assert line.startswith(f"makespan {answer['makespan']:.6g}, bubble {answer['bubble']:.1%}, ")
                 assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B's" in line
             assert "ZBV has a step" in browser.run('return part("difference").textContent')

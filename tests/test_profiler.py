@@ -22,15 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import CostModel, JobCosts, WeightProduct, simulate
+from zbpipe import CostModel, simulate
+from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import _torch, auto
+from zbpipe.runtime import auto
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.auto import memory_limits
 from zbpipe.runtime.measure.profiler import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
+from zbpipe.runtime.split import WeightProduct
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator import passes
 
@@ -174,7 +177,7 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert 1e8 < model.host.bandwidth < 1e12
     assert model.host.latency < NAP
     file = tmp_path / "costs.toml"
-    zbpipe.dump_costs(first, file)
+    dump_costs(first, file)
     assert zbpipe.load_costs(file) == first
     planned = zbpipe.plan(2, 4, first, budget=1e4)
     assert (planned.schedule.placement, planned.timeline.transport) == (placement, first.transport)
@@ -433,7 +436,9 @@ def receives_by_measured_times() -> tuple[Any, ...]:
     profile: Any = job.schedule._profiler
     chosen, costs = job.schedule.schedule, profile.costs.costs
     start = zbpipe.generate("ZBVLean", 2, MICROBATCHES, costs=costs)
-    placed = [each for row in _torch.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))]
+    placed = [
+        each for row in pipelining.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))
+    ]
     rows = passes.place_receives(passes.with_messages(chosen), Receives.TIMED, simulate(chosen, costs))
     expected = [each for row in rows for each in row if each.kind.startswith(("SEND", "RECV"))]
     predicted = simulate(start, costs, transport="one queue").makespan

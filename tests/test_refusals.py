@@ -29,7 +29,8 @@ import zbpipe
 import zbpipe.frameworks.titan
 from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime import _torch, messages
+from zbpipe.runtime import messages
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
@@ -116,7 +117,7 @@ def test_numbers_of_any_whole_type(one_rank: None) -> None:
     schedule: Any = zbpipe.build_pipeline_schedule(
         "ZBH1", PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu")), 4 * one, nn.functional.mse_loss
     )
-    assert type(_torch.num_microbatches(schedule)) is int
+    assert type(pipelining.num_microbatches(schedule)) is int
     schedule.prepare(two)
     check = zbpipe.GradientCheck(schedule, one)
     schedule.step(x, target=x)
@@ -197,7 +198,7 @@ def ways_to_receive() -> list[str]:
 
     def built(**options: Any) -> str:
         schedule = build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
-        rows = _torch.rows_of(schedule)
+        rows = pipelining.rows_of(schedule)
         equal = CostModel.uniform(schedule.schedule.placement, comm=0.01)
         early = sorted_rows(with_messages(schedule.schedule))
         by_times = simulate(schedule.schedule, equal)

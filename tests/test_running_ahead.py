@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zbpipe
-from zbpipe import CostModel, Link, OpKind, Schedule, simulate
+from zbpipe import CostModel, OpKind, Schedule, simulate
+from zbpipe.costs import Link
 from zbpipe.costs.transport import Receives
+from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
 from zbpipe.simulator.passes import default_costs, free_sends_early, place_receives, with_messages, with_waits
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
@@ -113,7 +115,7 @@ def test_copies_wait_for_the_validation_and_queues_hide_the_period() -> None:
     queued = simulate(schedule, (1, 1, 1), transport="one queue")
     assert period_of(queued) == queued.longest_rank_span
     host = Link(0.0, 16.0)
-    copied = zbpipe.offload(schedule, CostModel.uniform(schedule.placement, host=host), what="all")
+    copied = offload(schedule, CostModel.uniform(schedule.placement, host=host), what="all")
     assert copied.has_copies
     timeline = simulate(copied, CostModel.uniform(schedule.placement, host=host))
     assert period_of(timeline) == timeline.makespan

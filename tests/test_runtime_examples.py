@@ -12,20 +12,24 @@ import pytest
 
 import zbpipe
 import zbpipe.frameworks.titan
+from zbpipe.frameworks.installation import uninstall
+from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.split import WeightProduct
+from zbpipe.runtime.verify import GradientReport
 
 PUBLIC = [
-    zbpipe.AutoSchedule,
+    AutoSchedule,
     zbpipe.GradientCheck,
-    zbpipe.GradientReport,
+    GradientReport,
     zbpipe.PipelineError,
     zbpipe.Profiler,
     *(getattr(zbpipe, name) for name in zbpipe.__all__ if name.startswith("Schedule") and name != "Schedule"),
-    zbpipe.WeightProduct,
+    WeightProduct,
     zbpipe.build_pipeline_schedule,
     zbpipe.check_gradients,
     zbpipe.install,
     zbpipe.titan.plug_in,
-    zbpipe.uninstall,
+    uninstall,
 ]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from zbpipe import Op, Placement, Schedule, generate
 from zbpipe.costs.model import CostModel, least_room, rank_shares
 from zbpipe.planner.search import best_within
-from zbpipe.runtime._torch import lower
+from zbpipe.runtime._torch.pipelining import lower
 from zbpipe.schedule import registry
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate

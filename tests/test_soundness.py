@@ -11,11 +11,11 @@ from hypothesis import given
 from test_actions import lowered_runtime
 
 from zbpipe import Op, Schedule, generate, testing, validate
-from zbpipe.runtime._torch import rows_of
+from zbpipe.runtime._torch.pipelining import rows_of
 from zbpipe.simulator.actions import COMPUTE, Rows, parse, validate_lowered
 from zbpipe.simulator.message_queues import are_sound, blocked_queues
 from zbpipe.simulator.passes import with_messages, with_waits
-from zbpipe.simulator.validation import _deadlocked, _disordered, _incomplete, _is_sound, _strangers
+from zbpipe.simulator.validation import _find_deadlocks, _find_disordered, _incomplete, _is_sound, _strangers
 
 
 @given(testing.runnable_schedules())
@@ -41,8 +41,8 @@ def findings(schedule: Schedule) -> list[Any]:
     return [
         *_strangers(schedule, places),
         *_incomplete(schedule, places),
-        *_disordered(schedule),
-        *_deadlocked(schedule, places),
+        *_find_disordered(schedule),
+        *_find_deadlocks(schedule, places),
     ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 
 
 def data(rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
     stages = [PipelineStage(torch.nn.Linear(2, 2), index, 2, torch.device("cpu")) for index in indices]
     schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, F.mse_loss)
     made: list[tuple[str, bool]] = []
-    lower = _torch.lower
+    lower = pipelining.lower
 
     def recorded(runtime: Any, table: zbpipe.Schedule) -> Any:
         made.append((str(table), gc.isenabled()))
@@ -100,11 +100,11 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
     x = torch.ones(6, 2)
     schedule.prepare(2)
     assert made.pop() == (str(zbpipe.generate("ZBV", 1, 2)), False)
-    assert _torch.num_microbatches(schedule) == 4
+    assert pipelining.num_microbatches(schedule) == 4
     assert schedule.schedule == zbpipe.generate("ZBV", 1, 4)
     with pytest.raises(ValueError, match="microbatches has to be a whole number"):
         schedule.prepare(2, 0)
-    assert _torch.num_microbatches(schedule) == 4
+    assert pipelining.num_microbatches(schedule) == 4
     for number in (3, None, 3, 6, 3, 6, 2):
         schedule.step(x if number else x[:4], target=x if number else x[:4], microbatches=number)
     assert made == [(str(zbpipe.generate("ZBV", 1, number)), False) for number in (3, 6)]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.ranks.failures import shared_with_other_ranks
 
-HAS_MICROBATCH_ARGUMENTS = hasattr(_torch.PipelineSchedule, "_get_microbatch_inputs")
+HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` takes microbatches, too (since 2.14)."""
 
 
@@ -238,8 +238,8 @@ def test_parameters_that_are_inference_tensors(one_rank: None) -> None:
 def test_interruptions_of_a_job(one_rank: None, error: BaseException, note: str) -> None:
     with pytest.raises(type(error)), shared_with_other_ranks():
         raise error
-    assert note in _torch.default_store().compare_set("zbpipe/first_failure", "", "nothing").decode()
-    assert bool(note) == (b"nothing" not in _torch.default_store().get("zbpipe/first_failure"))
+    assert note in pipelining.default_store().compare_set("zbpipe/first_failure", "", "nothing").decode()
+    assert bool(note) == (b"nothing" not in pipelining.default_store().get("zbpipe/first_failure"))
 
 
 class Kept(logging.Handler):

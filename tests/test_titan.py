@@ -29,6 +29,7 @@ import zbpipe
 from zbpipe import Placement, cli
 from zbpipe.cli.demo import comparison, emulated, launch
 from zbpipe.cli.demo.launch import JobOutcome, demo_arguments, train_on_cpu
+from zbpipe.costs import JobCosts
 from zbpipe.frameworks.titan import monitor, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
@@ -319,7 +320,7 @@ def write_into(file: str) -> bool:
     prepare()
     from zbpipe.runtime import job
 
-    costs = zbpipe.JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
+    costs = JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
     with mock.patch.object(job.logger, "warning") as warned:
         job.write_costs(costs, file)
     return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
@@ -406,7 +407,7 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.zoo)])
 def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
-    job = titan.train(*pipeline("ZBVLean"), *versions.installed().checkpoint(checkpointing), num_ranks=2)
+    job = titan.train(*pipeline("ZBVLean"), *versions.find_installed().checkpoint(checkpointing), num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"ZBVLean is made for {checkpointing} activation checkpointing" in job.log
 
@@ -424,7 +425,7 @@ def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
     if schedule == "VHalf":
         options.append("receives late")
     given = [word for each in options for word in f"--zbpipe.{each}".split()]
-    no_checkpointing = versions.installed().checkpoint("none")  # torch's split takes no other
+    no_checkpointing = versions.find_installed().checkpoint("none")  # torch's split takes no other
     job = titan.train(*pipeline(schedule), *given, *no_checkpointing, num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
     assert f"pipeline schedule {schedule} with" in job.log
@@ -480,7 +481,7 @@ def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: 
     """One job writes the costs, with the way to the host, and the next one is made for them."""
     costs = tmp_path / "costs.toml"
     shard = ("--parallelism.data_parallel_shard_degree", str(shards))
-    kind = (*pipeline("ZBV"), *shard, *versions.installed().checkpoint("none"))
+    kind = (*pipeline("ZBV"), *shard, *versions.find_installed().checkpoint("none"))
     measure = ("--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
     expected = titan.without_pipeline(*shard, num_ranks=shards)
     assert_trains_alike(titan.train(*kind, *measure, num_ranks=2 * shards), expected)

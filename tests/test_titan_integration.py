@@ -30,7 +30,7 @@ from zbpipe import cli, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
 from zbpipe.estimation.ranks import JobMemory, memory_by_rank
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import resolve
@@ -184,9 +184,9 @@ def build_rank(job: tuple[int, int]) -> Built:
     )
     place = dims.get_mesh("pp").get_local_rank()
     assert rank // (num_gpus // dims.pp) == place
-    stages = tuple(stage.stage_index for stage in _torch.stages_of(schedule))
+    stages = tuple(stage.stage_index for stage in hooks.stages_of(schedule))
     assert (has_first, has_last) == (0 in stages, 2 * dims.pp - 1 in stages)
-    table = _torch.lowered_table(schedule)  # type: ignore[arg-type]
+    table = pipelining.write_lowered(schedule)  # type: ignore[arg-type]
     blocks = [block for part in parts for block in part.layers.values()]
     assert all(isinstance(block, FSDPModule) for block in blocks)
     return Built(

@@ -43,7 +43,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 )
 def test_known_versions(packages: dict[str, str], torchtitan: str, torch: str, name: str) -> None:
     packages |= {"torchtitan": torchtitan, "torch": torch}
-    assert versions.installed().name == name
+    assert versions.find_installed().name == name
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_known_versions(packages: dict[str, str], torchtitan: str, torch: str, n
 def test_others_are_refused(packages: dict[str, str], torchtitan: str | None, torch: str, said: str) -> None:
     packages |= {"torch": torch} | ({"torchtitan": torchtitan} if torchtitan else {})
     with pytest.raises(ImportError, match=re.escape(said)):
-        versions.installed()
+        versions.find_installed()
 
 
 def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"torchtitan is not installed: pip install torchtitan==0\."):
-        versions.installed()
+        versions.find_installed()
     with pytest.raises(emulated.DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
         comparison.run_demo(2, progress=None)  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_a_source_tree_goes_before_what_pip_knows(
     spec = ModuleSpec("torchtitan", None, is_package=True)
     spec.submodule_search_locations = [str(source_tree(tmp_path, "0.2.2") / "torchtitan")]
     monkeypatch.setattr(versions, "find_spec", lambda name: spec)
-    assert versions.installed().name == "0.2.2"
+    assert versions.find_installed().name == "0.2.2"
 
 
 def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
+from zbpipe.frameworks.installation import uninstall
 from zbpipe.runtime.classes import class_of
 from zbpipe.schedule import registry
 
@@ -52,7 +53,7 @@ def test_there_are_classes() -> None:
 def installed() -> Iterator[None]:
     zbpipe.install()
     yield
-    zbpipe.uninstall()
+    uninstall()
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,7 +9,8 @@ from broken import RULES, Broken, broken_schedules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Finding, Op, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.simulator import Finding
 from zbpipe.simulator.validation import Rule, require_valid
 from zbpipe.testing import cost_models, runnable_schedules, schedules
 

@@ -480,8 +480,8 @@ def test_ticks_are_few_and_on_the_axis(until: float, most: int) -> None:
 def test_numbers_have_no_noise() -> None:
     assert style.number(25.500000000000004) == "25.5"
     assert style.percent(-2e-16) == "0.0%"
-    assert style.counted(1, "microbatch") == "1 microbatch"
-    assert style.counted(2, "microbatch") == "2 microbatches"
+    assert style.count_noun(1, "microbatch") == "1 microbatch"
+    assert style.count_noun(2, "microbatch") == "2 microbatches"
 
 
 def test_a_schedule_with_unequal_numbers_of_stages_has_pictures() -> None:

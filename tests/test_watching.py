@@ -20,7 +20,8 @@ from test_steps import Kept
 from torch import Tensor, nn
 
 import zbpipe
-from zbpipe import CostModel, Link, Placement, Schedule
+from zbpipe import CostModel, Placement, Schedule
+from zbpipe.costs import Link
 from zbpipe.costs.drift import CALIBRATION
 from zbpipe.costs.job import JobCosts
 from zbpipe.planner.placement_advice import _on, advise_placement, uneven_stages

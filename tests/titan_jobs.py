@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from zbpipe.cli.demo.launch import METRICS, JobOutcome, demo_arguments, first_error
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3
@@ -29,7 +29,7 @@ JOB_TIMEOUT = 400.0
 def require_titan(*names: str) -> str:
     """Which of these TorchTitans is installed. If none is, the tests of the module that calls this are skipped."""
     try:
-        found = installed().name
+        found = find_installed().name
     except ImportError as error:
         pytest.skip(str(error), allow_module_level=True)
     if found not in names:
@@ -77,7 +77,7 @@ _FLAVORS = {
 
 def flavor() -> Flavor:
     """That of the installed version."""
-    return _FLAVORS[installed().name]
+    return _FLAVORS[find_installed().name]
 
 
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:

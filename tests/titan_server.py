@@ -34,7 +34,7 @@ def import_titan() -> None:
     import zbpipe.titan.train  # noqa: F401
     from zbpipe.frameworks.titan import plug, versions
 
-    importlib.import_module(MODELS[versions.installed().name])
+    importlib.import_module(MODELS[versions.find_installed().name])
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.config
 
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 
 SCRIPT = Path(__file__).with_name("run_train.sh")
 PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
@@ -166,7 +166,7 @@ class FirstRun:
         self.report = Report(self.folder / "report.md")
         self._arguments = arguments
         self._script = script
-        self._titan_02 = installed().name.startswith("0.2")
+        self._titan_02 = find_installed().name.startswith("0.2")
         self._reference: tuple[Job, Outcome] | None = None
         """The first job that ended well, usually 1F1B."""
         self._best: dict[str, float] = {}

@@ -129,11 +129,11 @@ def schedules(
     num_microbatches = draw(st.integers(1, max_microbatches)) if microbatches is None else microbatches
     if stages_per_rank is None and algorithm.any_stages_per_rank:
         stages_per_rank = draw(st.integers(1, _MOST_STAGES_PER_RANK))
-    return _generated(algorithm, num_ranks, num_microbatches, stages_per_rank)
+    return _generate(algorithm, num_ranks, num_microbatches, stages_per_rank)
 
 
 @lru_cache(maxsize=4096)
-def _generated(algorithm: registry.Algorithm, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+def _generate(algorithm: registry.Algorithm, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
     """Kept, because hypothesis asks for the small ones again and again, and some schedules are searched for."""
     return algorithm.make(ranks, microbatches, stages_per_rank=stages_per_rank)
 

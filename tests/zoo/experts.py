@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpipe import GROUPED_MM, WeightProduct
+from zbpipe.runtime.split import GROUPED_MM, WeightProduct
 from zoo.case import EVERY_MODE, ONE_BY_ONE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, one_by_one, stage
 from zoo.precision import of
 

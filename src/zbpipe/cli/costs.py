@@ -68,7 +68,7 @@ class Costs:
         self.job.require_ranks(given)
         return given
 
-    def required_ranks(self, given: int | None) -> int:
+    def require_ranks(self, given: int | None) -> int:
         """The same, where a command needs it."""
         found = self.ranks(given)
         if found is None:

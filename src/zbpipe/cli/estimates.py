@@ -9,7 +9,7 @@ from typing import Any
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Step
-from zbpipe.views.html import filled
+from zbpipe.views.html import fill
 from zbpipe.views.report import table
 from zbpipe.views.style import percent
 from zbpipe.views.svg import svg
@@ -79,7 +79,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
-def searched_lines(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
+def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
     """A line for each choice of degrees with its best schedule, then the best one's table."""
     yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
     rows = [
@@ -150,12 +150,12 @@ def page(found: Estimate) -> str:
     """One HTML page: the table, memory against step time, and the best schedules one above the other."""
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values()))
     rows = "\n".join(_row(_cells(found, step)) for step in found.steps)
-    return filled(
+    return fill(
         "estimates.html",
         title=escape(_job(found)),
         table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
         plot=plot(found),
-        schedules=_drawn(found),
+        schedules=_draw(found),
         words="\n".join(f"<p>{escape(line)}</p>" for line in (LEGEND, *found.words)),
     )
 
@@ -164,7 +164,7 @@ def _row(cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in cells) + "</tr>"
 
 
-def _drawn(found: Estimate) -> str:
+def _draw(found: Estimate) -> str:
     """The best, the job's own, and 1F1B, on one time scale."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
     best = [step for step in found.steps if step.timeline is not None and step.fits]

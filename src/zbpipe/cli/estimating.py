@@ -157,7 +157,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, search: bool) -> None:
-    from zbpipe.cli.estimates import lines, page, record, searched_lines
+    from zbpipe.cli.estimates import lines, list_searched, page, record
 
     best = found[0]
     if html_file is not None:
@@ -165,7 +165,7 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
     if as_json:
         print_json([record(each) for each in found] if search else record(best))
     else:
-        for line in searched_lines(found, best) if search else lines(best):
+        for line in list_searched(found, best) if search else lines(best):
             click.echo(line)
     for name, reason in best.left_out:
         click.echo(f"left out {name}: {reason}", err=True)

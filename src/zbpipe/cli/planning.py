@@ -167,7 +167,7 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
         raise click.UsageError(
             f"--placement and the rank_of in {costs.file} exclude each other: leave one out", context
         )
-    ranks, microbatches = costs.required_ranks(asked["ranks"]), asked["microbatches"]
+    ranks, microbatches = costs.require_ranks(asked["ranks"]), asked["microbatches"]
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     asked |= {"ranks": ranks, "placements": asked["placements"] or None}
     if not is_given(context, "transport"):

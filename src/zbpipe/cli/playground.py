@@ -34,10 +34,10 @@ def playground(port: int, browser: bool, file: Path | None) -> None:
     if file is None:
         _serve(port, browser)
         return
-    from zbpipe.views.playground.page import exported
+    from zbpipe.views.playground.page import make_exported_page
 
     with click.progressbar(length=100, label="planning", file=sys.stderr) as bar:
-        text = exported(lambda share: bar.update(round(100 * share) - bar.pos))
+        text = make_exported_page(lambda share: bar.update(round(100 * share) - bar.pos))
     file.write_text(text, encoding="utf-8")
     click.echo(f"wrote {file}, {len(text) / 1e6:.1f} MB")
 

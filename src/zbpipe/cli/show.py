@@ -44,12 +44,12 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     from zbpipe.schedule.registry import schedules
     from zbpipe.views import report
 
-    ranks = costs.required_ranks(ranks or (None if costs.ranks(None) else 4))
+    ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
     compared = report.compare(simulate_all(ranks, microbatches, costs), None, baseline)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
-    listed = report.listed(known, compared)
+    listed = report.list_schedules(known, compared)
     if as_json:
         print_json(listed)
         return
@@ -211,7 +211,7 @@ def compare(
     from zbpipe.schedule.ir import require_size
     from zbpipe.views import report
 
-    ranks = costs.required_ranks(ranks)
+    ranks = costs.require_ranks(ranks)
     transport = costs.transport(transport, click.get_current_context())
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limit = memory_limit or (MemoryLimit.parse(costs.job.memory_limit) if costs.job else None)

@@ -29,12 +29,12 @@ def export(request: Request, output: Path) -> None:
     Example:
       zbpipe export ZBV -p 4 -m 8 -o zbv.csv
     """
-    from zbpipe.views.style import counted
+    from zbpipe.views.style import count_noun
 
     schedule, _ = request.make_valid()
     output.write_text(schedule.to_csv(), encoding="utf-8")
     ops = sum(map(len, schedule))
-    click.echo(f"wrote {output}: {schedule.name}, {counted(schedule.num_ranks, 'rank')}, {counted(ops, 'op')}")
+    click.echo(f"wrote {output}: {schedule.name}, {count_noun(schedule.num_ranks, 'rank')}, {count_noun(ops, 'op')}")
 
 
 def _name_or_file(context: click.Context, argument: click.Parameter, text: str) -> str | Path:
@@ -73,7 +73,7 @@ def validate(
     from zbpipe.schedule.files import read_text
     from zbpipe.simulator.actions import check_table
     from zbpipe.simulator.validation import validate as findings_of
-    from zbpipe.views.style import counted
+    from zbpipe.views.style import count_noun
 
     if memory_limit is not None:
         memory_limit.resolve(equal().of, 1, 1)  # not an error of the table: nothing here is in bytes
@@ -93,9 +93,9 @@ def validate(
         click.echo(how, nl=bool(how))
         raise SystemExit(1)
     click.echo(
-        f"{schedule.name}: valid; {counted(schedule.num_ranks, 'rank')},"
-        f" {counted(schedule.placement.num_stages, 'stage')}, {counted(schedule.num_microbatches, 'microbatch')},"
-        f" {counted(sum(map(len, schedule)), 'op')}"
+        f"{schedule.name}: valid; {count_noun(schedule.num_ranks, 'rank')},"
+        f" {count_noun(schedule.placement.num_stages, 'stage')}, {count_noun(schedule.num_microbatches, 'microbatch')},"
+        f" {count_noun(sum(map(len, schedule)), 'op')}"
     )
     click.echo(how, nl=bool(how))
 

@@ -15,12 +15,12 @@ _DIGITS = 9
 """Of shares of all work, so that the rounding of sums decides nothing."""
 
 
-def balanced(costs: LayerCosts, placement: Placement) -> Sizes:
+def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     """Layers by stage, so that the rank with the most work has as little as possible, and all stages are about alike.
 
     That is found by moving one layer at a time, from TorchTitan's even split, so it need not be the best there is.
 
-        >>> block, head = zbpipe.Layer(("block",), 1, 1, 1, 1), zbpipe.Layer(("head",), 3, 3, 3, 1)
+        >>> block, head = zbpipe.costs.Layer(("block",), 1, 1, 1, 1), zbpipe.costs.Layer(("head",), 3, 3, 3, 1)
         >>> balanced(LayerCosts((*[block] * 9, head)), Placement.v(2))
         (3, 3, 3, 1)
 
@@ -35,7 +35,7 @@ def balanced(costs: LayerCosts, placement: Placement) -> Sizes:
         return _unevenness(sizes, until, placement)
 
     while True:
-        trial = min(moved(best, stages, stages), key=unevenness, default=best)
+        trial = min(move_layer(best, stages, stages), key=unevenness, default=best)
         if unevenness(trial) >= unevenness(best):
             return best
         best = trial
@@ -50,7 +50,7 @@ def _unevenness(sizes: Sizes, until: Sequence[float], placement: Placement) -> t
     return round(max(ranks), _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
 
 
-def moved(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:
+def move_layer(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:
     """Splits with one layer less on a stage and one more on another; the layers between the two move on by one."""
     for giver, taker in product(givers, takers):
         if giver != taker and sizes[giver] > 1:

@@ -220,7 +220,7 @@ def _columns(costs: CostModel | Layer) -> _Table:
 
 def _layers(row: Any, name: str) -> Iterator[Layer]:
     """One layer, or several alike."""
-    return (Layer(**each) for each in counted(row_table(row, name, required=("modules", *COLUMNS)), name))
+    return (Layer(**each) for each in repeat_counted(row_table(row, name, required=("modules", *COLUMNS)), name))
 
 
 def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:
@@ -228,7 +228,7 @@ def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequenc
     return table_of(row, name, required=required, optional=(*optional, "count"))
 
 
-def counted(row: _Table, name: str) -> Iterator[_Table]:
+def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
     """A layer's table, or `count` tables with the number at the end of the module's name counted up.
 
     Raises:

@@ -38,7 +38,7 @@ class JobCosts:
 
     def __post_init__(self) -> None:
         transports = ", ".join(map(repr, map(str, Transport)))
-        _require(self.costs, "costs", (CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.LayerCosts")
+        _require(self.costs, "costs", (CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.costs.LayerCosts")
         _require(self.placement, "placement", (Placement, type(None)), "a zbpipe.Placement, or None")
         _require(self.transport, "transport", (str, type(None)), f"one of {transports}, or None")
         transport = None if self.transport is None else Transport.parse(self.transport)

@@ -97,7 +97,7 @@ class LayerCosts:
     def __post_init__(self) -> None:
         what = "the costs of layers"
         if not isinstance(self.layers, (tuple, list)) or not all(isinstance(each, Layer) for each in self.layers):
-            raise TypeError(f"{what} cannot have layers = {self.layers!r}: give a list of zbpipe.Layer")
+            raise TypeError(f"{what} cannot have layers = {self.layers!r}: give a list of zbpipe.costs.Layer")
         if not self.layers:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
@@ -112,7 +112,7 @@ class LayerCosts:
         """The costs of the stages of this split."""
         f, i, w, activations = (tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS)
         ways = (self.link, self.links, self.message_bytes)
-        return joined(CostModel(f, i, w, activations, self.freed_by_i, *ways, self.working, self.host), split)
+        return join_stages(CostModel(f, i, w, activations, self.freed_by_i, *ways, self.working, self.host), split)
 
     def even(self, placement: Placement) -> CostModel:
         """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
@@ -127,7 +127,7 @@ class LayerCosts:
         return [[name for layer in stage for name in self.layers[layer].modules] for stage in split]
 
 
-def joined(costs: CostModel, split: Split) -> CostModel:
+def join_stages(costs: CostModel, split: Split) -> CostModel:
     """The costs of stages that are each made of several: F runs these one after the other, I, W and B from the last on.
 
         >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
@@ -179,7 +179,7 @@ def merged(costs: CostModel, num_stages: int) -> CostModel:
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
         raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
-    return joined(costs, split_of([each] * num_stages))
+    return join_stages(costs, split_of([each] * num_stages))
 
 
 def split_of(sizes: Sequence[int]) -> Split:

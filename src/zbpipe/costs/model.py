@@ -123,7 +123,7 @@ def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host:
         ValueError: bytes that are negative or not finite.
     """
     if not isinstance(link, Link):
-        raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.Link")
+        raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.costs.Link")
     if not isinstance(links, Mapping):
         raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.Links by (from rank, to rank)")
     for key, each in links.items():
@@ -131,7 +131,9 @@ def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host:
         if not is_pair or not isinstance(each, Link):
             raise TypeError(f"{what} cannot have links = {{{key!r}: {each!r}}}: give zbpipe.Links by two ranks")
     if not isinstance(host, (Link, type(None))):
-        raise TypeError(f"{what} cannot have host = {host!r}: give a zbpipe.Link, for example Link(bandwidth=25e9)")
+        raise TypeError(
+            f"{what} cannot have host = {host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
+        )
     return {
         "link": link,
         "host": host,
@@ -439,7 +441,7 @@ def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
 
 @runtime_checkable
 class Placeable(Protocol):
-    """What has costs for the stages of a placement: `zbpipe.JobCosts`."""
+    """What has costs for the stages of a placement: `zbpipe.costs.JobCosts`."""
 
     def on(self, placement: Placement) -> CostModel: ...
 
@@ -469,7 +471,7 @@ def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Pla
         if isinstance(costs, (str, PathLike)):
             raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
         raise TypeError(
-            "costs have to be a zbpipe.CostModel, a zbpipe.JobCosts, for zbpipe.plan also zbpipe.LayerCosts, or three"
+            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three"
             f" numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
         )
     return CostModel.uniform(placement, *numbers)

@@ -47,7 +47,7 @@ def estimate(
 
     Args:
         workload: of the job, on its degrees: `zbpipe.frameworks.titan.workload.read` makes it of a TorchTitan config,
-            `zbpipe.load_layers` reads it from a file.
+            `zbpipe.estimation.load_layers` reads it from a file.
         device: its name in the table (H100, H200, B200, MI300X, MI325X, MI355X), or a Device; None only with `costs`.
         tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's.
@@ -62,7 +62,7 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.Workload, got {workload!r}: zbpipe.frameworks.titan.workload.read makes one"
+            f"an estimate takes a zbpipe.estimation.Workload, got {workload!r}: zbpipe.frameworks.titan.workload.read makes one"
         )
     found = find(device) if isinstance(device, str) else device
     if found is None and costs is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbpipe.costs.layers import joined, split_of
+from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.estimation.result import Memory
 from zbpipe.estimation.workload import Degrees, Rates, Workload
@@ -64,7 +64,7 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
     """On each GPU, while `size` microbatches go through all layers at a time."""
     degrees, each = workload.degrees, workload.parameter_bytes
-    whole = joined(costs, split_of((costs.num_stages,)))
+    whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
     shards = workload.parameters / degrees.tensor * each.stored / degrees.fsdp
     of_head, of_backward = (size * whole.working_of(0, kind) for kind in (OpKind.F, OpKind.B))

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zbpipe.costs.file import counted, read_data, row_table, rows_of, table_of
+from zbpipe.costs.file import read_data, repeat_counted, row_table, rows_of, table_of
 from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
@@ -76,7 +76,7 @@ def _degrees(given: Any, gpus: int) -> Degrees:
 
 def _layers(row: Any, name: str) -> list[LayerWork]:
     table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", *_WORKING))
-    return [_layer(each, name) for each in counted(table, name)]
+    return [_layer(each, name) for each in repeat_counted(table, name)]
 
 
 def _layer(table: dict[str, Any], name: str) -> LayerWork:

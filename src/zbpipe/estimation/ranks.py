@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zbpipe.costs.layers import joined
+from zbpipe.costs.layers import join_stages
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.costs.model import CostModel, least_room
 from zbpipe.costs.transformer import usual_costs
@@ -55,7 +55,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)
-    costs = joined(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
+    costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
     timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from zbpipe.costs.balance import balanced
-from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, joined, split_of
+from zbpipe.costs.balance import balance
+from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, join_stages, split_of
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device
@@ -176,7 +176,7 @@ class Workload:
         if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
             return split_of(even_sizes(len(self.layers), placement.num_stages, self.ends or (1, 1)))
         costs = LayerCosts(tuple(Layer(each.modules, each.f, each.i, each.w, 0.0) for each in self.layers))
-        return split_of(balanced(costs, placement))
+        return split_of(balance(costs, placement))
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
         """Of the layers, in bytes, as if each were a stage; `times` gives those of F, I and W."""
@@ -223,7 +223,7 @@ class Rates:
 
     def costs(self, workload: Workload, placement: Placement, split: Split) -> CostModel:
         """Of the stages, with the links between neighbours."""
-        stages = joined(self.layer_costs(workload), split)
+        stages = join_stages(self.layer_costs(workload), split)
         links = dict(self._links(workload, placement))
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
         return replace(stages, link=slowest, links=links)

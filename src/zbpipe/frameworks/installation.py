@@ -110,7 +110,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
 
-    A second call replaces what the first one installed. `zbpipe.uninstall` undoes it.
+    A second call replaces what the first one installed. `zbpipe.frameworks.installation.uninstall` undoes it.
     """
     # The job's own trainer steps its optimizer.
     arguments.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})
@@ -145,7 +145,7 @@ def uninstall() -> None:
     >>> zbpipe.install("ZBV")
     >>> schedules.get_schedule_class("zbv").__name__
     'ScheduleZBV'
-    >>> zbpipe.uninstall()
+    >>> zbpipe.frameworks.installation.uninstall()
     """
     global _installed  # noqa: PLW0603
     if _installed is None:
@@ -153,7 +153,7 @@ def uninstall() -> None:
     automodel.restore()
     found = _replace(_installed.replacement, _installed.torchs)
     _installed = None
-    logger.info("zbpipe.uninstall: torch's get_schedule_class is back in %s", ", ".join(found))
+    logger.info("zbpipe.frameworks.installation.uninstall: torch's get_schedule_class is back in %s", ", ".join(found))
 
 
 def find_algorithm(name: str) -> Algorithm | None:

@@ -17,7 +17,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from zbpipe.runtime import _torch, checks, job
+from zbpipe.runtime import checks, job
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.options import Options
 from zbpipe.runtime.schedules import list_for_visualizer
 from zbpipe.schedule.ir import Placement
@@ -30,7 +31,7 @@ class Proxy(ABCMeta):
     algorithm: Algorithm
     options: Options
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> _torch.PipelineSchedule:
+    def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
         """The schedule instead of an object of this class. The arguments are those of torch's class.
 
         Raises:
@@ -39,7 +40,7 @@ class Proxy(ABCMeta):
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
-        if _torch.are_mocks(given.get(names[0])):
+        if pipelining.are_mocks(given.get(names[0])):
             return list_for_visualizer(cls.algorithm, given[names[0]], given["n_microbatches"])
         stages = checks.in_order(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
@@ -56,17 +57,17 @@ class Proxy(ABCMeta):
         return hash(cls.__bases__[0])
 
 
-def proxy_of(algorithm: Algorithm, options: Options) -> type[_torch.PipelineSchedule]:
+def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.PipelineSchedule]:
     """The class that frameworks get for a schedule.
 
     Args:
         algorithm: of the schedule.
         options: for the schedule, besides what the framework gives.
     """
-    base = _torch.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
+    base = pipelining.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
     content = {"algorithm": algorithm, "options": options, "__module__": __name__}
     proxy = Proxy(algorithm.class_name, (base,), content)
-    return cast(type[_torch.PipelineSchedule], proxy)
+    return cast(type[pipelining.PipelineSchedule], proxy)
 
 
 def placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
@@ -77,7 +78,7 @@ def placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
     return placement == Placement.loop(ranks, max(placement.num_stages // ranks, 1))
 
 
-def _nearest(algorithm: Algorithm) -> type[_torch.PipelineSchedule]:
+def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
     """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle

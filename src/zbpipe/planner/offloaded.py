@@ -39,7 +39,7 @@ def plan_offloaded(
     found: list[Plan] = []
     refusals: list[ValueError] = []
     bounds: dict[str, float] = {}
-    for plan in (*_searched(request, search, refusals), *_named(request, costs_of)):
+    for plan in (*_search(request, search, refusals), *_plan_named(request, costs_of)):
         require_host(plan.timeline.costs)
         bounds |= plan.bounds
         try:
@@ -54,7 +54,7 @@ def plan_offloaded(
     return replace(best, bounds={name: bounds[name] for name in request.placements if name in bounds} or best.bounds)
 
 
-def _searched(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
+def _search(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
     """The plans under looser and looser limits; the last one has none, and so its bounds hold for all."""
     one = request.part(len(_LOOSER))
     for factor in _LOOSER:
@@ -65,20 +65,20 @@ def _searched(request: Request, search: Callable[[Request], Plan], refusals: lis
             refusals.append(error)
 
 
-def _named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
+def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
     """The named schedules on the placements, however much they hold."""
     for name, placement in request.placements.items() if costs_of else ():
         assert costs_of is not None
         costs = costs_of(placement)
         bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
         for algorithm in registry.schedules().values():
-            schedule = _generated(algorithm, placement, request.microbatches, costs_of)
+            schedule = _generate(algorithm, placement, request.microbatches, costs_of)
             if schedule is not None:
                 timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)
                 yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
 
 
-def _generated(
+def _generate(
     algorithm: registry.Algorithm, placement: Placement, microbatches: int, costs_of: CostsOf
 ) -> Schedule | None:
     """The named schedule on this placement, None if there is none."""

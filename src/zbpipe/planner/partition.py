@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from zbpipe.costs.balance import Sizes, balanced, moved
+from zbpipe.costs.balance import Sizes, balance, move_layer
 from zbpipe.costs.layers import LayerCosts, Split, even_sizes, require_enough, split_of
 from zbpipe.costs.model import ROUNDING
 from zbpipe.costs.transport import Transport
@@ -90,7 +90,7 @@ def split_layers(
     if tries is None:
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
     trials = _Trials(request, layers, placement, tries)
-    best = min((balanced(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
+    best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
     while better := trials.better_neighbour(best, progress):
         best = better
     return split_of(trials.winner())
@@ -123,7 +123,7 @@ class _Trials:
     def better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
         """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
         length = self.length(sizes)
-        neighbours = moved(sizes, *self._heavy_and_light(sizes))
+        neighbours = move_layer(sizes, *self._heavy_and_light(sizes))
         for bound, each in sorted((self.bound(each), each) for each in neighbours):
             if bound >= length * (1 - ROUNDING) or len(self.known) >= self.tries:
                 return None

@@ -87,7 +87,7 @@ def plan(
         offload: what may go to the host's memory for a while: "pairs" (what waits for W), "activations" (what F leaves
             for I) or "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
-            (see `zbpipe.offload`); they share the budget. Without a limit it holds as little as costs no time.
+            (see `zbpipe.simulator.offload`); they share the budget. Without a limit it holds as little as costs no time.
         robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule that `quantile` of all steps make the
             shortest. Several searches that share the budget leave more and more slack; the best of what they find, and
             of the named schedules, are then annealed in many random steps at once, which takes two to three times as

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 
 
 def require_schedule(what: str, schedule: object) -> None:
@@ -18,7 +18,7 @@ def require_schedule(what: str, schedule: object) -> None:
     Raises:
         ValueError: as all functions of this module.
     """
-    if not isinstance(schedule, _torch.PipelineSchedule):
+    if not isinstance(schedule, pipelining.PipelineSchedule):
         raise ValueError(
             f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"
         )

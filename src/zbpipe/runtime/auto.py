@@ -21,7 +21,8 @@ from zbpipe.costs.model import CostModel, least_room
 from zbpipe.planner.placement_advice import advise_placement, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
-from zbpipe.runtime import _torch, arguments, checks
+from zbpipe.runtime import arguments, checks
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
@@ -141,7 +142,7 @@ class AutoSchedule(RegisteredSchedule):
         self._offload = Offload.parse(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
-            copier_for(_torch.device_of(_torch.stages_of(self)[0]))  # refuses devices that have none
+            copier_for(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices that have none
         self._group = group
         self._budget = budget
         self._measured = measured

@@ -15,7 +15,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.split import stage as split
@@ -31,7 +32,7 @@ def build_pipeline_schedule(
     n_microbatches: int,
     loss_fn: Callable[..., Tensor] | None = None,
     **options: Any,
-) -> _torch.PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """The schedule called `schedule`, or the schedule itself, on the given stages, ready for `step`.
 
     A pipeline of one rank, which holds both stages of a V:
@@ -69,11 +70,11 @@ def build_pipeline_schedule(
         options = {"costs": schedule.timeline.costs, **options}
     if algorithm.source == "zbpipe":
         return class_of(algorithm)(stages, n_microbatches, loss_fn, **options)
-    runtime = _torch.torch_class(algorithm.name)
+    runtime = pipelining.torch_class(algorithm.name)
     checks.require_options(algorithm.name, options, runtime.__init__)
     n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
-    ordered, _ = checks.placed(stages, algorithm)
-    build: Callable[..., _torch.PipelineSchedule] = runtime
+    ordered, _ = checks.place_stages(stages, algorithm)
+    build: Callable[..., pipelining.PipelineSchedule] = runtime
     on_rank = ordered[0] if issubclass(runtime, PipelineScheduleSingle) else ordered
     built = build(on_rank, n_microbatches=n_microbatches, loss_fn=loss_fn, **options)
     checks.require_matching_messages(built, algorithm.name, options)
@@ -125,7 +126,7 @@ def from_first_rank(
     Raises:
         ValueError: on all ranks, if `make` fails or gives something else than a Schedule or a Plan.
     """
-    made: list[Any] = [_made_or_error(make) if dist.get_rank(group) == 0 else None]
+    made: list[Any] = [_make_or_error(make) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
         raise ValueError(f"the first rank has no schedule for the others: {made[0]}")
@@ -133,7 +134,7 @@ def from_first_rank(
     return found
 
 
-def _made_or_error(make: Callable[[], Made]) -> Made | str:
+def _make_or_error(make: Callable[[], Made]) -> Made | str:
     try:
         found = make()
     except Exception as error:  # the other ranks wait for an answer, whatever it is
@@ -150,16 +151,16 @@ def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
         ValueError: the message lists the options that it has.
     """
     if algorithm.source == "torch":
-        checks.require_options(algorithm.name, options, _torch.torch_class(algorithm.name).__init__)
+        checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:
-        checks.require_options(algorithm.name, options, class_of(algorithm).__init__, _torch.SCHEDULE_OPTIONS)
+        checks.require_options(algorithm.name, options, class_of(algorithm).__init__, pipelining.SCHEDULE_OPTIONS)
 
 
-def require_splittable(schedule: _torch.PipelineSchedule, name: str) -> None:
+def require_splittable(schedule: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse one of torch's own schedules with I and W on compiled stages.
 
     Raises:
         ValueError: its first W would fail, or with `donated_buffer=False` its gradients would be wrong.
     """
-    if isinstance(schedule, _torch.ScheduleRuntime) and _torch.has_split_backward(schedule):
-        split.require_not_compiled(_torch.stages_of(schedule), f"torch's own {name}")
+    if isinstance(schedule, pipelining.ScheduleRuntime) and pipelining.has_split_backward(schedule):
+        split.require_not_compiled(hooks.stages_of(schedule), f"torch's own {name}")

@@ -14,11 +14,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
-from zbpipe.simulator.actions import Rows, mixed_up_messages, validate_lowered
+from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.message_queues import are_sound, blocked_queues
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
@@ -117,7 +118,7 @@ def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list
     if not listed:
         raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
     for stage in listed:
-        if not isinstance(stage, _torch.Stage):
+        if not isinstance(stage, pipelining.Stage):
             raise ValueError(
                 f"{name} runs stages, got {type(stage).__name__}: wrap each part of the model in a"
                 " torch.distributed.pipelining.PipelineStage"
@@ -125,7 +126,7 @@ def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list
     return sorted(listed, key=lambda stage: stage.stage_index)
 
 
-def placed(
+def place_stages(
     stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
 ) -> tuple[list[PipelineStage], Placement]:
     """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here.
@@ -156,16 +157,16 @@ def require_placement(stages: Sequence[PipelineStage], name: str, placement: Pla
         )
 
 
-def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
+def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
     """Refuse torch's late receives where they do not match the sends.
 
     On a V, messages of F and I go the same way between two ranks, so a rank can receive one for the other (torch 2.15).
     Elsewhere a rank can wait for a message that the other rank sends only after it has received one of this rank.
     """
-    if not options.get("defer_pp_recv") or not isinstance(runtime, _torch.ScheduleRuntime):
+    if not options.get("defer_pp_recv") or not isinstance(runtime, pipelining.ScheduleRuntime):
         return
-    rows = _torch.rows_of(runtime)
-    mixed_up = mixed_up_messages(rows)
+    rows = pipelining.rows_of(runtime)
+    mixed_up = find_mixed_up_messages(rows)
     if mixed_up:
         raise ValueError(
             f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
@@ -180,7 +181,7 @@ def require_matching_messages(runtime: _torch.PipelineSchedule, name: str, optio
         )
 
 
-def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
+def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
     """Refuse a training step without a loss, an empty batch, and a target that makes no equal microbatches.
 
     Args:
@@ -188,7 +189,7 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
         inputs: of the whole batch, as given to `step`.
         target: of the whole batch, as given to `step`; None on most ranks.
     """
-    if _torch.trains(runtime) and _torch.loss_fn_of(runtime) is None:
+    if pipelining.trains(runtime) and pipelining.loss_fn_of(runtime) is None:
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
             " or call eval, which runs forwards only"
@@ -196,7 +197,7 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
     for each in inputs:
         if isinstance(each, Tensor) and each.dim() and not each.size(0):
             raise ValueError(f"the batch is empty, with an input of shape {tuple(each.shape)}: {_WAY_OUT}")
-    if _torch.trains(runtime) and _torch.needs_autograd(runtime) and not torch.is_grad_enabled():
+    if pipelining.trains(runtime) and pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
         how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
     if target is not None and not isinstance(target, Tensor):
@@ -204,7 +205,7 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
             f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or one target"
             " for each microbatch, of any type: step(target_mbs=[...], arg_mbs=[...]), with torch 2.14 or newer"
         )
-    n_microbatches = _torch.num_microbatches(runtime)
+    n_microbatches = pipelining.num_microbatches(runtime)
     if isinstance(target, Tensor) and (not target.dim() or not target.size(0) or target.size(0) % n_microbatches):
         raise ValueError(
             f"a target of shape {tuple(target.shape)} cannot be split into {n_microbatches} equal microbatches:"
@@ -212,7 +213,7 @@ def require_loss_and_batch(runtime: _torch.ScheduleRuntime, inputs: Iterable[Any
         )
 
 
-def require_trainable(stages: Iterable[_torch.Stage]) -> None:
+def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
     """Refuse to train parameters that autograd does not know."""
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
@@ -223,7 +224,9 @@ def require_trainable(stages: Iterable[_torch.Stage]) -> None:
                 )
 
 
-def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any) -> None:
+def require_microbatches_alike(
+    runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any
+) -> None:
     """Refuse the microbatches of a step if some are missing, or of another shape than the others.
 
     Args:
@@ -232,14 +235,14 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
         keyword_inputs: likewise the keyword arguments, for all stages of this rank.
         targets: one for each microbatch.
     """
-    n_microbatches = _torch.num_microbatches(runtime)
+    n_microbatches = pipelining.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
             raise ValueError(f"a step has {n_microbatches} microbatches, but the {what} give {len(each)}: {_WAY_OUT}")
-    stages = _torch.stages_of(runtime)
+    stages = hooks.stages_of(runtime)
     if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
         raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
-    if stages[-1].is_last and _torch.loss_fn_of(runtime) is not None and targets is None:
+    if stages[-1].is_last and pipelining.loss_fn_of(runtime) is not None and targets is None:
         raise ValueError(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )
@@ -251,10 +254,10 @@ def require_microbatches_alike(runtime: _torch.ScheduleRuntime, inputs: Any, key
             )
 
 
-def require_known_shapes(runtime: _torch.ScheduleRuntime, inputs: Any) -> None:
+def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> None:
     """Refuse microbatches, which are alike, of other shapes than those for which messages are set up."""
-    stage = _torch.stages_of(runtime)[0]
-    expected = _torch.input_shapes(runtime) if stage.group_size > 1 else None
+    stage = hooks.stages_of(runtime)[0]
+    expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
     if not stage.is_first or not inputs or expected is None:
         return
     if (found := _shapes(inputs[0])) != expected:
@@ -283,9 +286,9 @@ def _in_words(shapes: Iterable[torch.Size]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
-def require_scaled_once(runtime: _torch.PipelineSchedule, name: str) -> None:
+def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse a parameter that two stages share: torch would divide its gradient by the microbatches once for each."""
-    stages = _torch.stages_of(runtime)
+    stages = hooks.stages_of(runtime)
     if not runtime.scale_grads or all(map(is_split, stages)):
         return
     owners: dict[int, int] = {}
@@ -312,7 +315,7 @@ def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
         )
 
 
-def asked_receives(receives: Receives | str | None, options: Mapping[str, Any]) -> Receives | None:
+def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -> Receives | None:
     """When the user wants receives to be posted; None leaves it to zbpipe.
 
     With `max_outstanding_sends` torch places its waits between its own early receives, so that option means early ones.
@@ -334,9 +337,9 @@ def require_same_placement(schedule: Schedule, placement: Placement) -> None:
         )
 
 
-def require_inferred_shapes(runtime: _torch.ScheduleRuntime) -> None:
+def require_inferred_shapes(runtime: pipelining.ScheduleRuntime) -> None:
     """Refuse microbatches of other shapes where torch cannot infer them."""
-    if not _torch.can_infer_shapes(runtime):
+    if not pipelining.can_infer_shapes(runtime):
         raise ValueError(
             "the microbatches have other shapes than those of earlier steps, and the stages were built for fixed shapes"
             " (input_args and output_args of PipelineStage, a traced model, or torch before 2.13): give all steps the"
@@ -357,7 +360,7 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
         )
 
 
-def require_pairs(schedule: Schedule, stages: Sequence[_torch.Stage]) -> None:
+def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
     """Refuse to offload what waits for W in torch's own split, which keeps it inside of autograd's graph."""
     pairs = any(op.kind is OpKind.OI for ops in schedule for op in ops)
     if pairs and not all(map(is_split, stages)):

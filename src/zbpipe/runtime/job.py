@@ -17,7 +17,8 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel, require_room
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.logs import log_visibly
@@ -55,7 +56,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    checks.asked_receives(options.receives, options.for_torch())
+    checks.read_receives(options.receives, options.for_torch())
     if options.transport is not None:
         Transport.parse(options.transport)
     if not will_run:
@@ -93,7 +94,7 @@ def require_size(
             or the job has too few steps.
     """
     placement = algorithm.place(num_ranks)
-    known = None if algorithm.any_stages_per_rank else measured_costs(options, placement, spell)
+    known = None if algorithm.any_stages_per_rank else read_costs(options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
         # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
         costs = known.on(placement) if known else CostModel.uniform(placement)
@@ -125,7 +126,7 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
         )
 
 
-def measured_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
+def read_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
     """What the job's cost file says of the stages so placed; None without a file.
 
     Raises:
@@ -195,7 +196,7 @@ def build(
     loss_fn: Callable[..., Tensor] | None,
     options: Options,
     **more: Any,
-) -> _torch.PipelineSchedule:
+) -> pipelining.PipelineSchedule:
     """The schedule with `options`; the job's own arguments, `more`, win over them.
 
     Raises:
@@ -203,8 +204,8 @@ def build(
     """
     own = {} if algorithm.source == "torch" else options.for_zbpipe()
     if options.costs_file is not None:
-        _, placement = checks.placed(stages, algorithm)
-        known = measured_costs(options, placement)
+        _, placement = checks.place_stages(stages, algorithm)
+        known = read_costs(options, placement)
         assert known is not None
         own["costs"] = known.costs
         own["transport"] = own["transport"] or known.transport
@@ -214,7 +215,7 @@ def build(
     return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **options.for_torch() | own | more)
 
 
-def attach(schedule: _torch.PipelineSchedule, options: Options) -> None:
+def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
     """Attach what `options` ask for: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)

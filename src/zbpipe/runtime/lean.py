@@ -12,7 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import checkpoints, hooks
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -54,7 +55,7 @@ class LeanSchedule(RegisteredSchedule):
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
-            ordered, placement = checks.placed(stages, self.algorithm)
+            ordered, placement = checks.place_stages(stages, self.algorithm)
             found = found or checkpointing_of(ordered)
             costs = usual_costs(placement, found)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
@@ -68,7 +69,7 @@ class LeanSchedule(RegisteredSchedule):
         unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
-        stage = _torch.stages_of(self)[0]
+        stage = hooks.stages_of(self)[0]
         words = agreement.answers(
             self, self.algorithm.name, "checkpointing", self.checkpointing, stage.group, stage.device
         )
@@ -93,7 +94,7 @@ def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
     `torch.utils.checkpoint` in its forward is not seen: then say it (`checkpointing=`).
     """
     modules = [module for stage in stages for module in stage.submod.modules()]
-    parts = [part for stage in stages for part in _torch.checkpointed_parts(stage.submod)]
+    parts = [part for stage in stages for part in checkpoints.find_checkpointed(stage.submod)]
     if not parts:
         says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
         return Checkpointing.FULL if says_so else Checkpointing.NONE

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator import passes
 from zbpipe.simulator.post_validation import RunAhead, ahead_of
@@ -21,14 +22,14 @@ class Lowered:
     """A schedule as torch runs it."""
 
     schedule: Schedule
-    lists: _torch.Lists
+    lists: pipelining.Lists
     receives: Receives
     """When ranks post them."""
     is_agreed: bool = False
     """Whether all ranks have been seen to have the same lists."""
     _cut: RunAhead | None = None
 
-    def cut(self, runtime: _torch.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
+    def cut(self, runtime: pipelining.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
         """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that.
 
         Nor with copies to the host, which would have to be undone.
@@ -40,7 +41,7 @@ class Lowered:
         if self.schedule.has_copies:
             return None
         if self._cut is None:
-            rows = passes.with_waits(_torch.rows_of(runtime))
+            rows = passes.with_waits(pipelining.rows_of(runtime))
             self._cut = RunAhead.of(rows, ahead_of(self.schedule, costs))
             if findings := self._cut.findings():
                 raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
@@ -63,7 +64,7 @@ class Lowering:
         """Lower everything anew, because the costs have changed."""
         self._known.clear()
 
-    def lower(self, runtime: _torch.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+    def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
         """The schedule as `runtime` runs it, whose own lists may be others afterwards.
 
         Args:
@@ -78,17 +79,17 @@ class Lowering:
             self._known[schedule] = self._lower(runtime, schedule, costs)
         return self._known[schedule]
 
-    def _lower(self, runtime: _torch.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+    def _lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
         checks.require_runnable(schedule)
         computations = schedule.computations
-        _torch.lower(runtime, computations)
+        pipelining.lower(runtime, computations)
         receives = self.receives or best_receives(computations, costs, self.transport)
-        rows = passes.place_receives(_torch.rows_of(runtime), receives, simulate(computations, costs))
+        rows = passes.place_receives(pipelining.rows_of(runtime), receives, simulate(computations, costs))
         if self.frees_sends_early:
             rows = passes.free_sends_early(passes.with_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
-        _torch.use_rows(runtime, rows)
-        return Lowered(schedule, _torch.lists_of(runtime), receives)
+        pipelining.use_rows(runtime, rows)
+        return Lowered(schedule, pipelining.lists_of(runtime), receives)
 
 
 @contextmanager

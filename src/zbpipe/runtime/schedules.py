@@ -15,7 +15,8 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel, as_cost_model
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import _torch, arguments, checks, tied_weights
+from zbpipe.runtime import arguments, checks, tied_weights
+from zbpipe.runtime._torch import abandoned, fsdp, hooks, pipelining
 from zbpipe.runtime.lowering import Lowering, without_collections
 from zbpipe.runtime.messages import usual_transport
 from zbpipe.runtime.offload.beside import Copies
@@ -42,7 +43,7 @@ from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
 
 
-class RegisteredSchedule(_torch.OwnRuntime):
+class RegisteredSchedule(pipelining.OwnRuntime):
     """A schedule from zbpipe's registry on torch's schedule runtime. Each subclass is one schedule.
 
     torch lowers the list of computations to sends and receives, and executes it.
@@ -97,7 +98,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
         """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
-        if _torch.are_mocks(stages):
+        if pipelining.are_mocks(stages):
             return list_for_visualizer(cls.algorithm, stages, n_microbatches)
         return super().__new__(cls)
 
@@ -120,11 +121,11 @@ class RegisteredSchedule(_torch.OwnRuntime):
         algorithm = self.algorithm
         arguments.require_yes_or_no("defer_loss", defer_loss)
         limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
-        checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, _torch.SCHEDULE_OPTIONS)
-        asked_receives = checks.asked_receives(receives, options)
+        checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
+        asked_receives = checks.read_receives(receives, options)
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
-        stages, self.placement = checks.placed(stages, algorithm)
+        stages, self.placement = checks.place_stages(stages, algorithm)
         """Which rank has which stage."""
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
@@ -181,10 +182,10 @@ class RegisteredSchedule(_torch.OwnRuntime):
         if not isinstance(schedule, Schedule):
             raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
         checks.require_same_placement(schedule, self.placement)
-        checks.require_pairs(schedule, _torch.stages_of(self))
+        checks.require_pairs(schedule, hooks.stages_of(self))
         if costs is not None:
             self._use_costs(costs)
-        if schedule.num_microbatches == _torch.num_microbatches(self):
+        if schedule.num_microbatches == pipelining.num_microbatches(self):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
@@ -204,7 +205,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         Raises:
             ValueError: numbers below 1, or there is no schedule for a number (see `adopt`).
         """
-        before = _torch.num_microbatches(self)
+        before = pipelining.num_microbatches(self)
         try:
             for number in microbatches:
                 self._take_microbatches(number)
@@ -214,7 +215,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def remake(self, costs: CostModel) -> None:
         """Make what was not adopted anew, for these costs. All ranks have to call this."""
         self._use_costs(costs)
-        self._use(self.for_microbatches(_torch.num_microbatches(self)))
+        self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
         """What a step with so many microbatches runs: what was adopted for it, else what is made for it.
@@ -238,49 +239,49 @@ class RegisteredSchedule(_torch.OwnRuntime):
     def _take_microbatches(self, number: int) -> None:
         """Make the next step one of so many microbatches."""
         (number,) = require_whole(1, microbatches=number)
-        before = _torch.num_microbatches(self)
+        before = pipelining.num_microbatches(self)
         if number == before:
             return
         schedule = self.for_microbatches(number)
-        _torch.use_microbatches(self, number)
+        pipelining.use_microbatches(self, number)
         try:
             self._use(schedule)
         except ValueError:
-            _torch.use_microbatches(self, before)
-            _torch.use_lists(self, self._running.lists)
+            pipelining.use_microbatches(self, before)
+            pipelining.use_lists(self, self._running.lists)
             raise
 
     def _use(self, schedule: Schedule) -> None:
         """Run it from the next step on; it has the number of microbatches of that step."""
-        stages, costs = _torch.stages_of(self), self.by_size.simulated_costs
+        stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
         lowered = self._lowering.lower(self, schedule, costs)
         if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
             self._split()
             self._split = None
         checks.require_pairs(schedule, stages)
         if schedule.has_copies:
-            self._copies = self._copies or Copies(stages, copier_for(_torch.device_of(stages[0])))
+            self._copies = self._copies or Copies(stages, copier_for(pipelining.device_of(stages[0])))
             self._copies.follow(simulate(schedule, costs))
         self._running = lowered
-        _torch.use_lists(self, lowered.lists)
+        pipelining.use_lists(self, lowered.lists)
 
     def settle(self) -> None:
         """Before the first step, on all ranks at once: adopt another schedule if the ranks know more together."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Before the first step, on all ranks at once: learn shapes, and compile."""
-        if _torch.is_set_up(self):
+        if pipelining.is_set_up(self):
             return
         with ExitStack() as kept:
             # A loss or a layer that calls `backward` itself leaves gradients of what is in memory.
-            for stage in _torch.stages_of(self):
-                kept.enter_context(_torch.without_gradients(stage.submod))
+            for stage in hooks.stages_of(self):
+                kept.enter_context(fsdp.without_gradients(stage.submod))
             super().initialize_stages(*args, **kwargs)
         self.sizes.are_set_up = True
-        if _torch.trains(self) and not self._is_warm:
+        if pipelining.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
-        for stage in _torch.stages_of(self):
+        for stage in hooks.stages_of(self):
             forget_eager_calls(stage.submod)
 
     def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
@@ -305,8 +306,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refuse_with_all():
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
-                    if _torch.trains(self) and not self._models_are_checked:
-                        checks.require_trainable(_torch.stages_of(self))
+                    if pipelining.trains(self) and not self._models_are_checked:
+                        checks.require_trainable(hooks.stages_of(self))
                     return super().step(*args, target=target, **kwargs)
             finally:
                 self.abandoned_by = None
@@ -314,7 +315,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """One step, of microbatches that are split already: what cannot run is refused, what fails is explained."""
-        stages = _torch.stages_of(self)
+        stages = hooks.stages_of(self)
         checks.require_microbatches_alike(self, args, kwargs, targets)
         if self.sizes.agree(self, args):
             self._is_warm = False
@@ -325,8 +326,8 @@ class RegisteredSchedule(_torch.OwnRuntime):
                     self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
                 self._running.is_agreed = True
-            if _torch.trains(self) and not self._models_are_checked:
-                if _torch.has_split_backward(self):
+            if pipelining.trains(self) and not self._models_are_checked:
+                if pipelining.has_split_backward(self):
                     split.require_no_early_reduction(stages)
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
@@ -355,14 +356,14 @@ class RegisteredSchedule(_torch.OwnRuntime):
             raise
 
     def _refuse(self, error: Exception) -> None:
-        stage, name = _torch.stages_of(self)[0], self.schedule.name
+        stage, name = hooks.stages_of(self)[0], self.schedule.name
         self._failures.refuse(error, name)
         # The others run a usual step, or all refuse this one.
         self._take_microbatches(self.sizes.usual)
         self.sizes.return_to_usual(self)
         if self._begins_with_agreement:
             agreement.refuse(stage.group, stage.device)
-        elif _torch.can_send_marks(stage):
+        elif abandoned.can_send_marks(stage):
             self.abandoned_by = error
             del error  # it comes back with a traceback that holds this frame
             self.leave_out_all()
@@ -374,7 +375,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
     @property
     def _begins_with_agreement(self) -> bool:
         """Whether all ranks compare what they run before the messages of the next step: before torch sets up any."""
-        return not (self._running.is_agreed and _torch.is_set_up(self))
+        return not (self._running.is_agreed and pipelining.is_set_up(self))
 
     def tell_why_abandoned(self, error: Exception) -> None:
         self._failures.tell(error, self, self.schedule.name)
@@ -418,7 +419,7 @@ class RegisteredSchedule(_torch.OwnRuntime):
         return self._running.cut(self, self.by_size.simulated_costs)
 
 
-def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> _torch.ScheduleRuntime:
+def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> pipelining.ScheduleRuntime:
     """What torch's schedule visualizer shows of a schedule. It cannot run.
 
     Args:
@@ -429,4 +430,4 @@ def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -
     stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
     is_asked = algorithm.any_stages_per_rank or len(stages) > 2
     made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)
-    return _torch.list_only(stages, made)
+    return pipelining.list_only(stages, made)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.schedule.ir import Placement
 
@@ -53,7 +53,7 @@ class _Description(NamedTuple):
     """Whether a config in one of these two stages says so, as Hugging Face's do."""
 
 
-def warn_if_parted(stages: Sequence[_torch.Stage], placement: Placement) -> None:
+def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> None:
     """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this.
 
     Args:
@@ -94,7 +94,7 @@ def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -
 def _weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
     for name, layer in module.named_modules():
         # Not `layer.weight`, which runs the parametrization of a weight that has one.
-        weight = _torch.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
+        weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
         if weight is not None:
             digest = _digest(weight)
             if digest is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
 from zbpipe.runtime.split.compiled import all_compiled
 from zbpipe.runtime.verify.reference import State
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(
-    schedule: _torch.ScheduleRuntime,
+    schedule: pipelining.ScheduleRuntime,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     target: Any = None,
@@ -42,18 +42,18 @@ def warm_up(
         target: of the first microbatch, where this rank has the last stage.
         loss_kwargs: as torch hands them to the loss.
     """
-    for stage in _torch.stages_of(schedule):
-        if not any(map(_torch.is_compiled, stage.submod.modules())):
+    for stage in hooks.stages_of(schedule):
+        if not any(map(compiler.is_compiled, stage.submod.modules())):
             continue
-        inputs = _copied(args) if stage.is_first else _torch.zeros_for(stage)
+        inputs = _copy(args) if stage.is_first else pipelining.zeros_for(stage)
         if inputs is None or (stage.is_last and target is None):
             continue
-        state = State(stage.submod, _torch.device_of(stage), weights=False)
+        state = State(stage.submod, pipelining.device_of(stage), weights=False)
         try:
             # The first call with new shapes runs without the compiler.
             for _ in range(2):
-                with _torch.unsharded(stage.submod), _torch.without_gradients(stage.submod):
-                    _run(schedule, stage, inputs, _copied(kwargs or {}), target, loss_kwargs)
+                with fsdp.unsharded(stage.submod), fsdp.without_gradients(stage.submod):
+                    _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
                 if all_compiled(stage.submod):
                     break
         finally:
@@ -62,25 +62,25 @@ def warm_up(
         logger.info("Stage %d is compiled", stage.stage_index)
 
 
-def _copied(values: Any) -> Any:
-    return _torch.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+def _copy(values: Any) -> Any:
+    return autograd.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
 
 
 def _run(
-    schedule: _torch.ScheduleRuntime,
-    stage: _torch.Stage,
+    schedule: pipelining.ScheduleRuntime,
+    stage: pipelining.Stage,
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
     target: Any,
     loss_kwargs: Mapping[str, Any] | None,
 ) -> None:
     with torch.enable_grad():
-        outputs = _torch.run_forward(stage, 0, inputs, kwargs)
+        outputs = pipelining.run_forward(stage, 0, inputs, kwargs)
         gradients = None
         if stage.is_last:
-            outputs = _torch.loss_of(schedule, outputs, target, loss_kwargs)
+            outputs = pipelining.loss_of(schedule, outputs, target, loss_kwargs)
         else:
-            leaves = _torch.tree_leaves(outputs)
+            leaves = autograd.tree_leaves(outputs)
             gradients = tuple(torch.zeros_like(each) if each.requires_grad else None for each in leaves)
-        tensors = [each for each in _torch.tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
-        _torch.run_backward(stage, outputs, gradients, tensors)
+        tensors = [each for each in autograd.tree_leaves((inputs, kwargs)) if isinstance(each, Tensor)]
+        pipelining.run_backward(stage, outputs, gradients, tensors)

@@ -180,22 +180,22 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
     return [
         *alone,
-        *checks.unmatched(),
+        *checks.find_unmatched(),
         *checks.disordered(),
         *ungathered(rows),
-        *checks.crossed(),
+        *checks.find_crossed(),
         *checks.deadlocked(),
     ]
 
 
-def mixed_up_messages(rows: Rows) -> list[Finding]:
+def find_mixed_up_messages(rows: Rows) -> list[Finding]:
     """Receives that take a message meant for another receive: the numbers get wrong without an error.
 
     >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
     >>> print(*mixed_up_messages(rows))
     order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
     """
-    return list(_Table(rows, Schedule.from_actions(rows, "")).crossed())
+    return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
@@ -280,7 +280,7 @@ class _Table:
         rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
         return Finding(rule, rank, position, action, message)
 
-    def unmatched(self) -> Iterator[Finding]:
+    def find_unmatched(self) -> Iterator[Finding]:
         """Messages that are missing, doubled, not asked for, or on a rank that does not hold their stage."""
         expected = set(self.expected())
         for action in sorted(expected - self.places.keys()):
@@ -309,7 +309,7 @@ class _Table:
 
         return disordered(self.rows, around_messages)
 
-    def crossed(self) -> Iterator[Finding]:
+    def find_crossed(self) -> Iterator[Finding]:
         """Messages from one rank to another that are not received in the order in which they are sent."""
         sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
         received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)

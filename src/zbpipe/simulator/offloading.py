@@ -84,7 +84,7 @@ def offload(
     waits the longest goes first.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
-        >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.Link(bandwidth=1))
+        >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.costs.Link(bandwidth=1))
         >>> less = offload(schedule, costs)
         >>> [zbpipe.simulate(each, costs) for each in (schedule, less)]
         [Timeline('ZBV', p=4, m=8, makespan=25.5), Timeline('ZBV', p=4, m=8, makespan=25.5)]
@@ -135,7 +135,7 @@ def require_host(costs: CostModel) -> None:
     """
     if costs.host is None:
         raise ValueError(
-            "offload needs the way to the host's memory: give the costs host=zbpipe.Link(bandwidth=...), in the unit of"
+            "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the unit of"
             " the activations per second, for example 25e9 for bytes over PCIe (in a cost file [host] bandwidth, on the"
             " command line --host-bandwidth)"
         )

@@ -84,11 +84,11 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
         case Receives.EARLY:
             return rows
         case Receives.LATE:
-            return tuple(map(_received_late, rows))
+            return tuple(map(_receive_late, rows))
         case Receives.TIMED:
-            return _received_on_time(rows, timeline, share=1.0)
+            return _receive_on_time(rows, timeline, share=1.0)
         case Receives.NEAREST:
-            return _received_on_time(rows, timeline, share=0.5)
+            return _receive_on_time(rows, timeline, share=0.5)
 
 
 def default_costs(placement: Placement) -> CostModel:
@@ -103,7 +103,7 @@ def default_costs(placement: Placement) -> CostModel:
     return CostModel.uniform(placement, comm=0.01)
 
 
-def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
+def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
 
     torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
@@ -126,7 +126,7 @@ def _received_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     return tuple(reordered)
 
 
-def _received_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
+def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     """Each receive moved to where its rank is when the message starts.
 
     All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
@@ -253,7 +253,7 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
     What an op takes counts from its receive to the op's start, and then is a part of what the op needs and keeps. What
     an op has made counts from its end to the wait for its send, or until the next stage takes it on the same rank.
-    `zbpipe.peak_bytes` adds both up, each message with its bytes.
+    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")

@@ -204,7 +204,7 @@ class RunAhead:
 
         before = tuple(tuple(each for each in head if not is_late(each)) for head in heads)
         after = tuple((*filter(is_late, head), *tail) for head, tail in zip(heads, tails, strict=True))
-        drain = tuple(tuple(_drained(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
+        drain = tuple(tuple(_drain(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
         return cls(before, after, drain)
 
     def findings(self) -> list[str]:
@@ -220,7 +220,7 @@ class RunAhead:
         # What runs ahead must need nothing from behind the validation; waits for sends may, which needs only votes.
         alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
         drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
-        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_left_over(drained)]
+        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_find_left_over(drained)]
 
 
 _AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
@@ -233,7 +233,7 @@ def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tupl
     return row[:position], row[position:]
 
 
-def _drained(before: Sequence[Action], after: Sequence[Action], sent: Set[Action]) -> Iterator[Action]:
+def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action]) -> Iterator[Action]:
     yield from (each for each in after if each.kind.startswith("RECV") and other_end(each) in sent)
     waits = [wait_of(each) for each in before if each.kind.startswith("SEND")]
     yield from (wait for wait in waits if wait not in before)
@@ -247,7 +247,7 @@ def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
         yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
 
 
-def _left_over(rows: Rows) -> Iterator[str]:
+def _find_left_over(rows: Rows) -> Iterator[str]:
     """Messages of which one end is missing, or that nobody waits for."""
     every = {each for row in rows for each in row}
     for each in sorted(every):

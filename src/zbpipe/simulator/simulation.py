@@ -79,7 +79,7 @@ def simulate(
     receives = (best.receives if best else receives) or _PREFERRED[0]
     if synchronous or num_steps == 1:
         one_step = best or _with_queues(schedule, _ideal(schedule, costs), with_messages(schedule), transport, receives)
-        return _repeated(one_step, num_steps)
+        return _repeat(one_step, num_steps)
     long = _steps_in_a_row(schedule, num_steps)
     in_a_row = _with_queues(long, _ideal(long, costs), with_messages(long), transport, receives)
     return _in_steps(in_a_row, schedule, num_steps)
@@ -196,7 +196,7 @@ def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
     return found
 
 
-def _repeated(timeline: Timeline, num_steps: int) -> Timeline:
+def _repeat(timeline: Timeline, num_steps: int) -> Timeline:
     """Each step begins when the one before is over on all ranks, so they are alike."""
 
     def later(span: Span, step: int) -> Span:

@@ -84,8 +84,8 @@ def validate(
     return [
         *_strangers(schedule, places),
         *islice(_incomplete(schedule, places), len(places) + _MOST_MISSING),
-        *_disordered(schedule),
-        *_deadlocked(schedule, places),
+        *_find_disordered(schedule),
+        *_find_deadlocks(schedule, places),
         *(() if limits is None else _out_of_memory(schedule, limits, costs)),
     ]
 
@@ -197,10 +197,10 @@ def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
             elif len(halves) == 1:
                 lost = w if halves == [i] else i
                 yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
-            yield from _lost_copies(rank, stage, microbatch, places)
+            yield from _find_lost_copies(rank, stage, microbatch, places)
 
 
-def _lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
+def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
     """What is offloaded comes back, and only that; a B leaves nothing to offload behind it."""
     b = Op(stage, OpKind.B, microbatch)
     for there, back in zip(OFFLOADS, RELOADS, strict=True):
@@ -212,7 +212,7 @@ def _lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Ite
             yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
 
 
-def _disordered(schedule: Schedule) -> Iterator[Finding]:
+def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
     """Ops that come before their dependencies in one rank's list."""
 
     def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
@@ -260,7 +260,7 @@ def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel
                 break
 
 
-def _deadlocked(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def _find_deadlocks(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Circles of ranks that wait for each other."""
     num_stages = schedule.placement.num_stages
     return deadlocked(schedule.ops, places, lambda op: inputs(op, num_stages))

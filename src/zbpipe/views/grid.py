@@ -81,7 +81,7 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     if _lines(timeline, scale) > _MOST_SCREENS * height:
         lines = _overview(timeline, columns, width, label)
     else:
-        lines = [*_bands(timeline, scale, label), *_packed(_legend(timeline), width), *_left_out(timeline, scale)]
+        lines = [*_bands(timeline, scale, label), *_pack(_legend(timeline), width), *_list_left_out(timeline, scale)]
     return Text("\n").join(lines)
 
 
@@ -111,7 +111,7 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[
     keys = [Text.assemble(("██", paint(kind, 0, 1).fill), f" mostly {KIND_WORDS[kind]}") for kind in kinds(timeline)]
     words = (f"a column: {number(timeline.makespan / columns)}", "its height: how busy the rank is", "all ops: --html")
     rest = [Text("██ a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
-    return lines + _packed([*keys, *rest], width)
+    return lines + _pack([*keys, *rest], width)
 
 
 def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
@@ -207,7 +207,7 @@ def _legend(timeline: Timeline) -> Iterator[Text]:
         yield Text("paler: later stages of a rank")
 
 
-def _packed(entries: Iterable[Text], width: int) -> list[Text]:
+def _pack(entries: Iterable[Text], width: int) -> list[Text]:
     """As many entries on a line as fit."""
     lines: list[Text] = []
     for entry in entries:
@@ -218,7 +218,7 @@ def _packed(entries: Iterable[Text], width: int) -> list[Text]:
     return lines
 
 
-def _left_out(timeline: Timeline, scale: _Scale) -> list[Text]:
+def _list_left_out(timeline: Timeline, scale: _Scale) -> list[Text]:
     everything = chain.from_iterable((*timeline.spans, *timeline.copies))
     count = sum(scale.column(span.start) == scale.column(span.end) for span in everything)
     return [Text(f"{count} ops are too short for a column; --html has them all", "italic")] if count else []

@@ -47,17 +47,17 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
         True
     """
     sizes = size(timeline) + (f"; {drawn_with}" if drawn_with else "")
-    return filled(
+    return fill(
         "page.html",
         title=escape(timeline.schedule.name),
         size=escape(sizes),
         outcome=outcome(timeline),
         ranks="\n".join(_table(timeline)),
-        data=packed(drawing(timeline)),
+        data=pack(drawing(timeline)),
     )
 
 
-def filled(name: str, **parts: str) -> str:
+def fill(name: str, **parts: str) -> str:
     """A page of this folder with these parts, and those that all pages share, in the places that it has for them."""
     shared = {"style": f"{_variables()}\n{_read('page.css')}", "script": _read("timeline.js")}
     everything = shared | parts
@@ -79,7 +79,7 @@ def _variables() -> str:
     return f"  :root {{ color-scheme: light dark; {rules(LIGHT)} }}\n  {dark}"
 
 
-def packed(data: Any) -> str:
+def pack(data: Any) -> str:
     """JSON, deflated, in base64; `unpacked` in timeline.js is the way back.
 
     >>> packed([1])

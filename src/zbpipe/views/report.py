@@ -187,7 +187,7 @@ def compare(
     return sorted(compared, key=lambda each: each.sort_key)
 
 
-def listed(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
+def list_schedules(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
     """Schedules by name, with the length of the step and the memory by 1F1B's; None where that is not known."""
     by_name = {each.figures["schedule"]: each.figures for each in compared}
     usual = by_name.get("1F1B", {}).get("makespan")
@@ -204,7 +204,7 @@ def listed(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> 
 
 
 def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of the table of `listed`."""
+    """The lines of the table of `list_schedules`."""
     rows = [
         (
             algorithm.name,
@@ -285,10 +285,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
     """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return ["  ".join(_aligned(line, widths, left)).rstrip() for line in lines]
+    return ["  ".join(_align(line, widths, left)).rstrip() for line in lines]
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
+def _align(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
     for column, cell in enumerate(line):
         width = widths[column] if column < len(widths) else 0
         yield cell.ljust(width) if column < left else cell.rjust(width)

@@ -176,7 +176,7 @@ def percent(share: float) -> str:
     return f"{max(share, 0.0):.1%}"
 
 
-def counted(count: int, thing: str) -> str:
+def count_noun(count: int, thing: str) -> str:
     """A count with its noun.
 
     >>> counted(1, "rank"), counted(8, "microbatch")
@@ -192,7 +192,7 @@ def size(timeline: Timeline) -> str:
     stages = most_stages(schedule.placement)
     per_rank = f", {stages} stages per rank" if stages > 1 else ""
     messages = "" if timeline.receives is None else f", {timeline.transport} with {timeline.receives} receives"
-    ranks, microbatches = counted(schedule.num_ranks, "rank"), counted(schedule.num_microbatches, "microbatch")
+    ranks, microbatches = count_noun(schedule.num_ranks, "rank"), count_noun(schedule.num_microbatches, "microbatch")
     return f"{ranks}, {microbatches}{per_rank}{messages}"
 
 

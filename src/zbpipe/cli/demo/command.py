@@ -38,7 +38,7 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     from zbpipe.cli.demo.comparison import as_json, run_demo
     from zbpipe.cli.demo.console import ConsoleProgress, announce_emulated, print_emulated, print_table
     from zbpipe.cli.demo.emulated import ROUNDS, SCHEDULES, DemoError, emulate
-    from zbpipe.cli.demo.page import planned_and_measured
+    from zbpipe.cli.demo.page import join_pages
 
     if keep is not None:
         _require_new(keep)
@@ -56,7 +56,7 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     shown = emulated[-1]
     with in_one_line(OSError):
         file = html_file or _temporary("zbpipe-demo-", ".html")
-        file.write_text(planned_and_measured(shown.planned, shown.measured), encoding="utf-8")
+        file.write_text(join_pages(shown.planned, shown.measured), encoding="utf-8")
         click.echo(f"\nThe same as a page to zoom: {file}")
         if json_file is not None:
             json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")

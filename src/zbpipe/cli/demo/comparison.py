@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from zbpipe.cli.demo.emulated import DemoError, Emulated
 from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.schedule.registry import resolve
 
 SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
@@ -64,7 +64,7 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds:
         DemoError: TorchTitan is not installed, zbpipe does not know its version, or the seed checkpoint failed.
     """
     try:
-        installed()
+        find_installed()
     except ImportError as error:
         raise DemoError(f"the demo trains with TorchTitan: {error}") from None
     outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in SCHEDULES}
@@ -97,7 +97,7 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
             *("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed)),
             *("--parallelism.pipeline_parallel_degree", str(RANKS)),
             *("--parallelism.pipeline_parallel_schedule", schedule),
-            *installed().checkpoint(ACTIVATION_CHECKPOINT),
+            *find_installed().checkpoint(ACTIVATION_CHECKPOINT),
         ],
         num_ranks=RANKS,
         folder=folder,

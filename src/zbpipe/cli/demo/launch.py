@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 
 METRICS = "metrics.jsonl"
 """The file in the job's folder to which the demo's models write their metrics, one JSON object a step."""
@@ -96,7 +96,7 @@ def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict
 
 def demo_arguments(folder: Path, model: str) -> list[str]:
     """The installed TorchTitan's command line for a model of the demo, with all output in `folder`."""
-    return _ARGUMENTS[installed().name](folder, model)
+    return _ARGUMENTS[find_installed().name](folder, model)
 
 
 def _arguments_02(folder: Path, model: str) -> list[str]:

@@ -22,7 +22,7 @@ _PAGE = """<!doctype html>
 """
 
 
-def planned_and_measured(planned: Timeline, measured: Timeline) -> str:
+def join_pages(planned: Timeline, measured: Timeline) -> str:
     """One file, with both pages of `zbpipe.views.html` in it, one above the other.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))

@@ -43,7 +43,7 @@ def plug_in(options: Options | None = None) -> None:
         )
     if _plugged:
         raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in only once")
-    versions.installed()
+    versions.find_installed()
     on_cpu = cpu.is_needed()
     if on_cpu:
         if os.environ.get("RANK", "0") == "0":

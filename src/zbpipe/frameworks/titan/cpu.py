@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from zbpipe.runtime._torch import set_available_device_type
+from zbpipe.runtime._torch.autograd import set_available_device_type
 
 NOTICE = (
     "zbpipe: no accelerator found, so this trains on the CPU"

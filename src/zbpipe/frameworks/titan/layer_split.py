@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zbpipe.costs.balance import balanced
+from zbpipe.costs.balance import balance
 from zbpipe.costs.layers import Layer, LayerCosts, split_of
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
 from zbpipe.runtime.attributes import plain_attribute
@@ -54,7 +54,7 @@ def cutting(titans: Cut, placement: Placement, parallelism: Any, model: Model, h
             return parts
         (names,) = titans(1, num_layers)
         costs = LayerCosts(layers_of(model.module, names, attention_products(model) / num_layers, how))
-        parts = costs.modules(split_of(balanced(costs, placement)))
+        parts = costs.modules(split_of(balance(costs, placement)))
         *blocks, head = (layer.seconds for layer in costs.layers[1:])
         average = sum(blocks) / len(blocks)
         _log(parts, f"by work; {'+'.join(costs.layers[-1].modules)} counts as {head / (average or 1):.2g} blocks")

@@ -26,7 +26,7 @@ from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 from zbpipe.frameworks.titan.workload import of_config, parse
 from zbpipe.runtime.build import build_pipeline_schedule
-from zbpipe.runtime.measure.profiler import RankTable, combined, seconds_by_kind
+from zbpipe.runtime.measure.profiler import RankTable, combine, seconds_by_kind
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.registry import resolve
 
@@ -65,7 +65,7 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
     with _process_group() as device:
         tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]
-    return replace(combined(tables, placement), transport=None)
+    return replace(combine(tables, placement), transport=None)
 
 
 @contextmanager

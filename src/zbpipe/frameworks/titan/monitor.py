@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import timelines
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class PipelineMetrics(Watcher):
     """The metrics of the steps that TorchTitan logs; all other steps run as they are."""
 
-    def __init__(self, schedule: _torch.PipelineSchedule, armed: bool) -> None:
+    def __init__(self, schedule: pipelining.PipelineSchedule, armed: bool) -> None:
         self.armed = armed
         """Whether TorchTitan will log the next step."""
         self._schedule = ref(schedule)
@@ -44,7 +44,7 @@ class PipelineMetrics(Watcher):
         if self._record is None or schedule is None:
             return {}
         if self._links is None:
-            self._links = measure_links(_torch.stages_of(schedule), self._record.message_bytes)
+            self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
         planned, measured = timelines(schedule, self._record, self._links)
         self._record = None
         return {
@@ -57,7 +57,7 @@ class PipelineMetrics(Watcher):
         }
 
 
-def _optimizer_steps(schedule: _torch.PipelineSchedule) -> Mapping[str, int]:
+def _optimizer_steps(schedule: pipelining.PipelineSchedule) -> Mapping[str, int]:
     """How many of each kind there were, if zbpipe makes them."""
     return schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
 

@@ -39,7 +39,8 @@ from zbpipe.frameworks.proxies import placed_by_frameworks
 from zbpipe.frameworks.titan import cpu, layer_split, monitor, steps
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import asks_for_help
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.options import Options
@@ -53,7 +54,7 @@ from zbpipe.schedule.registry import Algorithm
 HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
 """Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
 
-PipeliningFunction = Callable[..., tuple[_torch.PipelineSchedule, list[Any], bool, bool]]
+PipeliningFunction = Callable[..., tuple[pipelining.PipelineSchedule, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def plug_in(options: Options, on_cpu: bool) -> None:
         steps.validate_steps(Trainer, dist_utils, lambda trainer: _config_of(trainer).training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     moe = "torchtitan.models.moe.moe" if HAS_JOB_CONFIG else "torchtitan.models.common.moe"
-    import_module(moe).GroupedExperts.weight_products = {_torch.grouped_mm: GROUPED_MM}
+    import_module(moe).GroupedExperts.weight_products = {autograd.grouped_mm: GROUPED_MM}
 
 
 def train() -> None:
@@ -272,7 +273,7 @@ def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
-def _placed_in_a_loop(name: str) -> type[_torch.PipelineSchedule]:
+def _placed_in_a_loop(name: str) -> type[pipelining.PipelineSchedule]:
     return PipelineScheduleMulti
 
 
@@ -280,7 +281,7 @@ _SILENT = logging.Logger("silent", logging.CRITICAL)
 """Replaces TorchTitan's logger while it takes a stage for a rank, and would log the wrong rank."""
 
 
-def complete(schedule: _torch.PipelineSchedule, name: str, job: _Job) -> None:
+def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Fit the schedule of this rank to TorchTitan, compare those of all ranks, and log TorchTitan's metrics of it.
 
     Args:
@@ -304,7 +305,7 @@ def complete(schedule: _torch.PipelineSchedule, name: str, job: _Job) -> None:
 
 def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
     name = schedule.algorithm.name
-    logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, _torch.num_microbatches(schedule))
+    logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
     if isinstance(schedule, LeanSchedule):
         # The config says it, not what each rank sees in its own modules: all ranks have to have one schedule now.
         schedule.make_for(job.checkpointing)

@@ -26,7 +26,7 @@ class Version:
         return [argument.format(kind) for argument in self.checkpointing]
 
 
-def installed() -> Version:
+def find_installed() -> Version:
     """The version of TorchTitan that an import would find.
 
     Raises:

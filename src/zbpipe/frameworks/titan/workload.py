@@ -14,7 +14,7 @@ from torch import nn
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.titan import command_line, cpu, layer_split
-from zbpipe.frameworks.titan.versions import installed
+from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.layer_bytes import LayerBytes, layer_bytes
 from zbpipe.runtime.measure.operations import Operations, operations
@@ -59,7 +59,7 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 def parse(arguments: Sequence[str]) -> Any:
     """TorchTitan's config of a command line; see `read` for what it raises."""
-    installed()
+    find_installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
     from zbpipe.frameworks.titan import models
@@ -90,7 +90,7 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
 
 def of_config(config: Any, degrees: Degrees, name: str) -> Workload:
     """The workload of TorchTitan's config on these degrees; see `read`."""
-    counted = _counted(config)
+    counted = _count(config)
     make = partial(_workload, config, name=name, counted=counted)
     return replace(make(degrees), remade=make)
 
@@ -312,7 +312,7 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
     )
 
 
-def _counted(config: Any) -> _Counted:
+def _count(config: Any) -> _Counted:
     """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
     from zbpipe.frameworks.titan import models
 

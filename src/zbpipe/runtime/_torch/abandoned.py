@@ -51,7 +51,7 @@ def mark(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> T
     return torch.full((count,), _BYTE, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-def marked_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
+def mark_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
     """A mark for each output of the stage's module."""
     if stage.is_last:
         return ()
@@ -61,7 +61,7 @@ def marked_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
     return _marks(metas, stage.device)
 
 
-def marked_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]:
+def mark_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]:
     """A mark for each gradient that the stage before gets."""
     received = stage.args_recv_info[0]
     if hasattr(stage, "_get_grad_send_meta"):

@@ -24,7 +24,7 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def typed_like(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> type[torch.autograd.Function]:
+def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> type[torch.autograd.Function]:
     """`function`, for which strict SPMD type checking (spmd_types) finds the types of `plain`.
 
     Args:
@@ -194,12 +194,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return (by_place * (factors ^ (factors >> 29))).sum()
 
 
-def stacked(numbers: Sequence[Tensor]) -> Tensor:
+def stack(numbers: Sequence[Tensor]) -> Tensor:
     """On the device of the first."""
     return torch.stack([each.to(numbers[0].device) for each in numbers])
 
 
-def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """On the device of the first."""
     return torch.cat([each.to(tensors[0].device) for each in tensors])
 
@@ -348,7 +348,7 @@ grouped_mm = torch._grouped_mm
 _DISPATCHED = {getattr(torch.nn.functional, "grouped_mm", grouped_mm): grouped_mm}
 
 
-def dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+def find_dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that torch function modes see when `function` is called."""
     return _DISPATCHED.get(function, function)
 

@@ -19,7 +19,7 @@ from zbpipe.runtime.patching import replaced
 __all__ = ["checkpointed_parts", "inferring_through_checkpoints"]
 
 
-def checkpointed_parts(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     """What `checkpoint_wrapper` has wrapped, at any depth, and whether a policy (`context_fn`) keeps some of it."""
     wrappers = [each for each in module.modules() if isinstance(each, CheckpointWrapper)]
     return [

@@ -52,7 +52,7 @@ def _backend_of(module: nn.Module) -> Any:
     if isinstance(module, OptimizedModule):
         context: Any = module.dynamo_ctx
     else:
-        compiled, _ = diverted_calls(module) or (module._compiled_call_impl, None)
+        compiled, _ = find_diverted_calls(module) or (module._compiled_call_impl, None)
         context = inspect.getclosurevars(cast(Call, compiled)).nonlocals.get("self")
     backend = getattr(context, "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -73,13 +73,13 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
-def compiled_call(module: nn.Module) -> Any:
+def find_compiled_call(module: nn.Module) -> Any:
     """The callable that runs when a compiled module is called."""
     call = getattr(module, _call_name(module))
     return call.func if isinstance(call, partial) else call
 
 
-def diverted_calls(module: nn.Module) -> tuple[Call, Call] | None:
+def find_diverted_calls(module: nn.Module) -> tuple[Call, Call] | None:
     """The pair (compiled, eager) that the region of a diverted module gets; None for other modules."""
     call = getattr(module, _call_name(module)) if is_compiled(module) else None
     return call.args if isinstance(call, partial) else None

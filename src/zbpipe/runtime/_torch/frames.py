@@ -52,7 +52,7 @@ def _at_the_end(runtime: _PipelineScheduleRuntime) -> str:
     return f"after step {len(runtime.pipeline_order_with_comms[runtime.rank]) - 1}, waiting for its last sends"
 
 
-def explained(error: BaseException) -> str | None:
+def explain(error: BaseException) -> str | None:
     """The cause of an `error` that a schedule raised, and the way out, if torch's message does not say it."""
     if "use_reentrant=True" in str(error):
         return (

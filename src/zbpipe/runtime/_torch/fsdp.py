@@ -106,7 +106,7 @@ class Accumulated(NamedTuple):
     gradient: Tensor
 
 
-def accumulated(module: nn.Module) -> Iterator[Accumulated]:
+def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
     views = _by_parameter(module)
     beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
@@ -121,7 +121,7 @@ def accumulated(module: nn.Module) -> Iterator[Accumulated]:
                 yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
 
 
-def kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
+def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     """What earlier steps have left in `.grad`, once for each parameter, whether FSDP2 has gathered it or not."""
     kept: dict[int, Tensor] = {}
     for module in modules:

@@ -123,7 +123,7 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
         places = (1,) if _deferral_of(node) is not None else places
     else:
-        return _made(node, kind, edges)
+        return _make(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]
     for place, (weight, source, number) in zip(places, factors, strict=False):
         if weight is not None and source is not None and _is_matrix(weight, source, number):
@@ -131,7 +131,7 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
             found.append(GraphProduct(kind, _deferral_of(node), weight.leaves, weight.made_by, flops))
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
-    return _joined(weights, kind) if is_weight else None
+    return _join(weights, kind) if is_weight else None
 
 
 def _deferral_of(node: Node) -> object:
@@ -154,12 +154,12 @@ def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:
     return len(_shape(source, number)) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves)
 
 
-def _made(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
+def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     """What an operation other than a product makes of weights; None if an activation is in it."""
     weights = [weight for weight, source, _ in edges if source is not None]
     if not weights or None in weights or kind in _LOOKUPS:
         return None
-    result = _joined(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
+    result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
     elements = max(leaf.numel() for leaf in result.leaves)
     grows = max(prod(_shape(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
@@ -169,7 +169,7 @@ def _made(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     return result._replace(is_larger=result.is_larger or grows)
 
 
-def _joined(weights: Sequence[_Weight], kind: str) -> _Weight:
+def _join(weights: Sequence[_Weight], kind: str) -> _Weight:
     leaves = {id(leaf): leaf for weight in weights for leaf in weight.leaves}
     made_by = dict.fromkeys(each for weight in weights for each in weight.made_by)
     made_by |= {kind: None} if kind else {}
@@ -189,7 +189,7 @@ def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges
     """Two for each multiplication."""
     dy = _shape(node, 0)
     if kind == "Convolution":
-        return 2.0 * _convolved(node, dy, weight, edges) * prod(weight[1:])
+        return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
     if kind == "Linear":
         return 2.0 * prod(dy) * weight[-1]
     if node.name() in _FACTORS:
@@ -204,7 +204,7 @@ def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges
     return 2.0 * max((prod(shape[:-1]) for shape in (dy, *activations) if shape), default=1) * prod(weight)
 
 
-def _convolved(node: Node, dy: tuple[int, ...], weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
+def _count_convolved(node: Node, dy: tuple[int, ...], weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
     """The elements of dY, or of x for a transposed convolution: each meets the weight's other dimensions."""
     if not cast(Any, node)._saved_transposed:
         return prod(dy)

@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, marked_input_gradients, marked_outputs
+from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, mark_input_gradients, mark_outputs
 from zbpipe.runtime._torch.autograd import is_view, tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
@@ -212,7 +212,7 @@ class OwnStage(ReceivesOnDemand):
     def leave_out(self, kind: str, microbatch: int) -> Any:
         """In place of a computation: free what it received, and have marks to send. Returns the outputs of F."""
         if kind == "F":
-            outputs = marked_outputs(self)
+            outputs = mark_outputs(self)
             if hasattr(self, "_make_forward_chunk_state"):  # torch from 2.15 on
                 known: Any = self
                 known._forward_chunk_states[microbatch] = known._make_forward_chunk_state(outputs, [])
@@ -220,7 +220,7 @@ class OwnStage(ReceivesOnDemand):
                 self.fwd_cache[microbatch] = outputs, []
             return outputs
         if kind != "W" and self.has_backward:
-            self.bwd_cache[microbatch] = () if self.is_first else marked_input_gradients(self)
+            self.bwd_cache[microbatch] = () if self.is_first else mark_input_gradients(self)
         return None
 
     def forget_step(self) -> None:
@@ -338,11 +338,11 @@ def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
     runtime.pipeline_order = _order_of(schedule)
-    with replaced(pipelining_schedules, _add_unshard_reshard=_gathered):
+    with replaced(pipelining_schedules, _add_unshard_reshard=_gather):
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
-def _gathered(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
+def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
     """What torch makes of `row`, in time that does not grow with the square of its length.
 
     torch looks ahead until it has seen as many stages as may be active, to the end of the row if the rank has fewer.
@@ -389,7 +389,7 @@ def actions_of(row: Iterable[Action]) -> list[_Action]:
     return [_action(*each) for each in row]
 
 
-def lowered_table(runtime: _PipelineScheduleRuntime) -> str:
+def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
     """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
 
@@ -597,7 +597,7 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:
     """A text that is equal on two ranks if they run the same table on the same number of microbatches."""
-    table = lowered_table(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
+    table = write_lowered(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
     return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
 

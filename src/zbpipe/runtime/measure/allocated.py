@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd
 from zbpipe.schedule.ir import Op
 
 _SILENT = "99"
@@ -49,7 +49,7 @@ def counter_for(device: torch.device) -> Counter | None:
     """None on the CPU while somebody else profiles: only one profiler can run at a time."""
     if device.type != "cpu":
         return _OnDevice(device)
-    return None if _torch.profiler_is_on() else _OnHost()
+    return None if autograd.profiler_is_on() else _OnHost()
 
 
 class _OnDevice:
@@ -95,7 +95,7 @@ class _OnHost:
     def found(self) -> Mapping[Op, Bytes]:
         assert self._seen is not None, "there was a step"
         result: dict[Op, Bytes] = {}
-        for name, changes in _torch.allocations(self._seen, _MARK):
+        for name, changes in autograd.allocations(self._seen, _MARK):
             op = self._ops[name]
             result[op] = result.get(op, Bytes()).then(_sum_up(changes))
         return result

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import live, on_meta
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.schedule.ir import OpKind
@@ -49,7 +49,7 @@ def layer_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    with _torch.fused_on_meta():
+    with on_meta.fused_on_meta():
         split = _run(module, x, args, gradients)
         whole = _run(module, x, args, None)
     kept, waits = split.kept_by_f, split.kept_by_i
@@ -75,7 +75,7 @@ def _run(module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightG
     """F and I, or without a place for gradients a whole backward."""
     x = x.detach().requires_grad_(x.requires_grad)
     own, pending = _size(x), []
-    with _torch.StorageMeter() as meter:
+    with live.StorageMeter() as meter:
         y = module(x, *args)
         most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
         given = torch.empty_like(y)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, on_meta
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
@@ -49,13 +49,13 @@ def operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
-    with _torch.fused_on_meta():
-        output, forward = _counted(lambda: module(*args, **kwargs))
-        results = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    with on_meta.fused_on_meta():
+        output, forward = _count(lambda: module(*args, **kwargs))
+        results = [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
-            _, backward = _counted(lambda: torch.autograd.backward(results, given))
-        _, weights = _counted(lambda: _accumulate(pending))
+            _, backward = _count(lambda: torch.autograd.backward(results, given))
+        _, weights = _count(lambda: _accumulate(pending))
     return Operations(forward, backward, weights)
 
 
@@ -64,7 +64,7 @@ def _accumulate(pending: list[PendingGradient]) -> None:
         gradient.accumulate()
 
 
-def _counted(run: Callable[[], _Result]) -> tuple[_Result, float]:
-    with FlopCounterMode(display=False, custom_mapping=dict(_torch.ATTENTION_OPERATIONS)) as counter:
+def _count(run: Callable[[], _Result]) -> tuple[_Result, float]:
+    with FlopCounterMode(display=False, custom_mapping=dict(on_meta.ATTENTION_OPERATIONS)) as counter:
         result = run()
     return result, float(counter.get_total_flops())

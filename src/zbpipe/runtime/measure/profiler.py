@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
@@ -77,7 +78,7 @@ class Profiler:
 
     def __init__(
         self,
-        schedule: _torch.PipelineSchedule,
+        schedule: pipelining.PipelineSchedule,
         steps: int = 3,
         *,
         group: dist.ProcessGroup | None = None,
@@ -88,7 +89,7 @@ class Profiler:
         (steps,) = require_whole(1, steps=steps)
         arguments.require_group(group)
         arguments.require_callable(done=done)
-        if not isinstance(schedule, _torch.ScheduleRuntime) or not _torch.has_split_backward(schedule):
+        if not isinstance(schedule, pipelining.ScheduleRuntime) or not pipelining.has_split_backward(schedule):
             raise ValueError(
                 f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: measure with one of"
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
@@ -112,7 +113,7 @@ class Profiler:
             log_visibly(logger, "measured costs:\n%s", report.costs(costs))
 
     def _gathered(self, memory: StepRecord) -> JobCosts:
-        stages = _torch.stages_of(self._schedule)
+        stages = hooks.stages_of(self._schedule)
         links = measure_links(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the way to the host at the same time
         table = RankTable(
@@ -121,14 +122,14 @@ class Profiler:
             most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
             links=links,
             message_bytes=memory.message_bytes,
-            host=measure_host(_torch.device_of(stages[0])),
+            host=measure_host(pipelining.device_of(stages[0])),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
-        return replace(combined(tables, rank_of(stages[0])), transport=messages_of(self._schedule).transport)
+        return replace(combine(tables, rank_of(stages[0])), transport=messages_of(self._schedule).transport)
 
 
-def rank_of(stage: _torch.Stage) -> Placement:
+def rank_of(stage: pipelining.Stage) -> Placement:
     """Where the stages of its pipeline are."""
     return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
@@ -144,7 +145,7 @@ def seconds_by_kind(
     return {key: average(each) for key, each in spans.items()}
 
 
-def combined(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
+def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     """The costs from the tables of all ranks; the mean where several ranks hold the same stage.
 
     A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
@@ -199,14 +200,14 @@ def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tupl
     return {key: fmean(each) for key, each in values.items()}
 
 
-def measure_links(stages: Sequence[_torch.Stage], message_bytes: int) -> Links:
+def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
     """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this.
 
     Each pair of neighbours, one after the other, sends a small and a large message there and back. Half of the time is
     taken for each direction.
     """
     group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
-    me, device = stages[0].group_rank, _torch.device_of(stages[0])
+    me, device = stages[0].group_rank, pipelining.device_of(stages[0])
     large = max(_most_of_all_ranks(message_bytes, device, group), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, hooks, pipelining
 from zbpipe.runtime.measure.allocated import counter_for
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Op, OpKind
@@ -70,7 +70,7 @@ class Watcher:
     def around(self, schedule: Any) -> AbstractContextManager[None]:
         """The context of a step of which it wanted something.
 
-        It may hook into computations, with `_torch.HookOrder.CHECK`: recorded times leave out what it adds there.
+        It may hook into computations, with `_torch.hooks.HookOrder.CHECK`: recorded times leave out what it adds there.
         """
         return nullcontext()
 
@@ -81,13 +81,13 @@ class Watcher:
         """Called instead if the step was refused or failed: the next one takes its place."""
 
 
-def watch(schedule: _torch.PipelineSchedule, watcher: Watcher) -> None:
+def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:
     """Show `watcher` the training steps of `schedule` (any of zbpipe's or torch's) from now on."""
     _watchers_of(schedule).append(watcher)
 
 
 def collect(
-    schedule: _torch.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
+    schedule: pipelining.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
 ) -> None:
     """Watch the next training steps of `schedule`, and call `done` once with the records of those that are wanted.
 
@@ -100,7 +100,7 @@ def collect(
     watch(schedule, _Collector(wanted, done))
 
 
-def _watchers_of(schedule: _torch.PipelineSchedule) -> list[Watcher]:
+def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
     """Those that have not seen all that they wanted."""
     if "_watchers" not in vars(schedule):
         # Without a cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
@@ -136,7 +136,7 @@ class _Collector(Watcher):
 
 def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     step = type(schedule).step.__get__(schedule)
-    if not _torch.trains(schedule):
+    if not pipelining.trains(schedule):
         return step(*args, **kwargs)
     watchers = _watchers_of(schedule)
     asked = [(watcher, wanted) for watcher in watchers if (wanted := watcher.before()) is not None]
@@ -144,7 +144,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     looking = [(watcher, wanted) for watcher, wanted in asked if wanted is not Wanted.NOTHING]
     recorded = {wanted for _, wanted in looking} - {Wanted.STEP}
     recorder = _Recorder(schedule, with_memory=Wanted.MEMORY in recorded) if recorded else None
-    if isinstance(schedule, _torch.OwnRuntime) and looking:
+    if isinstance(schedule, pipelining.OwnRuntime) and looking:
         schedule.finish_optimizer_step()  # what ran ahead and did not count would be in the record
     try:
         with ExitStack() as around:
@@ -166,12 +166,12 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Recorder:
-    def __init__(self, schedule: _torch.PipelineSchedule, with_memory: bool) -> None:
+    def __init__(self, schedule: pipelining.PipelineSchedule, with_memory: bool) -> None:
         self._schedule = schedule
         self._name = _name_of(schedule)
-        stage = _torch.stages_of(schedule)[0]
+        stage = hooks.stages_of(schedule)[0]
         self._group = stage.group
-        self._device = _torch.device_of(stage)
+        self._device = pipelining.device_of(stage)
         self._clock: _Clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
         self._allocated = counter_for(self._device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
@@ -186,7 +186,7 @@ class _Recorder:
             dist.barrier(self._group)
         self._origin = self._clock.mark()
         with (
-            _torch.hook(self._schedule, _torch.HookOrder.RECORD, self._around),
+            hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
             self._allocated.step() if self._allocated else nullcontext(),
         ):
             yield
@@ -207,7 +207,7 @@ class _Recorder:
 
     def _is_watched(self, op: Op) -> bool:
         # The very first microbatch allocates `.grad`.
-        if op.microbatch < min(1, _torch.num_microbatches(self._schedule) - 1):
+        if op.microbatch < min(1, pipelining.num_microbatches(self._schedule) - 1):
             return False
         return self._watched.setdefault((op.stage, op.kind), op) == op
 
@@ -224,7 +224,7 @@ class _Recorder:
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 
-def _name_of(schedule: _torch.PipelineSchedule) -> str:
+def _name_of(schedule: pipelining.PipelineSchedule) -> str:
     if isinstance(schedule, RegisteredSchedule):
         return schedule.schedule.name
     return type(schedule).__name__.removeprefix("Schedule")
@@ -261,4 +261,4 @@ class _DeviceClock:
 
 
 def _num_bytes(values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in _torch.tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in autograd.tree_leaves(values) if isinstance(leaf, Tensor))

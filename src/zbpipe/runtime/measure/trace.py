@@ -9,11 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zbpipe.costs.model import CostModel
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.measure.profiler import (
     Links,
     RankTable,
-    combined,
+    combine,
     measure_links,
     rank_of,
     seconds_by_kind,
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_trace(
-    schedule: _torch.PipelineSchedule,
+    schedule: pipelining.PipelineSchedule,
     file: str | Path,
     step: int = 3,
     *,
@@ -71,7 +72,7 @@ def write_trace(
 
 
 def timelines(
-    schedule: _torch.PipelineSchedule, record: StepRecord, links: Links | None = None
+    schedule: pipelining.PipelineSchedule, record: StepRecord, links: Links | None = None
 ) -> tuple[Timeline, Timeline]:
     """A step as simulated and as measured. All ranks of the pipeline have to call this.
 
@@ -80,20 +81,18 @@ def timelines(
         record: of this rank.
         links: of this rank, if they have been measured.
     """
-    stages = _torch.stages_of(schedule)
+    stages = hooks.stages_of(schedule)
     if links is None:
         links = measure_links(stages, record.message_bytes)
     table = RankTable(seconds_by_kind([record]), {}, {}, links, record.message_bytes)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
-    costs = combined([each for each, _ in everything], rank_of(stages[0])).costs
+    costs = combine([each for each, _ in everything], rank_of(stages[0])).costs
     assert isinstance(costs, CostModel), "stages were measured"
-    return planned_and_measured(costs, [each for _, each in everything], messages_of(schedule))
+    return make_timelines(costs, [each for _, each in everything], messages_of(schedule))
 
 
-def planned_and_measured(
-    costs: CostModel, records: Sequence[StepRecord], messages: Messages
-) -> tuple[Timeline, Timeline]:
+def make_timelines(costs: CostModel, records: Sequence[StepRecord], messages: Messages) -> tuple[Timeline, Timeline]:
     """The two timelines, for the records of all ranks in order."""
     ran = Schedule.from_rows([[span.op for span in record.spans] for record in records], records[0].schedule)
     planned = simulate(ran, costs, transport=messages.transport, receives=messages.receives)

@@ -18,7 +18,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from zbpipe.costs.drift import Drift, DriftDetector
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.recording import Wanted, Watcher
 from zbpipe.runtime.ranks.agreement import new_key
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -83,12 +83,12 @@ class DriftWatcher(Watcher):
         drift = self._detector.observe(now - began)
         if drift is not None:
             step = ceil((self._step + 2) / self._every) * self._every
-            _torch.default_store().set(self._key, json.dumps([step, drift.ratio, drift.steps]))
+            pipelining.default_store().set(self._key, json.dumps([step, drift.ratio, drift.steps]))
             self._detector = None
 
     def _heard(self) -> Drift | None:
         """What the first rank has said of this step."""
-        store = _torch.default_store()
+        store = pipelining.default_store()
         if not store.check([self._key]):
             return None
         step, ratio, steps = json.loads(store.get(self._key))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.offload.copiers import Copier, HostCopy
-from zbpipe.runtime.offload.memory import Saved, held_by_nobody_else, pairs
+from zbpipe.runtime.offload.memory import Saved, find_unshared, pairs
 from zbpipe.runtime.split.stage import waiting_for_w
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
 from zbpipe.simulator.timeline import Timeline
@@ -26,7 +26,7 @@ class Copies:
         copier: for the device of its stages.
     """
 
-    def __init__(self, stages: Sequence[_torch.Stage], copier: Copier) -> None:
+    def __init__(self, stages: Sequence[pipelining.Stage], copier: Copier) -> None:
         self.copier = copier
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ops: frozenset[Op] = frozenset()
@@ -37,19 +37,19 @@ class Copies:
     def follow(self, timeline: Timeline) -> None:
         """Run the copies of this schedule from the next step on."""
         rank = timeline.schedule.placement.rank_of[next(iter(self._stages))]
-        self._issued = _issued_after(timeline.schedule, rank)
-        self._released = _released_after(timeline, rank)
+        self._issued = _group_by_issue(timeline.schedule, rank)
+        self._released = _group_by_release(timeline, rank)
         self._ops = frozenset(copy for copies in self._issued.values() for copy in copies)
 
     @contextmanager
-    def run_beside(self, schedule: _torch.ScheduleRuntime) -> Iterator[None]:
+    def run_beside(self, schedule: pipelining.ScheduleRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}
         """By the op that copied it out."""
         self._unreleased: set[Op] = set()
         self._before_loss: set[Op] = set()
-        with _torch.hook(schedule, _torch.HookOrder.COPY, self.around):
+        with hooks.hook(schedule, hooks.HookOrder.COPY, self.around):
             yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
@@ -59,7 +59,7 @@ class Copies:
         op = Op(stage, OpKind(kind), microbatch)
         reload = reload_before(op)
         if reload in self._ops:
-            self.copier.wait(self._copies.pop(_copied_out_by(reload)))
+            self.copier.wait(self._copies.pop(_find_copied(reload)))
         with self._saving(op):
             result = compute()
         if self._loss_comes(op):
@@ -84,7 +84,7 @@ class Copies:
 
     def _issue(self, copy: Op) -> None:
         if copy.kind not in OFFLOADS:
-            out = _copied_out_by(copy)
+            out = _find_copied(copy)
             self._release(out)
             self.copier.back(self._copies[out])
             return
@@ -93,7 +93,7 @@ class Copies:
             tensors = self._saved.pop((copy.stage, copy.microbatch)).alive()
         else:
             tensors = pairs(waiting_for_w(stage, copy.microbatch))
-        storages = held_by_nobody_else(tensors, self.copier.smallest)
+        storages = find_unshared(tensors, self.copier.smallest)
         del tensors
         self._copies[copy] = self.copier.out(storages)
         self._unreleased.add(copy)
@@ -112,12 +112,12 @@ class Copies:
             logger.info("%s copies %.1f MiB to the host", copy, num_bytes / 2**20)
 
 
-def _copied_out_by(reload: Op | None) -> Op:
+def _find_copied(reload: Op | None) -> Op:
     assert reload is not None
     return reload._replace(kind=OpKind.OF if reload.kind is OpKind.RF else OpKind.OI)
 
 
-def _issued_after(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
+def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
     """By computation the copies that stand behind it in the list."""
     found: dict[Op, list[Op]] = defaultdict(list)
     computation = None
@@ -129,7 +129,7 @@ def _issued_after(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
     return found
 
 
-def _released_after(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
+def _group_by_release(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
     """By computation the copies out whose memory is freed behind it: of those that begin before they end the last."""
     found: dict[Op, list[Op]] = defaultdict(list)
     spans = timeline.spans[rank]

@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split.products import PendingGradient
 
 
@@ -47,7 +47,7 @@ def pairs(pending: Iterable[PendingGradient]) -> list[Tensor]:
     return [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)]
 
 
-def held_by_nobody_else(tensors: Sequence[Tensor], smallest: int) -> list[torch.UntypedStorage]:
+def find_unshared(tensors: Sequence[Tensor], smallest: int) -> list[torch.UntypedStorage]:
     """The storages, of at least `smallest` bytes, that only `tensors` lie in; they may go while nobody uses `tensors`.
 
     Parameters, buffers, the inputs and outputs of a stage and all that a module or its user keeps have other tensors in
@@ -56,14 +56,14 @@ def held_by_nobody_else(tensors: Sequence[Tensor], smallest: int) -> list[torch.
     own: dict[int, dict[int, Tensor]] = defaultdict(dict)
     """By storage, and by identity the tensors in it."""
     for tensor in tensors:
-        for each in _torch.tensors_in_memory(tensor):
-            place, *_ = _torch.place_in_memory(each)
+        for each in autograd.tensors_in_memory(tensor):
+            place, *_ = autograd.place_in_memory(each)
             if place is not None:
                 own[place][id(each)] = each
     found = []
     for place, here in own.items():
         storage = next(iter(here.values())).untyped_storage()
-        is_alone = _torch.num_holders(place) == len(here)
+        is_alone = autograd.num_holders(place) == len(here)
         if is_alone and storage.resizable() and storage.nbytes() >= max(smallest, 1):
             found.append(storage)
     return found

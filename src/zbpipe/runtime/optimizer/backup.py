@@ -81,9 +81,9 @@ class Backup:
         buffers = [buffer for module in modules for buffer in module.buffers()]
         self._tensors = [_Copy.of(each) for each in (*parameters, *buffers)]
         self._gradients = [(each, each.grad) for each in parameters]
-        self._states = [_saved(dict(optimizer.state)) for optimizer in optimizers]
+        self._states = [_save(dict(optimizer.state)) for optimizer in optimizers]
         self._groups = [
-            [{name: _saved(value) for name, value in group.items() if name != "params"} for group in each.param_groups]
+            [{name: _save(value) for name, value in group.items() if name != "params"} for group in each.param_groups]
             for each in optimizers
         ]
         self._of_schedulers = [deepcopy(each.state_dict()) for each in schedulers]
@@ -97,9 +97,9 @@ class Backup:
             parameter.grad = gradient
         for optimizer, state, groups in zip(self._optimizers, self._states, self._groups, strict=True):
             optimizer.state.clear()
-            optimizer.state.update(_restored(state))
+            optimizer.state.update(_restore(state))
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update(_restored(saved))
+                group.update(_restore(saved))
         for scheduler, saved in zip(self._schedulers, self._of_schedulers, strict=True):
             scheduler.load_state_dict(saved)
         self._random.restore()
@@ -110,22 +110,22 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def _saved(value: Any) -> Any:
+def _save(value: Any) -> Any:
     """`value` with copies of all tensors in it."""
     if isinstance(value, Tensor):
         return _Copy.of(value)
     if isinstance(value, dict):
-        return {key: _saved(each) for key, each in value.items()}
+        return {key: _save(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_saved, value))
+        return type(value)(map(_save, value))
     return deepcopy(value)
 
 
-def _restored(saved: Any) -> Any:
+def _restore(saved: Any) -> Any:
     if isinstance(saved, _Copy):
         return saved.restore()
     if isinstance(saved, dict):
-        return {key: _restored(each) for key, each in saved.items()}
+        return {key: _restore(each) for key, each in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(map(_restored, saved))
+        return type(saved)(map(_restore, saved))
     return saved

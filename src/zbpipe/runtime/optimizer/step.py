@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.optimizer.backup import Backup, RandomState, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -111,7 +112,7 @@ class OptimizerStep:
                 f"OptimizerStep takes a schedule of zbpipe's, as zbpipe.build_pipeline_schedule('ZBV', ...) returns it,"
                 f" got {schedule!r}"
             )
-        _refuse_scalers(optimizers, clip, step, _torch.loss_fn_of(schedule))
+        _refuse_scalers(optimizers, clip, step, pipelining.loss_fn_of(schedule))
         self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
@@ -130,10 +131,10 @@ class OptimizerStep:
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
         self._predict = predict
-        stages = _torch.stages_of(schedule)
+        stages = hooks.stages_of(schedule)
         self._modules = [stage.submod for stage in stages]
         self._pipeline = stages[0].group
-        self._device = _torch.device_of(stages[0])
+        self._device = pipelining.device_of(stages[0])
         self._parameters = list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
         self._pending: _Pending | None = None
         self._last: Tensor | float | None = None
@@ -311,7 +312,7 @@ def _require_gain(schedule: RegisteredSchedule) -> None:
         )
 
 
-def _votes(stage: _torch.Stage, group: dist.ProcessGroup | None) -> Votes | None:
+def _votes(stage: pipelining.Stage, group: dist.ProcessGroup | None) -> Votes | None:
     """None if there are no other ranks."""
     if dist.get_backend(group) == "fake" or dist.get_world_size(group) == 1:
         return None

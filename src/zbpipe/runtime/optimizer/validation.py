@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import fsdp, hooks, pipelining, running_ahead
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.simulator.post_validation import RunAhead
 
@@ -34,7 +34,7 @@ class Validation(Protocol):
 
 
 def run_validated(
-    schedule: _torch.OwnRuntime,
+    schedule: pipelining.OwnRuntime,
     validation: Validation | None,
     cut: Callable[[], RunAhead | None],
     run: Callable[[], None],
@@ -49,22 +49,22 @@ def run_validated(
     """
     kept = _kept_gradients(schedule)
     ahead = None
-    if validation is not None and validation.is_pending and _torch.trains(schedule) and not kept:
+    if validation is not None and validation.is_pending and pipelining.trains(schedule) and not kept:
         ahead = cut()
     if validation is None or ahead is None:
         schedule.finish_optimizer_step()
-        with _torch.saved_from_scaling(schedule, kept):
+        with pipelining.saved_from_scaling(schedule, kept):
             run()
         return
-    random = RandomState.now(_torch.device_of(_torch.stages_of(schedule)[0]))
-    if not _torch.run_ahead(schedule, ahead, validation.verdict, run):
+    random = RandomState.now(pipelining.device_of(hooks.stages_of(schedule)[0]))
+    if not running_ahead.run_ahead(schedule, ahead, validation.verdict, run):
         validation.redo()
         random.restore()
         run()
 
 
-def _kept_gradients(schedule: _torch.OwnRuntime) -> list[Tensor]:
+def _kept_gradients(schedule: pipelining.OwnRuntime) -> list[Tensor]:
     """Those that earlier steps have left, if the end of this step divides all gradients by its microbatches."""
-    if not (schedule.scale_grads and _torch.trains(schedule)):
+    if not (schedule.scale_grads and pipelining.trains(schedule)):
         return []
-    return _torch.kept_gradients(stage.submod for stage in _torch.stages_of(schedule))
+    return fsdp.find_kept_gradients(stage.submod for stage in hooks.stages_of(schedule))

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.logs import name_ranks
 from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
 
@@ -36,7 +36,7 @@ def new_key(purpose: str, ranks: Sequence[int]) -> str:
 
 
 def require_same(
-    schedule: _torch.PipelineSchedule,
+    schedule: pipelining.PipelineSchedule,
     name: str,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
@@ -55,13 +55,13 @@ def require_same(
     """
     if is_alone(group):
         return
-    digest = sha256(_torch.what_it_runs(schedule).encode()).digest()
+    digest = sha256(pipelining.what_it_runs(schedule).encode()).digest()
     text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
     _exchange(digest, text, group, device)
 
 
 def answers(
-    schedule: _torch.PipelineSchedule,
+    schedule: pipelining.PipelineSchedule,
     name: str,
     question: str,
     answer: str,
@@ -110,7 +110,7 @@ def first_answer(question: str, find: Callable[[], Answer]) -> Answer:
     """
     if not dist.is_initialized() or is_alone(None):
         return find()
-    store, key = _torch.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
+    store, key = pipelining.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
     if store.add(f"{key}/asked", 1) == 1:
         store.set(key, pickle.dumps(_found_or_error(find)))
     found: Answer | Exception = pickle.loads(store.get(key))

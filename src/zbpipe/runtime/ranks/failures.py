@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 
 _FIRST = "zbpipe/first_failure"
 _LINGER = 15.0
@@ -87,7 +87,7 @@ class Notice:
 
     def post(self, failure: Failure) -> Failure:
         """Leave `failure`, if there is none yet. Returns the one that is there; `failure` if the store is gone."""
-        store = _torch.default_store()
+        store = pipelining.default_store()
         if store is None:
             return failure
         found = _answer_in_time(lambda: store.compare_set(self._key, "", json.dumps(failure)))
@@ -102,7 +102,7 @@ class Notice:
 
     def read(self) -> Failure | None:
         """The failure that another rank has left; None if there is none."""
-        store = _torch.default_store()
+        store = pipelining.default_store()
         if store is None or not store.check([self._key]):
             return None
         failure = Failure(*json.loads(store.get(self._key)))
@@ -113,9 +113,9 @@ class Notice:
 
     def wait_for_readers(self) -> None:
         """If the store ends with this process, wait until all others have read, but not for long."""
-        if not _torch.has_store():
+        if not pipelining.has_store():
             return
-        store, deadline = _torch.default_store(), time.monotonic() + _LINGER
+        store, deadline = pipelining.default_store(), time.monotonic() + _LINGER
         with suppress(RuntimeError):  # the store may be gone
             while store.add(self._readers, 0) < self._others and time.monotonic() < deadline:
                 time.sleep(_GLANCE)
@@ -123,7 +123,7 @@ class Notice:
     def _count(self) -> None:
         if not self._is_counted:
             self._is_counted = True
-            _torch.default_store().add(self._readers, 1)
+            pipelining.default_store().add(self._readers, 1)
 
 
 def first_failure() -> Notice:

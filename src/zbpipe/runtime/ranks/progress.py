@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import frames, hooks, pipelining
 
 MOST = 256
 """Computations that are remembered. If the host is further ahead, it is not known which one waits."""
@@ -50,7 +50,7 @@ class Launched:
         self.count = 0
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Launch one computation (see `_torch.hook`)."""
+        """Launch one computation (see `_torch.hooks.hook`)."""
         result = compute()
         place = self.count % MOST
         if place == len(self._events):
@@ -107,9 +107,9 @@ class Progress:
         """Whether the log says so."""
 
     @contextmanager
-    def follow(self, schedule: _torch.OwnRuntime) -> Iterator[None]:
+    def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
         """Around what `schedule` runs in a step."""
-        device = _torch.device_of(_torch.stages_of(schedule)[0])
+        device = pipelining.device_of(hooks.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
         if _is_capturing(device):
             yield
@@ -121,7 +121,7 @@ class Progress:
         launched = self._launched
         self._runs = True
         try:
-            with _torch.hook(schedule, _torch.HookOrder.FOLLOW, launched.around) if launched else nullcontext():
+            with hooks.hook(schedule, hooks.HookOrder.FOLLOW, launched.around) if launched else nullcontext():
                 yield
         finally:
             self._runs = False
@@ -132,14 +132,14 @@ class Progress:
             return self._launched.in_words() if self._launched else ""
         return ""
 
-    def look(self, schedule: _torch.OwnRuntime, now: float) -> float:
+    def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
         """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check.
 
         Args:
             schedule: whose steps these are.
             now: seconds of a monotonic clock.
         """
-        timeout = _torch.timeout_of(_torch.stages_of(schedule)[0])
+        timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
         host = (self._steps, schedule.place.begun) if self._runs else None
@@ -155,7 +155,7 @@ class Progress:
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
-                ", ".join(filter(None, (_torch.place_now(schedule), self.on_device()))),
+                ", ".join(filter(None, (frames.place_now(schedule), self.on_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
 
@@ -174,7 +174,7 @@ def _launched_on(device: torch.device) -> Launched | None:
     return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
 
 
-def _watch(progress: ref[Progress], schedule: ref[_torch.OwnRuntime]) -> None:
+def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
     """Check as long as the schedule and its process group exist; this thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
         pause = watched.look(of, time.monotonic())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.logs import name_ranks
 from zbpipe.runtime.ranks.agreement import is_alone, new_key
 from zbpipe.runtime.ranks.failures import Notice, PipelineError, RefusedStepError
@@ -57,7 +57,7 @@ class StepBoard:
         stage: of the schedule.
     """
 
-    def __init__(self, stage: _torch.Stage) -> None:
+    def __init__(self, stage: pipelining.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
         self.is_alone = is_alone(stage.group)
         self._me = dist.get_rank()
@@ -123,7 +123,7 @@ class StepBoard:
 
         Call it when a step, which has been compared if it was to be compared, does not move.
         """
-        store = _torch.default_store()
+        store = pipelining.default_store()
         if self.is_alone or store is None or self.has_answered:
             return
         if any(store.check([self.key(rank)]) for rank in self._ranks if rank != self._me):
@@ -135,7 +135,7 @@ class StepBoard:
         return self._answered == self._step
 
     def _answers(self, timeout: float) -> dict[int, _Answer]:
-        store, keys = _torch.default_store(), [self.key(rank) for rank in self._ranks]
+        store, keys = pipelining.default_store(), [self.key(rank) for rank in self._ranks]
         deadline = time.monotonic() + timeout
         while not _are_there(store, keys):
             if time.monotonic() > deadline:
@@ -148,14 +148,14 @@ class StepBoard:
         return {rank: _Answer(**json.loads(each)) for rank, each in zip(self._ranks, found, strict=True)}
 
     def _answer(self, answer: _Answer) -> None:
-        if (store := _torch.default_store()) is not None:
+        if (store := pipelining.default_store()) is not None:
             store.set(self.key(self._me), json.dumps(asdict(answer)))
         self._answered = self._step
 
     def _forget(self) -> None:
         """All have answered this time, so all have read what was there before."""
         if self._old is not None:
-            _torch.default_store().delete_key(self._old)
+            pipelining.default_store().delete_key(self._old)
         self._old = self.key(self._me)
 
     def _new_notice(self) -> Notice:

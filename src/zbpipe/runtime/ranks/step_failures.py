@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import frames, pipelining
 from zbpipe.runtime.ranks.failures import (
     SHARED,
     Failure,
@@ -71,9 +71,9 @@ class StepFailures:
         self._told = error, make_failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
         self._board.notice.post(self._told[1])
 
-    def tell(self, error: Exception, schedule: _torch.OwnRuntime, name: str) -> None:
+    def tell(self, error: Exception, schedule: pipelining.OwnRuntime, name: str) -> None:
         """Leave word that an op of the present step failed by `error`, before it is raised."""
-        self._told = error, self._failure_in(schedule, name, error, _torch.place_now(schedule))
+        self._told = error, self._failure_in(schedule, name, error, frames.place_now(schedule))
         self._board.notice.post(self._told[1])
         logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
 
@@ -89,7 +89,7 @@ class StepFailures:
         self._first.exchange(self._told[1])
 
     @contextmanager
-    def explain_failures(self, schedule: _torch.OwnRuntime, name: str) -> Iterator[None]:
+    def explain_failures(self, schedule: pipelining.OwnRuntime, name: str) -> Iterator[None]:
         """Around what `schedule` runs in a step: turn an exception into an error that names the op.
 
         Raises:
@@ -124,10 +124,10 @@ class StepFailures:
             raise PipelineError(self._broken_by) from error
 
     def _failure_in(
-        self, schedule: _torch.OwnRuntime, name: str, error: BaseException, place: str | None = None
+        self, schedule: pipelining.OwnRuntime, name: str, error: BaseException, place: str | None = None
     ) -> Failure:
-        places = name, place or _torch.place_of(error, schedule), self._progress.on_device()
-        return make_failure(error, f", schedule {', '.join(filter(None, places))}", _torch.explained(error))
+        places = name, place or frames.place_of(error, schedule), self._progress.on_device()
+        return make_failure(error, f", schedule {', '.join(filter(None, places))}", frames.explain(error))
 
     def _look_while_stuck(self) -> None:
         self._board.answer_for_stuck_step()

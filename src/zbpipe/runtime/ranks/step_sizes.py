@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zbpipe.runtime import _torch, checks
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.ranks.step_board import StepBoard, StepSize
 
 
@@ -30,7 +31,7 @@ class StepSizes:
         """Their shapes in the first step."""
         self._inputs: list[Any] = []
         """By their number, shapes; on the rank with stage 0, which alone sees the input."""
-        self._set_up: list[_torch.Shapes] = []
+        self._set_up: list[pipelining.Shapes] = []
         """By the number of shapes, what torch has set up; not up to date for those of the last step."""
 
     @property
@@ -53,7 +54,7 @@ class StepSizes:
             self._keywords = shapes
         return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
 
-    def agree(self, runtime: _torch.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
+    def agree(self, runtime: pipelining.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
         """Before the messages of a step: all ranks learn its size, and set up its shapes.
 
         Args:
@@ -67,37 +68,37 @@ class StepSizes:
                 refuses the step.
             PipelineError: another rank does not come.
         """
-        stage = _torch.stages_of(runtime)[0]
-        size, number = StepSize(_torch.num_microbatches(runtime)), None
+        stage = hooks.stages_of(runtime)[0]
+        size, number = StepSize(pipelining.num_microbatches(runtime)), None
         if not self.are_set_up:
             self._inputs.clear()  # of a step that was refused
         shapes = checks.input_shapes(inputs or ())
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
         if self._board.is_compared:
-            size = self._board.agree_on_size(size.microbatches, number, _torch.timeout_of(stage))
+            size = self._board.agree_on_size(size.microbatches, number, pipelining.timeout_of(stage))
         is_new = self._use_shapes(runtime, size.shapes)
         if size.shapes == len(self._inputs):
             self._inputs.append(shapes)
         self.last = size
         return is_new
 
-    def return_to_usual(self, runtime: _torch.OwnRuntime) -> None:
+    def return_to_usual(self, runtime: pipelining.OwnRuntime) -> None:
         """Set up the shapes of the first step, as `agree` does for a step that is not compared."""
         self._use_shapes(runtime, 0)
         self.last = StepSize(self.usual)
 
-    def _use_shapes(self, runtime: _torch.OwnRuntime, number: int) -> bool:
+    def _use_shapes(self, runtime: pipelining.OwnRuntime, number: int) -> bool:
         if not self.are_set_up or number == self.last.shapes:
             return False
-        self._set_up = self._set_up or [_torch.shapes_of(runtime)]
-        self._set_up[self.last.shapes] = _torch.shapes_of(runtime)
+        self._set_up = self._set_up or [pipelining.shapes_of(runtime)]
+        self._set_up[self.last.shapes] = pipelining.shapes_of(runtime)
         if number < len(self._set_up):
-            _torch.use_shapes(runtime, self._set_up[number])
+            pipelining.use_shapes(runtime, self._set_up[number])
             return False
         checks.require_inferred_shapes(runtime)
         # The stages run once to infer them, with weights that count.
         runtime.finish_optimizer_step()
-        _torch.forget_shapes(runtime)
-        self._set_up.append(_torch.shapes_of(runtime))
+        pipelining.forget_shapes(runtime)
+        self._set_up.append(pipelining.shapes_of(runtime))
         return True

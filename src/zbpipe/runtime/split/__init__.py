@@ -1,1 +1,5 @@
-"""The split backward: I is one ordinary backward that keeps pairs (x, dY), W multiplies them later."""
+"""Backward in two: I computes the gradient of a stage's input, W later those of its weights."""
+
+from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
+
+__all__ = ["GROUPED_MM", "LINEAR", "WeightProduct"]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
 from zbpipe.runtime.split.layers import PLAIN, Deferral, Due, deferrals, due
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
@@ -33,15 +33,15 @@ _MOST_SHAPES = 16
 def defer_in_compiled_regions(module: nn.Module) -> None:
     """Give slots to the prepared layers of `module` that run inside of `torch.compile(m)` or after `m.compile()`."""
     for each in module.modules():
-        if _torch.is_compiled(each) and not isinstance(_torch.compiled_call(each), _Region):
-            _torch.divert_compiled_call(each, _Region(each))
+        if compiler.is_compiled(each) and not isinstance(compiler.find_compiled_call(each), _Region):
+            compiler.divert_compiled_call(each, _Region(each))
 
 
 def all_compiled(module: nn.Module) -> bool:
     """Whether every region of `module` that was called has run with the compiler, by itself or as a part of another."""
-    compiled = [each for each in module.modules() if _torch.is_compiled(each)]
+    compiled = [each for each in module.modules() if compiler.is_compiled(each)]
     inner = {id(child) for each in compiled for child in each.modules() if child is not each}
-    regions = [(_torch.compiled_call(each), id(each) in inner) for each in compiled]
+    regions = [(compiler.find_compiled_call(each), id(each) in inner) for each in compiled]
     return all(
         region.has_run_compiled or (is_inner and not region.ran_by_itself)
         for region, is_inner in regions
@@ -56,11 +56,11 @@ def forget_eager_calls(module: nn.Module) -> None:
 
 
 def _regions(module: nn.Module) -> list[_Region]:
-    calls = [_torch.compiled_call(each) for each in module.modules() if _torch.is_compiled(each)]
+    calls = [compiler.find_compiled_call(each) for each in module.modules() if compiler.is_compiled(each)]
     return [call for call in calls if isinstance(call, _Region)]
 
 
-def products_in_regions(module: nn.Module) -> list[_torch.GraphProduct]:
+def products_in_regions(module: nn.Module) -> list[graph_products.GraphProduct]:
     """Of all regions of `module`, as far as they have run without the compiler."""
     return [product for region in _regions(module) for product in region.products]
 
@@ -76,7 +76,7 @@ class _Site(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The parameter as it is now: FSDP replaces it."""
-        return _torch.own_parameter(self.deferral.layer, self.use.weight_name)
+        return autograd.own_parameter(self.deferral.layer, self.use.weight_name)
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
         """Let the product use these slots in the next call of its layer."""
@@ -102,16 +102,16 @@ class _Region:
         self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By shape, dtype and device of the tensors among the inputs."""
         self._next: tuple[_Site, ...] = ()
-        self._ran_eagerly: list[_torch.Memory] = []
+        self._ran_eagerly: list[autograd.Memory] = []
         """The memory of the inputs of calls that activation checkpointing will repeat in the backward."""
         self.has_run_compiled = False
-        self.products: list[_torch.GraphProduct] = []
+        self.products: list[graph_products.GraphProduct] = []
         """With weights, of the last call without the compiler: the graph of a compiled one does not show them."""
-        self._unshards = _torch.is_fsdp(module) and not _torch.is_optimized(module)
+        self._unshards = fsdp.is_fsdp(module) and not compiler.is_optimized(module)
         """Whether FSDP gathers the weights inside of this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
             # After FSDP's own hook, so that the weights are those that the region uses; and outside of its graph.
-            module.register_forward_pre_hook(_torch.outside_of_graphs(lambda module, args: self._provide_slots()))
+            module.register_forward_pre_hook(compiler.outside_of_graphs(lambda module, args: self._provide_slots()))
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region on these inputs."""
@@ -120,15 +120,15 @@ class _Region:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        inputs, memory = tuple(map(spec, tensors)), _torch.memory_of(tensors)
-        if _torch.is_in_backward() and self._repeats_eager_call(memory):
+        inputs, memory = tuple(map(spec, tensors)), autograd.memory_of(tensors)
+        if autograd.is_in_backward() and self._repeats_eager_call(memory):
             with _with_inner_regions_eager():
                 return eager(*args, **kwargs)
         if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
             self._ran_eagerly.append(memory)
             with self._learn(inputs), _with_inner_regions_eager():
                 output = eager(*args, **kwargs)
-            self.products = _torch.products_in_graph(_torch.tree_leaves(output), tensors)
+            self.products = graph_products.products_in_graph(autograd.tree_leaves(output), tensors)
             return output
         self.has_run_compiled = True
         self._next = self._sites.get(inputs, ())
@@ -150,7 +150,7 @@ class _Region:
         """Whether it was called as no part of another region."""
         return bool(self._sites)
 
-    def _repeats_eager_call(self, memory: _torch.Memory) -> bool:
+    def _repeats_eager_call(self, memory: autograd.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
         if memory in self._ran_eagerly:
             self._ran_eagerly.remove(memory)
@@ -208,7 +208,7 @@ def _sites_of(deferral: Deferral) -> Iterator[_Site]:
     for use in uses:
         if [each.weight_name for each in uses].count(use.weight_name) == 1:
             if deferral.is_caught:
-                _torch.let_compiler_dispatch(use.function)
+                compiler.let_compiler_dispatch(use.function)
             more = [each._replace(dtype=dtype_in_slot(each.dtype)) for each in use.more]
             yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y, *more))))
 
@@ -254,7 +254,7 @@ class _Slots(torch.autograd.Function):
         return None, *gradients
 
 
-_torch.typed_like(_Slots, lambda sites, *_: tuple([each.detach() for site in sites for each in site.slots]))
+autograd.copy_type(_Slots, lambda sites, *_: tuple([each.detach() for site in sites for each in site.slots]))
 
 
 def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd
 
 if TYPE_CHECKING:
     from zbpipe.runtime.split.products import PendingGradient
@@ -51,22 +51,22 @@ def name_operands(changed: tuple[str, ...]) -> str:
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each tensor, on the device of the first, which changes if its content does."""
-    return _torch.stacked([_torch.fingerprint(each) for each in tensors])
+    return autograd.stack([autograd.fingerprint(each) for each in tensors])
 
 
 def _differ(one: float, other: float) -> bool:
     """A copy of what was hidden shows its content, so only two that are shown can be compared."""
-    return _torch.HIDDEN not in (one, other) and one != other
+    return autograd.HIDDEN not in (one, other) and one != other
 
 
-def changed_contents(pending: Iterable[PendingGradient]) -> list[tuple[PendingGradient, tuple[str, ...]]]:
+def find_changes(pending: Iterable[PendingGradient]) -> list[tuple[PendingGradient, tuple[str, ...]]]:
     """All that has changed since its content was noted, or since the last call."""
     checked = [each for each in pending if each.contents is not None]
     if not checked:
         return []
     now = [fingerprints(each.tensors) for each in checked]
     noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
-    numbers = iter(_torch.concatenated([*now, *noted]).tolist())
+    numbers = iter(autograd.concatenate([*now, *noted]).tolist())
     found = [[next(numbers) for _ in each.tensors] for each in checked]
     changed = []
     for gradient, new in zip(checked, found, strict=True):

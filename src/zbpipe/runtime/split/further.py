@@ -18,7 +18,7 @@ class Taken(NamedTuple):
     """By keyword; None for any."""
 
 
-def taken_by(function: Callable[..., Any]) -> Taken:
+def find_taken(function: Callable[..., Any]) -> Taken:
     """Which arguments after the first two `function` takes."""
     try:
         parameters = signature(function).parameters.values()
@@ -41,15 +41,15 @@ class Further(NamedTuple):
     names: tuple[str, ...] = ()
     """Of the last of them, which are given by keyword."""
 
-    def filled_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """By position and by keyword, with `tensors` in their places."""
-        values = _filled_in(self.values, iter(tensors))
+        values = _fill_in(self.values, iter(tensors))
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
     def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same without those that are None and that the function does not take, such as the bias where none is."""
-        args, options = self.filled_in(tensors)
+        args, options = self.fill_in(tensors)
         while args and args[-1] is None and len(args) > by.number:
             args = args[:-1]
         if by.names is not None:
@@ -63,7 +63,7 @@ TENSOR = "tensor"
 """The placeholder for a tensor."""
 
 
-def parted(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
+def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
     """Further arguments of a product: what stays as it is, and the tensors among them, in order."""
     tensors: list[Tensor] = []
     values = _without_tensors((*args, *options.values()), tensors)
@@ -81,13 +81,13 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def _filled_in(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _fill_in(value: Any, tensors: Iterator[Tensor]) -> Any:
     if value is TENSOR:
         return next(tensors)
     if type(value) in (tuple, list):
-        return type(value)([_filled_in(each, tensors) for each in value])
+        return type(value)([_fill_in(each, tensors) for each in value])
     if type(value) is dict:
-        return {key: _filled_in(each, tensors) for key, each in value.items()}
+        return {key: _fill_in(each, tensors) for key, each in value.items()}
     return value
 
 

@@ -28,10 +28,10 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
-from zbpipe.runtime.split.further import Further, parted, with_factors_first
+from zbpipe.runtime.split.further import Further, separate_tensors, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -57,13 +57,13 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     Raises:
         ValueError: a layer's `weight_products` is no mapping of functions to `WeightProduct`.
     """
-    _torch.register_types()
+    autograd.register_types()
     for layer in module.modules():
-        if _torch.is_optimized(layer):
+        if compiler.is_optimized(layer):
             continue
         products = _declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
         _require_products(layer, products)
-        products = {_torch.dispatched(function): product for function, product in products.items()}
+        products = {autograd.find_dispatched(function): product for function, product in products.items()}
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
@@ -81,7 +81,7 @@ def _require_products(layer: nn.Module, products: object) -> None:
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
     if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
         raise ValueError(
-            f"weight_products of {type(layer).__name__} has to be a mapping of functions to zbpipe.WeightProduct, such"
+            f"weight_products of {type(layer).__name__} has to be a mapping of functions to zbpipe.runtime.split.WeightProduct, such"
             f" as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that defers nothing, got {products!r}"
         )
 
@@ -123,7 +123,7 @@ class Deferral:
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.handle: SlotHandle | None = None
         """For the next call inside of a compiled region, for a layer without a forward of its own."""
-        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(_torch.slot_permit)
+        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.slot_permit)
         """By the weight's name: whether a product may leave its region, asked while that is compiled."""
         self.seen: list[Use] | None = None
         """A list to which each product with a plain parameter is added, if somebody wants to know."""
@@ -137,7 +137,7 @@ class Deferral:
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
         x = input
-        if _torch.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
+        if autograd.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
             x = _SharedCast.apply(x, dtype, self)
         y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
         if self.seen is not None and (own := self._named(weight)):
@@ -148,7 +148,7 @@ class Deferral:
         """A product of `self.products`: `function(x, weight, ...)`."""
         x, weight, *rest = args
         target = self._target(x, weight)
-        further, more = parted(rest, kwargs)
+        further, more = separate_tensors(rest, kwargs)
         if target is None or any(each.requires_grad for each in more):
             return function(*args, **kwargs)
         self.deferrable.add(function)
@@ -167,29 +167,29 @@ class Deferral:
         """Whether `weight` is one of the layer's parameters, or made from one by a cast, a transpose and the like."""
         if not isinstance(weight, Tensor):
             return False
-        leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
+        leaf = weight if weight.is_leaf else autograd.leaf_behind(weight)
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
     def look_for_hooks(self) -> None:
         """Look for hooks on nodes, once a step; hooks on the weight itself are seen whenever they matter."""
         parameters = self.layer.parameters(recurse=False)
-        self.has_node_hooks = any(p.requires_grad and _torch.has_hooks_on_node(p) for p in parameters)
+        self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def _target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
         """Where W adds the gradient of `weight`; None if it cannot be deferred."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         if type(x) in PLAIN and type(weight) in PLAIN:
-            if x.layout is not torch.strided or x.is_nested or _torch.is_transformed():
+            if x.layout is not torch.strided or x.is_nested or autograd.is_transformed():
                 return None
-            return weight if weight.is_leaf else _torch.edge_to_leaf(weight)
+            return weight if weight.is_leaf else autograd.edge_to_leaf(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
-        return _torch.edge_to_leaf(weight) if are_sharded else None
+        return autograd.edge_to_leaf(weight) if are_sharded else None
 
     def _named(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """Name of the plain parameter behind `weight`, a cast or a transpose of it, and the order of its dimensions."""
-        leaf = weight if weight.is_leaf else _torch.leaf_behind(weight)
-        permutation = _torch.permutation_of_leaf(weight)
+        leaf = weight if weight.is_leaf else autograd.leaf_behind(weight)
+        permutation = autograd.permutation_of_leaf(weight)
         names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
         return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
 
@@ -238,7 +238,7 @@ _catching_forward.__name__ = "forward"
 
 
 # Where the compiler gives up a region and runs it as it is, it would go on to compile each call of the mode.
-@_torch.outside_of_graphs
+@compiler.outside_of_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
@@ -339,7 +339,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.deferral, ctx.target = deferral, target
         if bias is not None:
             ctx.bias_dtype = bias.dtype
-        return _torch.without_base(F.linear(x, weight, bias))
+        return autograd.without_base(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -362,7 +362,7 @@ class _Call(NamedTuple):
     further: Further
 
     def call(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
-        args, options = self.further.filled_in(more)
+        args, options = self.further.fill_in(more)
         return self.function(x, weight, *args, **options)
 
 
@@ -375,7 +375,7 @@ class _DeferredProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
         ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return _torch.without_base(call.call(x, weight, more))
+        return autograd.without_base(call.call(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -393,9 +393,9 @@ class _DeferredProduct(torch.autograd.Function):
         return dx, dw, None, None, None, *[None for _ in more]
 
 
-_torch.typed_like(_SharedCast, lambda x, dtype, *_: x.to(dtype))
-_torch.typed_like(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-_torch.typed_like(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
+autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
+autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+autograd.copy_type(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
 
 
 def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
@@ -418,10 +418,10 @@ def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
         pending: what W needs.
         node: the next in autograd's graph, to which the gradient would go.
     """
-    wanted = _torch.will_run(node)
+    wanted = autograd.will_run(node)
     if wanted is False:
         return Due.NEVER
-    hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and _torch.has_hooks(pending.weight))
+    hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and autograd.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return Due.NOW
     is_deferred = deferral.gradients.defer(pending, deferral.checks)

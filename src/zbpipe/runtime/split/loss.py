@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime import _torch
-from zbpipe.runtime.split.contents import changed_contents, name_operands
+from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.split.contents import find_changes, name_operands
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 
 
@@ -50,7 +50,7 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        changed = [(each, names) for each in ctx.pending if (names := each.changed())] or changed_contents(ctx.pending)
+        changed = [(each, names) for each in ctx.pending if (names := each.changed())] or find_changes(ctx.pending)
         for gradient, names in changed:
             raise RuntimeError(
                 f"{name_operands(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between"
@@ -60,4 +60,4 @@ class _HandOn(torch.autograd.Function):
         return dloss, None, None
 
 
-_torch.typed_like(_HandOn, lambda loss, *_: loss.view_as(loss))
+autograd.copy_type(_HandOn, lambda loss, *_: loss.view_as(loss))

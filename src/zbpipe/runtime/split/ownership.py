@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split.products import PendingGradient
 
 _WASTE = 2
@@ -34,7 +34,7 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     to_copy = {
         storage
         for storage, found in memory.items()
-        if storage is None or found.is_foreign or _torch.num_holders(storage) > found.accounted or found.is_wasted()
+        if storage is None or found.is_foreign or autograd.num_holders(storage) > found.accounted or found.is_wasted()
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -59,10 +59,10 @@ class _Memory:
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
-    storage, number, size = _torch.place_in_memory(tensor)
+    storage, number, size = autograd.place_in_memory(tensor)
     found = memory.get(storage)
     if found is None:
-        found = memory[storage] = _Memory(size, not _torch.is_torchs_own(tensor))
+        found = memory[storage] = _Memory(size, not autograd.is_torchs_own(tensor))
     found.accounted += number
     if tensor.nbytes < size:
         found.parts[_part(tensor)] = tensor.nbytes

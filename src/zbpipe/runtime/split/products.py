@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
 from zbpipe.runtime.split.contents import RUNS, Checks, fingerprints
-from zbpipe.runtime.split.further import NONE, Further, Taken, taken_by
+from zbpipe.runtime.split.further import NONE, Further, Taken, find_taken
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class WeightProduct:
     def __post_init__(self) -> None:
         require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
         # At once, because the compiler traces the rest.
-        object.__setattr__(self, "_taken_by_input", taken_by(self.input_gradient))
-        object.__setattr__(self, "_taken_by_weight", taken_by(self.weight_gradient))
+        object.__setattr__(self, "_taken_by_input", find_taken(self.input_gradient))
+        object.__setattr__(self, "_taken_by_weight", find_taken(self.weight_gradient))
 
     def of_input(self, dy: Tensor, weight: Tensor, further: Further, tensors: Sequence[Tensor]) -> Tensor:
         """The gradient of x."""
@@ -94,7 +94,7 @@ def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
-For a layer that calls it with a weight of its own: `weight_products = {F.linear: zbpipe.LINEAR}`. `nn.Linear` needs no
+For a layer that calls it with a weight of its own: `weight_products = {F.linear: zbpipe.runtime.split.LINEAR}`. `nn.Linear` needs no
 declaration.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
@@ -114,7 +114,7 @@ def _grouped_mm_weight_gradient(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
-    return _torch.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
+    return autograd.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
 def _grouped_mm_input_gradient(
@@ -124,14 +124,14 @@ def _grouped_mm_input_gradient(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return _torch.grouped_mm(dy, weight.transpose(-2, -1), offs=offs)
+    return autograd.grouped_mm(dy, weight.transpose(-2, -1), offs=offs)
 
 
 GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
 """`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
 
 x: (rows, in), with a weight for each group: (groups, in, out). For experts that call it under either name:
-`weight_products = {torch.nn.functional.grouped_mm: zbpipe.GROUPED_MM}`.
+`weight_products = {torch.nn.functional.grouped_mm: zbpipe.runtime.split.GROUPED_MM}`.
 
 >>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
 >>> GROUPED_MM.weight_gradient(dy, x, offs=torch.tensor([8, 16], dtype=torch.int32)).shape
@@ -175,11 +175,11 @@ class PendingGradient:
 
     def note_versions(self) -> None:
         """Remember how often each of `tensors` has been changed in place."""
-        self.versions = tuple([_torch.version_of(each) for each in self.tensors])
+        self.versions = tuple([autograd.version_of(each) for each in self.tensors])
 
     def changed(self) -> tuple[str, ...]:
         """What has been changed in place since then: "x", "dY", "argument" or several."""
-        now = tuple([_torch.version_of(each) for each in self.tensors])
+        now = tuple([autograd.version_of(each) for each in self.tensors])
         if now == self.versions:
             return ()
         return self.names_where(one != other for one, other in zip(now, self.versions, strict=True))
@@ -197,7 +197,7 @@ class PendingGradient:
         """
         gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
         if self.product is not LINEAR:
-            shape = self.weight.shape if isinstance(self.weight, Tensor) else _torch.shape_at(self.weight)
+            shape = self.weight.shape if isinstance(self.weight, Tensor) else autograd.shape_at(self.weight)
             require_shape(gradient, shape, "weight_gradient", self)
         return gradient
 
@@ -213,7 +213,7 @@ class PendingGradient:
             return
         gradient = self.gradient()
         if grad is None:
-            weight.grad = gradient.to(_torch.grad_dtype(weight, gradient))
+            weight.grad = gradient.to(autograd.grad_dtype(weight, gradient))
         elif grad.is_sparse:  # from an embedding that shares this weight
             weight.grad = gradient + grad
         else:
@@ -251,7 +251,11 @@ def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> b
     """
     dtype = dy.dtype
     if grad is None:
-        if dtype not in _HALF or _torch.grad_dtype(weight, dy) != torch.float32 or not sums_in_float32(x.device, dtype):
+        if (
+            dtype not in _HALF
+            or autograd.grad_dtype(weight, dy) != torch.float32
+            or not sums_in_float32(x.device, dtype)
+        ):
             return False
         weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
     elif grad.dtype == dtype:
@@ -347,15 +351,15 @@ class WeightGradients:
         somebody outside of torch may change.
         """
         last = self._last_cast
-        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and _torch.is_torchs_own(x)
+        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and autograd.is_torchs_own(x)
         if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
             return last.result.detach()
         result = x.detach().to(dtype)
         if last is not None and may_share:
-            if _torch.same_content(result, last.result):
+            if autograd.same_content(result, last.result):
                 return last.result.detach()
             sharing.is_off = True
-        self._last_cast = _Cast(ref(x), _torch.version_of(x), _torch.saving_hooks(), result)
+        self._last_cast = _Cast(ref(x), autograd.version_of(x), autograd.saving_hooks(), result)
         return result.detach()
 
     def forget_cast(self) -> None:
@@ -383,7 +387,7 @@ class _Cast(NamedTuple):
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
         return (
             self.source() is x
-            and self.version == _torch.version_of(x)
+            and self.version == autograd.version_of(x)
             and self.result.dtype == dtype
-            and self.hooks == _torch.saving_hooks()
+            and self.hooks == autograd.saving_hooks()
         )

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpipe.runtime import _torch
-from zbpipe.runtime.split.further import NONE, Further, parted, with_factors_first
+from zbpipe.runtime._torch import autograd, compiler
+from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
 from zbpipe.runtime.split.products import LINEAR, WeightProduct, rows
 
 
@@ -58,7 +58,7 @@ class Use:
 
 def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
     """`F.linear` of x: (..., in); a bias gets its gradient in I."""
-    return Use(weight_name, F.linear, _permuted(LINEAR, permutation), permutation, spec(rows(x)), spec(rows(y)))
+    return Use(weight_name, F.linear, _permute(LINEAR, permutation), permutation, spec(rows(x)), spec(rows(y)))
 
 
 def use_of_product(
@@ -71,12 +71,12 @@ def use_of_product(
     more: Sequence[Tensor],
 ) -> Use:
     """`function(x, weight, ...)`, where `factors` are x and the result, and `more` the tensors among the rest."""
-    product = _permuted(product, permutation)
+    product = _permute(product, permutation)
     x, y = map(spec, factors)
     return Use(weight_name, function, product, permutation, x, y, further, tuple(map(spec, more)))
 
 
-def _permuted(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
+def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
     if permutation == tuple(range(len(permutation))):
         return product
     back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
@@ -119,14 +119,14 @@ class SlotHandle:
         return (
             slots is not None
             and x.dtype == slots.x.dtype
-            and _torch.surely_same_shape(x, slots.x)
+            and compiler.surely_same_shape(x, slots.x)
             and len(more) == len(slots.more)
-            and all(_torch.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
+            and all(compiler.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
 
     def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
         """The product itself."""
-        args, options = self.further.filled_in(more)
+        args, options = self.further.fill_in(more)
         return self.function(x, weight, *args, **options)  # type: ignore[no-any-return]
 
     def take(self) -> Slots | None:
@@ -155,7 +155,7 @@ class _LinearInSlots(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _torch.without_base(F.linear(x, weight, bias))
+        return autograd.without_base(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
@@ -176,7 +176,7 @@ class _ProductInSlots(torch.autograd.Function):
         more = more_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.handle = handle
-        return _torch.without_base(handle.multiply(x, weight, more))
+        return autograd.without_base(handle.multiply(x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,8 +190,8 @@ class _ProductInSlots(torch.autograd.Function):
         return None, dx, None, x.detach(), dy, *carried
 
 
-_torch.typed_like(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-_torch.typed_like(_ProductInSlots, lambda handle, x, weight, *slots: handle.multiply(x, weight, slots[2::2]))
+autograd.copy_type(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
+autograd.copy_type(_ProductInSlots, lambda handle, x, weight, *slots: handle.multiply(x, weight, slots[2::2]))
 
 
 class WeightWithSlots:
@@ -232,7 +232,7 @@ class WeightWithSlots:
         if handle.function is F.linear:
             bias = rest[0] if rest else options.get("bias")
             return linear_in_slots(x, self.plain, bias, handle)
-        further, more = parted(rest, options)
+        further, more = separate_tensors(rest, options)
         if further == handle.further and handle.takes(x, more):
             slots = handle.take()
             if slots is not None:

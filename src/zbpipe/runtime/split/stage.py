@@ -10,9 +10,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
-from zbpipe.runtime.split.contents import changed_contents, name_operands
+from zbpipe.runtime.split.contents import find_changes, name_operands
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def split_backward(
-    stages: Sequence[_torch.Stage], how: SplitBackward, gradients: WeightGradients | None = None
+    stages: Sequence[pipelining.Stage], how: SplitBackward, gradients: WeightGradients | None = None
 ) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W.
 
@@ -62,33 +62,33 @@ def split_backward(
             _complain_of_nothing_to_defer(stage, how)
 
 
-def is_split(stage: _torch.Stage) -> bool:
+def is_split(stage: pipelining.Stage) -> bool:
     """Whether its I and W run zbpipe's split."""
     return isinstance(stage, _SplitBackward)
 
 
-def product_dtypes(stage: _torch.Stage) -> frozenset[torch.dtype]:
+def product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
     """Of the products whose weight gradients are deferred, known once an I ran."""
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
 
-def tries_out(stage: _torch.Stage) -> bool:
+def tries_out(stage: pipelining.Stage) -> bool:
     """Whether the next I is its first, which leaves nothing to W."""
     return isinstance(stage, _SplitBackward) and stage._num_split == 0
 
 
-def waiting_for_w(stage: _torch.Stage, microbatch: int) -> Sequence[PendingGradient]:
+def waiting_for_w(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
     """What the I of this microbatch has deferred; nothing where that is over, or the split is torch's own."""
     return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
 
 
-def weight_work(stage: _torch.Stage) -> WeightWork | None:
+def weight_work(stage: pipelining.Stage) -> WeightWork | None:
     """The work of the stage's weight gradients, and what of it waits for W; known once an I ran."""
     return stage._work if isinstance(stage, _SplitBackward) else None
 
 
-def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
-    if any(map(_torch.reduces_in_hooks, stage.submod.modules())):
+def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
+    if any(map(fsdp.reduces_in_hooks, stage.submod.modules())):
         raise ValueError(
             f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
             " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
@@ -96,7 +96,7 @@ def _refuse_hooks_that_reduce(stage: _torch.Stage) -> None:
         )
 
 
-def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
+def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     """Refuse stages of which FSDP would reduce gradients in I, before W adds to them.
 
     torch's stages defer the reduction only if the stage as a whole is an FSDP module. A framework may handle the parts
@@ -107,9 +107,9 @@ def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
         ValueError: a stage has parts in `fully_shard`, but is not itself, and runs torch's own backward.
     """
     for stage in stages:
-        if _torch.has_own_backward(stage) or _torch.is_fsdp(stage.submod):
+        if pipelining.has_own_backward(stage) or fsdp.is_fsdp(stage.submod):
             continue
-        if any(map(_torch.is_fsdp, stage.submod.modules())):
+        if any(map(fsdp.is_fsdp, stage.submod.modules())):
             raise ValueError(
                 f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
                 " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
@@ -117,12 +117,12 @@ def require_no_early_reduction(stages: Sequence[_torch.Stage]) -> None:
             )
 
 
-def _require_reduced(stage: _torch.Stage, backward: str) -> None:
+def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
     """FSDP adds up what it reduces, so a reduction in I is right if another one follows the last W.
 
     torch does that for a stage that is an FSDP module as a whole.
     """
-    if not _torch.is_fsdp(stage.submod) and _torch.owes_reduction(stage.submod):
+    if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
             " that the last W has added to parts in fully_shard: make it reduce them when it is called with"
@@ -130,7 +130,7 @@ def _require_reduced(stage: _torch.Stage, backward: str) -> None:
         )
 
 
-def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
+def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
     """Refuse torch's own split, for `what`, on compiled modules.
 
     torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which that error suggests,
@@ -139,7 +139,7 @@ def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
     Raises:
         ValueError: a stage has a compiled module.
     """
-    compiled = [stage.stage_index for stage in stages if any(map(_torch.is_compiled, stage.submod.modules()))]
+    compiled = [stage.stage_index for stage in stages if any(map(compiler.is_compiled, stage.submod.modules()))]
     if compiled:
         raise ValueError(
             f"{what} cannot split the compiled modules of stages {compiled} (with donated_buffer=False their weight"
@@ -147,7 +147,7 @@ def require_not_compiled(stages: Sequence[_torch.Stage], what: str) -> None:
         )
 
 
-def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
+def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
     """Refuse compiled modules that run in CUDA graphs: each microbatch would overwrite x and dY of the one before.
 
     Inductor reads its configuration when a module is called for the first time, so call this again when the first step
@@ -158,7 +158,7 @@ def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
     """
     for stage in stages:
         for name, module in stage.submod.named_modules():
-            if _torch.runs_in_cuda_graphs(module):
+            if compiler.runs_in_cuda_graphs(module):
                 raise ValueError(
                     f"stage {stage.stage_index}: {name or 'the stage itself'} ({type(module).__name__}) is compiled to"
                     " run in CUDA graphs, whose memory the next microbatch overwrites, but what W needs has to last"
@@ -168,7 +168,7 @@ def require_memory_that_lasts(stages: Sequence[_torch.Stage]) -> None:
                 )
 
 
-def _complain_of_nothing_to_defer(stage: _torch.Stage, how: SplitBackward) -> None:
+def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -> None:
     complaint = (
         f"stage {stage.stage_index} has no layer that can defer its weight gradient: neither nn.Linear nor one with"
         " weight_products"
@@ -188,7 +188,7 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
         logging.WARNING if share < _ENOUGH else logging.INFO,
         "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs wait for W",
         stage.stage_index,
-        in_words((_named(each), each.share, each.reason) for each in work.in_i),
+        in_words((_name(each), each.share, each.reason) for each in work.in_i),
         percent(share),
     )
     left = {each.parameter for each in work.in_i}
@@ -199,7 +199,7 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
             _explain_what_stays_in_i(stage, deferral)
 
 
-def _named(product: StaysInI) -> str:
+def _name(product: StaysInI) -> str:
     """By its layer, with the parameter if it is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     name = layer or "the stage itself"
@@ -220,7 +220,7 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
         )
 
 
-def _keep_in_i_what_changed(stage: _torch.Stage, pending: Sequence[PendingGradient]) -> None:
+def _keep_in_i_what_changed(stage: pipelining.Stage, pending: Sequence[PendingGradient]) -> None:
     changed = {id(gradient.layer): (gradient, names) for gradient, names in _all_changed(pending)}
     for gradient, names in changed.values():
         deferral_of(gradient.layer).stays_in_i = True
@@ -237,10 +237,10 @@ _Changed = list[tuple[PendingGradient, tuple[str, ...]]]
 
 def _all_changed(pending: Sequence[PendingGradient]) -> _Changed:
     """What has changed since the layers deferred their gradients, by versions, and by content where that was noted."""
-    return [*((each, names) for each in pending if (names := each.changed())), *changed_contents(pending)]
+    return [*((each, names) for each in pending if (names := each.changed())), *find_changes(pending)]
 
 
-def _require_unchanged(stage: _torch.Stage, microbatch: int, changed: _Changed, when: str) -> None:
+def _require_unchanged(stage: pipelining.Stage, microbatch: int, changed: _Changed, when: str) -> None:
     for gradient, names in changed:
         raise RuntimeError(
             f"stage {stage.stage_index}, microbatch {microbatch}: {name_operands(names)} of layer"
@@ -250,15 +250,15 @@ def _require_unchanged(stage: _torch.Stage, microbatch: int, changed: _Changed, 
         )
 
 
-def _name_of(stage: _torch.Stage, layer: nn.Module) -> str:
+def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
     """With its class; the stage itself has no name."""
     name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
     return f"{name or 'the stage itself'} ({type(layer).__name__})"
 
 
-def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: WeightGradients) -> None:
+def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
     if not is_split(stage):
-        _torch.own(stage)
+        pipelining.own(stage)
         stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
@@ -267,11 +267,11 @@ def _split(stage: _torch.Stage, on_rank: Sequence[_torch.Stage], gradients: Weig
 
 
 @cache
-def split_class(stage_class: type[_torch.Stage]) -> type[_torch.Stage]:
+def split_class(stage_class: type[pipelining.Stage]) -> type[pipelining.Stage]:
     return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {"__module__": __name__})
 
 
-class _SplitBackward(_torch.OwnStage):
+class _SplitBackward(pipelining.OwnStage):
     """Goes before the stage's own class and runs I and W; the rest is torch's.
 
     torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
@@ -286,7 +286,7 @@ class _SplitBackward(_torch.OwnStage):
     """Of a microbatch, as the first I found it."""
     _dtypes: frozenset[torch.dtype]
     """Of the deferred products, as the first I found them."""
-    _on_rank: tuple[_torch.Stage, ...]
+    _on_rank: tuple[pipelining.Stage, ...]
     """All stages of this rank."""
     _is_scaled: bool
     """Whether its gradients of this step were divided by the number of microbatches."""
@@ -315,7 +315,7 @@ class _SplitBackward(_torch.OwnStage):
             _keep_in_i_what_changed(self, pending)
             self._work = WeightWork(self.submod, products, pending)
             pending.clear()
-            _torch.settle_gradients(self.submod)
+            fsdp.settle_gradients(self.submod)
         _require_unchanged(self, bwd_chunk_id, _all_changed(pending), "during I")
         copy_if_shared(pending)
         self._deferred[bwd_chunk_id] = pending
@@ -329,16 +329,16 @@ class _SplitBackward(_torch.OwnStage):
         if not self.has_backward:
             return
         pending = self._deferred.pop(bwd_chunk_id)
-        _require_unchanged(self, bwd_chunk_id, changed_contents(pending), "between I and W")
-        if sums := _torch.sums_beside_grad(self.submod):
+        _require_unchanged(self, bwd_chunk_id, find_changes(pending), "between I and W")
+        if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))
         # From the last pair to the first, freeing each: what I made last is still in the cache.
         while pending:
             pending.pop().accumulate()
-        _torch.settle_gradients(self.submod)
-        if own := _torch.has_own_backward(self):
-            _torch.end_backward(self, last_backward)
+        fsdp.settle_gradients(self.submod)
+        if own := pipelining.has_own_backward(self):
+            pipelining.end_backward(self, last_backward)
             if last_backward:
                 _require_reduced(self, own)
 
@@ -369,7 +369,7 @@ class _SplitBackward(_torch.OwnStage):
         self._is_scaled = False
         if self.has_backward:
             self._gradients.step += 1
-            _torch.register_types()  # a job may have imported spmd_types since
+            autograd.register_types()  # a job may have imported spmd_types since
             for deferral in deferrals(self.submod).values():
                 deferral.look_for_hooks()
         super().clear_runtime_states()

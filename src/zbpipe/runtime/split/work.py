@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.compiled import products_in_regions
@@ -68,19 +68,19 @@ def in_words(products: Iterable[tuple[str, float, str]]) -> str:
 
 
 @contextmanager
-def look_at_graphs(on_trial: bool) -> Iterator[list[_torch.GraphProduct]]:
+def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]]:
     """Within the first I, the products with weights in the graphs of all backwards go into the list that this gives.
 
     A checkpoint with `use_reentrant=True` makes its graph, and runs a backward of its own, within a backward.
     """
-    found: list[_torch.GraphProduct] = []
+    found: list[graph_products.GraphProduct] = []
     if not on_trial:
         yield found
         return
     run = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        found.extend(_torch.products_in_graph(tensors if isinstance(tensors, Sequence) else [tensors]))
+        found.extend(graph_products.products_in_graph(tensors if isinstance(tensors, Sequence) else [tensors]))
         run(tensors, *args, **kwargs)
 
     with replaced(torch.autograd, backward=backward):
@@ -91,20 +91,22 @@ class WeightWork:
     """The FLOPs of a stage's weight gradients, of one microbatch: those that wait for W, and those that do not."""
 
     def __init__(
-        self, module: nn.Module, products: Sequence[_torch.GraphProduct], pending: Sequence[PendingGradient]
+        self, module: nn.Module, products: Sequence[graph_products.GraphProduct], pending: Sequence[PendingGradient]
     ) -> None:
         """From the graph of a microbatch, and what its I has deferred."""
         self._module = module
-        self._names = _torch.parameter_names(module)
-        self._compiled = {id(part) for each in module.modules() if _torch.is_compiled(each) for part in each.modules()}
+        self._names = fsdp.parameter_names(module)
+        self._compiled = {
+            id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()
+        }
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """By parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
         """By parameter and reason."""
         self._calls = _calls(pending)
         for gradient in pending:
-            self._count(id(_torch.leaf_at(gradient.weight)), _flops_of(gradient), _why_not(gradient))
-        own: defaultdict[int, list[_torch.GraphProduct]] = defaultdict(list)
+            self._count(id(autograd.leaf_at(gradient.weight)), _flops_of(gradient), _why_not(gradient))
+        own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
         for product in _with_regions(module, products):
             if isinstance(product.deferral, Deferral):
                 own[id(product.leaves[0])].append(product)
@@ -168,11 +170,11 @@ class WeightWork:
         """Why a layer that can defer its weight gradient does not."""
         if deferral.stays_in_i:
             return _CHANGED
-        if deferral.has_node_hooks or _torch.has_hooks(leaf):
+        if deferral.has_node_hooks or autograd.has_hooks(leaf):
             return "the weight has hooks"
         return _IN_A_REGION if id(deferral.layer) in self._compiled else "a backward of its own computes it"
 
-    def _reason(self, product: _torch.GraphProduct) -> str:
+    def _reason(self, product: graph_products.GraphProduct) -> str:
         if isinstance(product.deferral, Deferral):
             return self._why_own(product.deferral, product.leaves[0])
         kind, made = product.kind, ", ".join(product.made_by)
@@ -207,10 +209,12 @@ def _why_not(gradient: PendingGradient) -> str:
 
 def _calls(pending: Iterable[PendingGradient]) -> Counter[int]:
     """By the id of the parameter, the number of its gradients that wait."""
-    return Counter(id(_torch.leaf_at(gradient.weight)) for gradient in pending)
+    return Counter(id(autograd.leaf_at(gradient.weight)) for gradient in pending)
 
 
-def _with_regions(module: nn.Module, products: Sequence[_torch.GraphProduct]) -> Iterator[_torch.GraphProduct]:
+def _with_regions(
+    module: nn.Module, products: Sequence[graph_products.GraphProduct]
+) -> Iterator[graph_products.GraphProduct]:
     """`products`, with what regions have shown without the compiler in the place of their nodes."""
     hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
     learned = [each for each in products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
@@ -226,6 +230,6 @@ def _flops_of(gradient: PendingGradient) -> float:
     if gradient.product is not LINEAR:
         products = deferral_of(gradient.layer).products.items()
         name = next((name_of(function) for function, product in products if product is gradient.product), "")
-        shape = weight.shape if isinstance(weight, Tensor) else _torch.shape_at(weight)
+        shape = weight.shape if isinstance(weight, Tensor) else autograd.shape_at(weight)
         inner = shape[1:].numel() if "conv" in name else inner
     return 2.0 * dy.numel() * inner

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import shared_with_other_ranks
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -89,7 +90,7 @@ class GradientCheck(Watcher):
 
     def __init__(
         self,
-        schedule: _torch.PipelineSchedule,
+        schedule: pipelining.PipelineSchedule,
         steps: int = 1,
         *,
         tolerance: float | None = None,
@@ -108,7 +109,7 @@ class GradientCheck(Watcher):
         self._left = steps
         self._tolerance = tolerance
         self._done = done
-        self._found = GradientReport("", steps, steps * _torch.num_microbatches(schedule), {}, {})
+        self._found = GradientReport("", steps, steps * pipelining.num_microbatches(schedule), {}, {})
         """What this rank has found so far."""
         watch(schedule, self)
 
@@ -132,7 +133,7 @@ class GradientCheck(Watcher):
         self._found = self._found.with_(found)
 
     def _gathered(self, schedule: RegisteredSchedule) -> GradientReport:
-        group = _torch.stages_of(schedule)[0].group
+        group = hooks.stages_of(schedule)[0].group
         everything = [self._found] * dist.get_world_size(group)
         dist.all_gather_object(everything, self._found, group=group)
         report = replace(reduce(GradientReport.with_, everything), schedule=schedule.schedule.name)
@@ -150,7 +151,7 @@ class _Checked:
         self._schedule = schedule
         self._tolerance = tolerance
         self._found = found
-        self._stages = {stage.stage_index: stage for stage in _torch.stages_of(schedule)}
+        self._stages = {stage.stage_index: stage for stage in hooks.stages_of(schedule)}
         self._states: dict[int, State] = {}
         """By stage, of its last microbatch: the next one shares all values that are equal."""
         self._open: dict[tuple[int, int], _Comparison] = {}
@@ -160,8 +161,8 @@ class _Checked:
     @contextmanager
     def attach(self) -> Iterator[None]:
         with (
-            _torch.hook(self._schedule, _torch.HookOrder.CHECK, self._around),
-            _torch.route_calls(self._schedule, self._forward, self._loss, self._backward),
+            hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
+            hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):
             yield
 
@@ -267,10 +268,10 @@ class _Comparison:
         before = gradients_of(module)
         yield
         self.tolerance = max(self.tolerance, _tolerance(self._stage))
-        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in _torch.accumulated(module)}
+        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp.iterate_accumulated(module)}
         after = gradients_of(module)
         # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
-        self._moved |= {name + _torch.REDUCED for name in before.keys() - after.keys()}
+        self._moved |= {name + fsdp.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
             if name in before and not math.isfinite(_norm(before[name])):
@@ -283,7 +284,7 @@ class _Comparison:
     def _add(self, name: str, gradient: Tensor) -> None:
         self._rest[name] = self._rest[name] + gradient if name in self._rest else gradient
 
-    def backward(self, call: _torch.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
+    def backward(self, call: hooks.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
         """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
         assert self.again is not None, "a microbatch has one backward"
         self.knows_backward = True
@@ -316,7 +317,7 @@ class _Comparison:
         left = {
             name
             for name, parameter in self._stage.submod.named_parameters()
-            if _torch.hooks_after_accumulation(parameter)
+            if autograd.hooks_after_accumulation(parameter)
             or name in self._was_not_finite
             or not math.isfinite(self._norms.get(name, 0.0))
         }
@@ -346,7 +347,7 @@ def _relative(error: float, norm: float) -> float:
     return error / norm if norm else math.inf
 
 
-def _tolerance(stage: _torch.Stage) -> float:
+def _tolerance(stage: pipelining.Stage) -> float:
     """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
     dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | product_dtypes(stage)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.runtime import _torch, arguments
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch import autograd, checkpoints, fsdp
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.verify.gradient_check import GradientCheck
@@ -88,7 +89,7 @@ def check_gradients(
         check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
         with _left_as_they_are(modules, device), ExitStack() as inferring:
             for stage in stages:
-                inferring.enter_context(_torch.inferring_through_checkpoints(stage))
+                inferring.enter_context(checkpoints.inferring_through_checkpoints(stage))
             for _ in range(_STEPS):
                 schedule.step(*args, target=target)
     assert check.report is not None, "a step that returns was checked"
@@ -122,7 +123,7 @@ def _samples(args: tuple[Any, ...]) -> int:
 
 
 def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
-    outputs = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    outputs = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
     if not outputs:
         raise ValueError(_NO_GRADIENT)
     return sum((each.abs().square().mean() for each in outputs), torch.zeros((), device=outputs[0].device))
@@ -162,5 +163,5 @@ def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterato
     with ExitStack() as kept:
         for module in modules:
             kept.callback(State(module, device).put_back)
-            kept.enter_context(_torch.without_gradients(module))
+            kept.enter_context(fsdp.without_gradients(module))
         yield

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime import _torch
+from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
@@ -43,7 +43,7 @@ class State:
                 [*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors]
             )
         ]
-        attributes = (own for part in module.modules() for own in (vars(part), _torch.own_buffers(part)))
+        attributes = (own for part in module.modules() for own in (vars(part), autograd.own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
         self._random = RandomState.now(device)
         self._shared_random = list(shared_generators())
@@ -104,11 +104,11 @@ class Microbatch:
     """
 
     def __init__(
-        self, stage: _torch.Stage, index: int, like: State | None = None, *, defers_loss: bool = False
+        self, stage: pipelining.Stage, index: int, like: State | None = None, *, defers_loss: bool = False
     ) -> None:
         self.stage = stage
         self.index = index
-        self.state = State(stage.submod, _torch.device_of(stage), like)
+        self.state = State(stage.submod, pipelining.device_of(stage), like)
         """As it was before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
@@ -127,13 +127,13 @@ class Microbatch:
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
-        self._args, self._kwargs = _torch.tree_map_only(Tensor, self._copy, (args, kwargs))
+        self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
             for module, (compiled, eager) in _regions(self.stage.submod):
-                watched.enter_context(_torch.with_calls(module, compiled, partial(self._eagerly, module, eager)))
+                watched.enter_context(compiler.with_calls(module, compiled, partial(self._eagerly, module, eager)))
             output = call(*args, **kwargs)
-        tensors = [each.detach() for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
-        self._outputs = [(each, _torch.version_of(each)) for each in tensors]
+        tensors = [each.detach() for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
+        self._outputs = [(each, autograd.version_of(each)) for each in tensors]
         return output
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -150,16 +150,16 @@ class Microbatch:
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """Remember what the stage's backward starts from (see `_torch.route_calls`)."""
-        self._output_grads = _torch.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
+        """Remember what the stage's backward starts from (see `_torch.hooks.route_calls`)."""
+        self._output_grads = autograd.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def gradients(self) -> Gradients:
         """The gradients of one ordinary backward; afterwards everything is as it was."""
         module = self.stage.submod
-        now = State(module, _torch.device_of(self.stage), self.state)
+        now = State(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), _torch.versions_kept(written), _torch.without_gradients(module):
+        with torch.no_grad(), autograd.versions_kept(written), fsdp.without_gradients(module):
             self.state.put_back()
             try:
                 with torch.enable_grad():
@@ -172,9 +172,9 @@ class Microbatch:
 
     def _is_as_in_f(self, output: Any) -> bool:
         """Whether a second forward gave the outputs of F, as far as nobody has changed those since."""
-        again = [each for each in _torch.tree_leaves(output) if isinstance(each, Tensor)]
+        again = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         return len(again) == len(self._outputs) and all(
-            _torch.version_of(one) != version or _are_close(one, other)
+            autograd.version_of(one) != version or _are_close(one, other)
             for (one, version), other in zip(self._outputs, again, strict=True)
         )
 
@@ -185,7 +185,7 @@ class Microbatch:
         """
         for _ in range(2):
             self.state.put_back()
-            if not self._is_as_in_f(_torch.run_forward(self.stage, self.index, self._args, self._kwargs)):
+            if not self._is_as_in_f(pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)):
                 return False
         return True
 
@@ -193,12 +193,12 @@ class Microbatch:
         """The output of the module, and the gradients of its inputs."""
         plain = partial(_plain, self.stage.submod, self._ran_eagerly)
         with plain():
-            output = of_module = _torch.run_forward(self.stage, self.index, self._args, self._kwargs)
+            output = of_module = pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)
         if self._loss is not None:
             with nullcontext() if self._defers_loss else plain():
                 output = self._loss(output)
         with plain():
-            return of_module, _torch.run_backward(self.stage, output, self._output_grads, self._inputs)
+            return of_module, pipelining.run_backward(self.stage, output, self._output_grads, self._inputs)
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
@@ -217,7 +217,7 @@ _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, to
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
-    return {each.name: wide(each.gradient, each.parameter) for each in _torch.accumulated(module)}
+    return {each.name: wide(each.gradient, each.parameter) for each in fsdp.iterate_accumulated(module)}
 
 
 def wide(gradient: Tensor, like: Tensor) -> Tensor:
@@ -242,12 +242,12 @@ def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
         for deferral in deferrals(module).values():
             plain.enter_context(replaced(deferral, linear=F.linear, products={}))
         for part, (compiled, eager) in _regions(module):
-            plain.enter_context(_torch.without_region(part, eager if part in eagerly else compiled))
+            plain.enter_context(compiler.without_region(part, eager if part in eagerly else compiled))
         yield
 
 
-def _regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[_torch.Call, _torch.Call]]]:
+def _regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[hooks.Call, hooks.Call]]]:
     for part in module.modules():
-        calls = _torch.diverted_calls(part)
+        calls = compiler.find_diverted_calls(part)
         if calls is not None:
             yield part, calls

@@ -130,7 +130,7 @@ class Setting:
         )
 
 
-def simulated(setting: Setting, name: str) -> dict[str, Any]:
+def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
     """A named schedule under these costs: its figures, its picture, and how to get it.
 
     Raises:
@@ -148,7 +148,7 @@ def simulated(setting: Setting, name: str) -> dict[str, Any]:
     return _answer(simulate(schedule, costs), setting, algorithm.name, command)
 
 
-def planned(setting: Setting) -> dict[str, Any]:
+def answer_plan(setting: Setting) -> dict[str, Any]:
     """The best schedule found within the limit, and a bound for all.
 
     Raises:

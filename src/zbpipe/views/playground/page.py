@@ -9,14 +9,14 @@ from typing import Any
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_times
 from zbpipe.schedule.registry import schedules
-from zbpipe.views.html import filled, packed
+from zbpipe.views.html import fill, pack
 from zbpipe.views.playground.answers import (
     MOST_MICROBATCHES,
     MOST_RANKS,
     Setting,
-    planned,
+    answer_plan,
+    answer_simulation,
     presets,
-    simulated,
 )
 
 _TIMES = [round(0.1 * n, 1) for n in range(1, 41)]
@@ -54,13 +54,13 @@ _EXPORTED: dict[str, list[Any]] = {
 """The same in a file, which holds an answer for each combination, at typical times."""
 
 
-def served() -> str:
+def make_served_page() -> str:
     """The page that asks its server."""
     first = {name: setting.texts() for name, setting in presets().items()}
     return _page({"stops": _STOPS, "presets": first, "answers": None})
 
 
-def exported(progress: Callable[[float], None] = lambda share: None) -> str:
+def make_exported_page(progress: Callable[[float], None] = lambda share: None) -> str:
     """The page that needs no server: it has the answers for all stops of its sliders.
 
     Args:
@@ -92,11 +92,11 @@ def _all_answers(setting: Setting) -> dict[str, Any]:
     if setting.limit is None:
         for name in _names():
             try:
-                found[name] = simulated(setting, name)
+                found[name] = answer_simulation(setting, name)
             except ValueError as error:
                 found[name] = {"error": str(error)}
     try:
-        found["plan"] = planned(setting)
+        found["plan"] = answer_plan(setting)
     except ValueError as error:
         found["plan"] = {"error": str(error)}
     return found
@@ -111,4 +111,4 @@ def _page(differing: dict[str, Any]) -> str:
     # By it the page moves the time of I when the checkpointing changes.
     recomputed = {how: round(LLAMA_3_8B.recomputed(how), 3) for how in Checkpointing}
     data = {"names": sorted(_names(), key=str.lower), "recomputed": recomputed, **differing}
-    return filled("playground.html", data=packed(data))
+    return fill("playground.html", data=pack(data))

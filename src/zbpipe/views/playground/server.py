@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from zbpipe.views.playground.answers import Setting, planned, simulated
-from zbpipe.views.playground.page import served
+from zbpipe.views.playground.answers import Setting, answer_plan, answer_simulation
+from zbpipe.views.playground.page import make_served_page
 
 ADDRESS = "127.0.0.1"
 
@@ -31,7 +31,7 @@ def server(port: int = 0) -> ThreadingHTTPServer:
 
 
 # Sliders go back and forth. A few hundred answers have some megabytes.
-_simulated, _planned = lru_cache(maxsize=256)(simulated), lru_cache(maxsize=64)(planned)
+_simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxsize=64)(answer_plan)
 
 
 def answer(path: str, query: str) -> tuple[int, str, str]:
@@ -41,7 +41,7 @@ def answer(path: str, query: str) -> tuple[int, str, str]:
     (404, 'application/json', '{"error": "there is no /nothing here: open /"}')
     """
     if path == "/":
-        return 200, "text/html; charset=utf-8", served()
+        return 200, "text/html; charset=utf-8", make_served_page()
     if path not in ("/schedule", "/plan"):
         return _json(404, {"error": f"there is no {path} here: open /"})
     asked = dict(parse_qsl(query, keep_blank_values=True))
