@@ -67,7 +67,8 @@ def train_and_write() -> None:
     """A rank of the job: TorchTitan on one core, with this schedule's steps written down."""
     rank, folder = int(os.environ["LOCAL_RANK"]), Path(os.environ[FOLDER])
     os.sched_setaffinity(0, {rank})
-    from zbpipe.frameworks.titan import command_line, plug_in
+    from zbpipe.frameworks.titan import command_line
+    from zbpipe.titan import plug_in
 
     options, rest = command_line.parse(sys.argv[1:])
     plug_in(options)

@@ -105,6 +105,7 @@ def _on_one_rank() -> dict[str, Any]:
 
 def main() -> None:
     """Run all pages in this folder, and print what failed, by page."""
+    from zbpipe.frameworks.installation import uninstall
 
     failures = {}
     for page in PAGES:

@@ -173,7 +173,8 @@ def test_titans_arguments() -> None:
     of_titan = [arguments for words in launched if words[0] == "torchrun" for arguments in launches(words, ROOT)]
     assert len(of_titan) > 3
     program = (
-        "import json, sys; from torchtitan.train import ConfigManager; from zbpipe.frameworks.titan import command_line\n"
+        "import json, sys; from torchtitan.train import ConfigManager\n"
+        "from zbpipe.frameworks.titan import command_line\n"
         "for words in json.load(sys.stdin):\n"
         "    model = [] if '--module' in words else ['--module', 'llama3', '--config', 'llama3_debugmodel']\n"
         "    ConfigManager().parse_args([*model, *command_line.parse(words)[1]])"

@@ -23,7 +23,7 @@ from pipelines import Pipeline
 from ranks import endings, join_group, run_ranks
 
 import zbpipe
-from zbpipe.runtime._torch import frames
+from zbpipe.runtime._torch import frames, pipelining
 from zbpipe.runtime.ranks import failures, progress
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -312,7 +312,7 @@ class BrokenStore:
 
 @pytest.mark.parametrize("store", [SilentStore(), BrokenStore(), None])
 def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
-    monkeypatch.setattr(_torch, "default_store", lambda: store)
+    monkeypatch.setattr(pipelining, "default_store", lambda: store)
     monkeypatch.setattr(failures, "_PATIENCE", 0.2)
     with pytest.raises(ArithmeticError), failures.shared_with_other_ranks():
         explode()

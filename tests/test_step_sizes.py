@@ -96,7 +96,7 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
         made.append((str(table), gc.isenabled()))
         return lower(runtime, table)
 
-    monkeypatch.setattr(_torch, "lower", recorded)
+    monkeypatch.setattr(pipelining, "lower", recorded)
     x = torch.ones(6, 2)
     schedule.prepare(2)
     assert made.pop() == (str(zbpipe.generate("ZBV", 1, 2)), False)

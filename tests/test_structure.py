@@ -1,10 +1,11 @@
-"""The arrows between modules: no circle, and no torch above the runtime."""
+"""The arrows between modules: no circle, few floors, and no torch above the runtime."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 import zbpipe
 
 ROOT = Path(zbpipe.__file__).parent
-NEED_TORCH = ("runtime", "frameworks", "titan", "demo", "run")
+NEED_TORCH = ("runtime", "frameworks", "titan", "run")
 """What may import torch, and what imports these."""
+FORMALITIES = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+"""Files that every package has."""
 
 
 def name_of(path: Path) -> str:
@@ -25,7 +28,7 @@ FILES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """All that is imported, inside of functions, too, but for what only type checkers see."""
+    """All imports, inside functions, too, except those that only type checkers see."""
     if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
         return set()
     if isinstance(tree, ast.Import):
@@ -43,24 +46,38 @@ def graph() -> dict[str, set[str]]:
     return {name: (names & FILES.keys()) - {name} for name, names in found.items()}
 
 
-def folder(name: str) -> str:
-    """The folder right below `zbpipe` in which a module lies, or the module itself."""
+def entry(name: str) -> str:
+    """The folder right below `zbpipe` in which a module is, or the module itself."""
     return ".".join(name.split(".")[:2])
+
+
+def entries() -> dict[str, set[str]]:
+    """By entry at the top the other entries that it imports."""
+    found: dict[str, set[str]] = {}
+    for name, others in graph().items():
+        found.setdefault(entry(name), set()).update({entry(other) for other in others} - {entry(name)})
+    return found
+
+
+def floors(arrows: Mapping[str, set[str]]) -> dict[str, int]:
+    """By entry how many entries are on the longest way down from it, itself included."""
+    found: dict[str, int] = {}
+    for name in TopologicalSorter(arrows).static_order():
+        found[name] = 1 + max((found[other] for other in arrows[name]), default=0)
+    return found
 
 
 def test_no_circle_of_modules() -> None:
     list(TopologicalSorter(graph()).static_order())
 
 
-def test_no_circle_of_folders() -> None:
-    folders: dict[str, set[str]] = {}
-    for name, others in graph().items():
-        folders.setdefault(folder(name), set()).update({folder(other) for other in others} - {folder(name)})
-    list(TopologicalSorter(folders).static_order())
+def test_few_entries_on_few_floors_without_a_circle() -> None:
+    assert max(floors(entries()).values()) <= 9
+    assert len({each.name for each in ROOT.iterdir()} - FORMALITIES) <= 13
 
 
 def test_no_torch_above_the_runtime() -> None:
-    """Neither by itself nor by what it imports."""
+    """Neither by itself nor by its imports."""
     modules = graph()
     below = {name: name.split(".")[1:2] in [[each] for each in NEED_TORCH] for name in modules}
     for name, path in FILES.items():
@@ -75,3 +92,10 @@ def test_no_torch_above_the_runtime() -> None:
 def test_importing_it_loads_no_torch(module: str) -> None:
     program = f"import sys, {module}; assert 'torch' not in sys.modules and 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_few_public_names_besides_the_classes() -> None:
+    functions = [name for name in zbpipe.__all__ if not name.startswith("Schedule") or name == "Schedule"]
+    assert len(functions) <= 22
+    assert zbpipe.__all__ == sorted(zbpipe.__all__, key=lambda name: (not name[0].isupper(), name))
+    assert all(hasattr(zbpipe, name) for name in zbpipe.__all__)

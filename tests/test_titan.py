@@ -381,7 +381,7 @@ def test_each_option_has_a_sentence_in_the_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before TorchTitan's own help, which its parser shows."""
-    from zbpipe.frameworks.titan import train
+    from zbpipe.titan import train
 
     trainer: Any = SimpleNamespace(train=lambda: print("TorchTitan's own help"))
     monkeypatch.setitem(sys.modules, "zbpipe.frameworks.titan.plug", trainer)

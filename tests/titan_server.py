@@ -84,7 +84,7 @@ def _train(job: dict[str, Any], rank: int) -> None:
     """What torchrun does for a rank, and then `python -m zbpipe.titan.train`."""
     import torch._functorch.config
 
-    from zbpipe.frameworks.titan import train
+    from zbpipe.titan import train
 
     folder = Path(job["folder"])
     log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -51,7 +51,7 @@ def check_schedule(
 
     Args:
         schedule: any.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`.
+        memory_limit: see `zbpipe.costs.MemoryLimit`.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
             1F1B and ZBV need p.
 

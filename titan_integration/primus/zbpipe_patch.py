@@ -14,7 +14,7 @@ import shlex
 from primus.cli.main import main
 from primus.core.patches import PatchContext, get_param, register_patch
 
-from zbpipe.frameworks import titan
+from zbpipe import titan
 from zbpipe.frameworks.titan import command_line
 from zbpipe.runtime.options import Options
 

@@ -34,7 +34,7 @@ def generate(
         costs: of the stages, or three numbers (f, i, w), for the schedules that fit themselves to them (ZB1P, ZB2P);
             the others do not look at them.
         memory_limit: for the schedules that fit themselves to one (ZBVLean, ZBH1Lean), see
-            `zbpipe.costs.memory_limit.MemoryLimit`.
+            `zbpipe.costs.MemoryLimit`.
         runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`, for the schedules that then become others
             (ZB2P): with the shortest period, in place of the shortest makespan.
 

@@ -37,8 +37,8 @@ def zbv_lean(
         ranks: p.
         microbatches: from 1 on.
         costs: of the 2p stages; default: typical ones under selective checkpointing.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more,
-            what one microbatch takes.
+        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more, what
+            one microbatch takes.
 
     Raises:
         ValueError: a limit that is too small for even one microbatch.

@@ -471,7 +471,7 @@ def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Pla
         if isinstance(costs, (str, PathLike)):
             raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
         raise TypeError(
-            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three"
-            f" numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also"
+            f" zbpipe.costs.LayerCosts, or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
         )
     return CostModel.uniform(placement, *numbers)

@@ -62,7 +62,8 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, got {workload!r}: zbpipe.frameworks.titan.workload.read makes one"
+            f"an estimate takes a zbpipe.estimation.Workload, as zbpipe.frameworks.titan.workload.read makes it, got"
+            f" {workload!r}"
         )
     found = find(device) if isinstance(device, str) else device
     if found is None and costs is None:

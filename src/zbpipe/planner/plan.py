@@ -71,7 +71,7 @@ def plan(
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
             - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
             - a function that gives a CostModel for a placement.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: no limit.
+        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         placements: names out of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
             `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
@@ -87,11 +87,12 @@ def plan(
         offload: what may go to the host's memory for a while: "pairs" (what waits for W), "activations" (what F leaves
             for I) or "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
-            (see `zbpipe.simulator.offload`); they share the budget. Without a limit it holds as little as costs no time.
-        robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule that `quantile` of all steps make the
-            shortest. Several searches that share the budget leave more and more slack; the best of what they find, and
-            of the named schedules, are then annealed in many random steps at once, which takes two to three times as
-            long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
+            (see `zbpipe.simulator.offload`); they share the budget. Without a limit it holds as little as costs no
+            time.
+        robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile` of
+            the step times. Several searches that share the budget leave more and more slack; the best of what they
+            find, and of the named schedules, are then annealed in many random steps at once, which takes two to three
+            times as long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
             vary. For stages, not for layers.
         quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
         most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:

@@ -3,7 +3,7 @@
 A message that comes late is the same to who waits as one that takes long. So the search runs several times with links
 that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. The
 best of what it finds, and of the named schedules, are annealed in many samples of the times at once, which moves the
-slack to where it is worth most. What is best then, in a simulation with other random times, wins (`zbpipe.simulator.jitter`).
+slack to where it is worth most. What is best then with other random times wins (`zbpipe.simulator.jitter`).
 PipeMorph (2504.19232) shows what slack is worth where links are late.
 """
 

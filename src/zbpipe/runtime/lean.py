@@ -34,7 +34,7 @@ class LeanSchedule(RegisteredSchedule):
         checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
             `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
         costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`.
+        memory_limit: see `zbpipe.costs.MemoryLimit`.
 
     Raises:
         ValueError: as for every schedule, or an unknown checkpointing.

@@ -65,16 +65,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             until W.
         costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
-            `zbpipe.costs.memory_limit.MemoryLimit`.
+            `zbpipe.costs.MemoryLimit`.
         offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
             waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
         receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
-            `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the transport and
-            `costs`, or with equal times of F, I and W.
+            `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the
+            transport and `costs`, or with equal times of F, I and W.
         transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared with
-            compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
+            `zbpipe.costs.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared
+            with compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
         options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
             `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
             `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one, zbpipe frees sent tensors

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
+from zbpipe.runtime.reference import State
 from zbpipe.runtime.split.compiled import all_compiled
-from zbpipe.runtime.verify.reference import State
 
 logger = logging.getLogger(__name__)
 

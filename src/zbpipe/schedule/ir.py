@@ -412,9 +412,9 @@ class Schedule:
         """Read a table of computations, or the computations of a table with communication.
 
         It takes what torch's `_dump_csv` writes in both formats, and the same without stages where each rank has one
-        (see `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are left out: jobs place their own.
-        `zbpipe.simulator.actions.check_table` checks them. Placement and number of microbatches come from the table itself: a
-        stage is on the rank in whose row it first appears.
+        (see `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are left out: jobs place their
+        own, and `zbpipe.simulator.actions.check_table` checks them. Placement and number of microbatches come from the
+        table itself: a stage is on the rank in whose row it first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)

@@ -6,8 +6,8 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a `zbpipe.costs.memory_limit.MemoryLimit`. Installed packages offer their
-functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
+measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`. Installed packages offer their functions
+through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
 zbpipe` imports.
 """
 

@@ -95,7 +95,10 @@ class MessageLoop:
                 self._computed[rank] = [action]
 
     def circle(self) -> list[Action]:
-        """After a run that got stuck, what waits in a circle, each before the next; the first is also the last."""
+        """After a run that got stuck, what waits in a circle, each before the next.
+
+        The first one, on the lowest rank, is also the last.
+        """
         heads = [self._rows[rank][self._loop.position[rank]] for rank in self._loop.waiting]
         heads += [queue[0] for queue in self._queues.values() if queue]
         for head in heads:
@@ -105,7 +108,9 @@ class MessageLoop:
                 chain.append(node)
                 node = self._waits_for(node)
             if node is not None:
-                return [node, *reversed(chain[chain.index(node) :])]
+                circle = chain[chain.index(node) :][::-1]
+                first = circle.index(min(circle, key=lambda each: self._rank_of[each.stage]))
+                return [*circle[first:], *circle[: first + 1]]
         return []
 
     def is_stuck(self) -> bool:

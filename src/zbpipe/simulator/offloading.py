@@ -94,7 +94,7 @@ def offload(
     Args:
         schedule: a valid one; copies that it has are planned anew.
         costs: of its stages, with `host`, the way to the host's memory.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: as little as costs no time.
+        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
         what: which things may be copied.
         margin: how much longer copies may take than `costs.host` says without holding anything up, as a share.
         transport: what messages wait for (see `zbpipe.costs.transport`).
@@ -135,9 +135,9 @@ def require_host(costs: CostModel) -> None:
     """
     if costs.host is None:
         raise ValueError(
-            "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the unit of"
-            " the activations per second, for example 25e9 for bytes over PCIe (in a cost file [host] bandwidth, on the"
-            " command line --host-bandwidth)"
+            "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
+            " unit of the activations per second, for example 25e9 for bytes over PCIe (in a cost file [host]"
+            " bandwidth, on the command line --host-bandwidth)"
         )
 
 

@@ -1,8 +1,9 @@
 """Schedule x CostModel -> Timeline: what runs when.
 
-Every rank runs its list in order. An op starts when its rank is free and its inputs (`zbpipe.schedule.ir.inputs`) have arrived.
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived.
 A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
-cost the rank no time. That is the ideal transport; with the others messages wait for each other (`zbpipe.costs.transport`).
+cost the rank no time. That is the ideal transport; with the others messages wait for each other
+(`zbpipe.costs.transport`).
 Copies to the host and back run beside the computations, one at a time in each direction.
 """
 

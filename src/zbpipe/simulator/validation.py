@@ -64,7 +64,7 @@ def validate(
 
     Args:
         schedule: any lists at all.
-        memory_limit: see `zbpipe.costs.memory_limit.MemoryLimit`. Default: no limit.
+        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
 
     Raises:

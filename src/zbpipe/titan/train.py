@@ -16,7 +16,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import zbpipe.frameworks.titan
+import zbpipe.titan
 from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
 from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
 

@@ -2,7 +2,7 @@
 
 torch 2.15 does that by itself. Before, torch allocates what all microbatches of a step receive at once and keeps it
 for the whole job, and keeps what it sends until the end of the step: with m microbatches up to 4 m messages each way
-on a rank with two stages. `zbpipe.simulator.passes.messages_held` tells how many there are now. Known from torch 2.11 to 2.15.
+on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts those of now. Known from torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

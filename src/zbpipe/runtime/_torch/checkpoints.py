@@ -16,7 +16,7 @@ from zbpipe.runtime._torch.fsdp import without_gradients
 from zbpipe.runtime._torch.graph_products import nodes_in_order, nodes_of
 from zbpipe.runtime.patching import replaced
 
-__all__ = ["checkpointed_parts", "inferring_through_checkpoints"]
+__all__ = ["find_checkpointed", "inferring_through_checkpoints"]
 
 
 def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:

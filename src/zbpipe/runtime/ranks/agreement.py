@@ -56,7 +56,7 @@ def require_same(
     if is_alone(group):
         return
     digest = sha256(pipelining.what_it_runs(schedule).encode()).digest()
-    text = f"{name} with {_torch.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
+    text = f"{name} with {pipelining.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
     _exchange(digest, text, group, device)
 
 
@@ -83,7 +83,7 @@ def answers(
     """
     if is_alone(group):
         return [answer]
-    text = f"{name} with {_torch.num_microbatches(schedule)} microbatches, {question}: "
+    text = f"{name} with {pipelining.num_microbatches(schedule)} microbatches, {question}: "
     texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
     return [each.removeprefix(text) for each in texts]
 

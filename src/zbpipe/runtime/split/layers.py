@@ -81,8 +81,9 @@ def _require_products(layer: nn.Module, products: object) -> None:
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
     if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
         raise ValueError(
-            f"weight_products of {type(layer).__name__} has to be a mapping of functions to zbpipe.runtime.split.WeightProduct, such"
-            f" as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that defers nothing, got {products!r}"
+            f"weight_products of {type(layer).__name__} has to be a mapping of functions to"
+            f" zbpipe.runtime.split.WeightProduct, such as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that"
+            f" defers nothing, got {products!r}"
         )
 
 

@@ -94,7 +94,7 @@ def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
-For a layer that calls it with a weight of its own: `weight_products = {F.linear: zbpipe.runtime.split.LINEAR}`. `nn.Linear` needs no
+For a layer that calls it with a weight of its own: `weight_products = {F.linear: LINEAR}`. `nn.Linear` needs no
 declaration.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)

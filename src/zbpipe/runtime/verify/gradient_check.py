@@ -2,7 +2,7 @@
 
 What I and W of a microbatch add is the difference of `.grad` before and after them, in the real step. So this tests the
 real accumulation, with all memory that tensors share there. After I the same microbatch runs once more, by
-`zbpipe.runtime.verify.reference`; W has to add what is then missing.
+`zbpipe.runtime.reference`; W has to add what is then missing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import shared_with_other_ranks
+from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
-from zbpipe.runtime.verify.reference import Microbatch, State, gradients_of, wide
 from zbpipe.schedule.ir import require_whole
 
 TOLERANCES = MappingProxyType(

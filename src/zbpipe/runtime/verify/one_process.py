@@ -15,10 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import autograd, checkpoints, fsdp
 from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.reference import State
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.runtime.verify.gradient_report import GradientReport
-from zbpipe.runtime.verify.reference import State
 from zbpipe.schedule.ir import Op, OpKind, Schedule, require_whole
 
 _STEPS = 2

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
+from zbpipe.runtime.contents import Contents, shared_generators
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
-from zbpipe.runtime.verify.contents import Contents, shared_generators
 
 
 class State:

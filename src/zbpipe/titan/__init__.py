@@ -1,0 +1,55 @@
+"""zbpipe in TorchTitan: `python -m zbpipe.titan.train` in place of `python -m torchtitan.train`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zbpipe.runtime.options import Options
+
+_plugged: list[Options] = []
+
+
+def plug_in(options: Options | None = None) -> None:
+    """Make zbpipe's schedules known to TorchTitan in this process, for programs that start its `Trainer` themselves.
+
+        options, rest = zbpipe.frameworks.titan.command_line.parse(["--zbpipe.trace", "trace.json"])
+        zbpipe.titan.plug_in(options)
+
+    Then `parallelism.pipeline_parallel_schedule` takes zbpipe's names, CSV files and `Auto` as well as torch's names.
+    Call it once on every rank, before the `Trainer` is constructed. On a machine without an accelerator it also makes
+    TorchTitan run on the CPU, if TorchTitan has not been imported yet.
+
+    With torchtitan 0.2, settings that cannot run are refused before the model is cut into stages (or earlier, by
+    TorchTitan's `ConfigManager`, if the program uses it). With 0.3 the program has to use `ConfigManager`.
+
+    Args:
+        options: besides TorchTitan's config, as `zbpipe.frameworks.titan.command_line.parse` makes them.
+
+    Raises:
+        ImportError: TorchTitan is not installed, zbpipe does not know this version, or torch is too old for it.
+        ValueError: the options are something else.
+        RuntimeError: it was called before.
+    """
+    import os
+    import sys
+
+    from zbpipe.frameworks.titan import cpu, versions
+    from zbpipe.runtime.options import Options
+
+    if options is not None and not isinstance(options, Options):
+        raise ValueError(
+            f"plug_in takes options as zbpipe.frameworks.titan.command_line.parse makes them, got {options!r}"
+        )
+    if _plugged:
+        raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in only once")
+    versions.find_installed()
+    on_cpu = cpu.is_needed()
+    if on_cpu:
+        if os.environ.get("RANK", "0") == "0":
+            print(cpu.NOTICE, file=sys.stderr, flush=True)
+        cpu.stand_in()
+    _plugged.append(options or Options())
+    from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
+
+    plug.plug_in(_plugged[0], on_cpu)
