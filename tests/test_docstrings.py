@@ -21,17 +21,18 @@ MODULES = sorted(
     if path.stem != "__main__"
 )
 SHOWN = (
-    "ir",
-    "actions",
-    "passes",
-    "simulation",
-    "timeline",
-    "transport",
-    "event_loop",
-    "message_queues",
-    "validation",
-    "bound",
-    "registry",
+    "schedule.ir",
+    "simulator.actions",
+    "simulator.passes",
+    "simulator.simulation",
+    "simulator.timeline",
+    "costs.transport",
+    "simulator.message_times",
+    "schedule.event_loop",
+    "simulator.message_queues",
+    "simulator.validation",
+    "simulator.lower_bound",
+    "schedule.registry",
 )
 """Modules in which each public name has an example."""
 

@@ -17,14 +17,14 @@ from zbpipe.runtime.split.stage import split_class
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(each for folder in ("src/zbpipe", "titan_integration") for each in (ROOT / folder).rglob("*.py"))
-ROOMS = ("runtime/_torch/", "titan/plug.py", "titan/models.py")
+ROOMS = ("runtime/_torch/", "frameworks/titan/plug.py", "frameworks/titan/models.py")
 """The files that may use private names."""
 ALLOWED = {
     # What frameworks keep under private names of their own, and which frameworks/automodel.py lists.
     ("frameworks/automodel.py", "_dp_allreduce"),
     # os._exit, which the standard library documents.
-    ("demo/emulated.py", "_exit"),
-    ("runtime/failures.py", "_exit"),
+    ("cli/demo/emulated.py", "_exit"),
+    ("runtime/ranks/failures.py", "_exit"),
 }
 NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
 TORCHS = frozenset(re.findall(r"self\.(_[a-z]\w*)", getsource(schedules) + getsource(stage))) | {

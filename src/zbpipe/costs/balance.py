@@ -21,7 +21,7 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     That is found by moving one layer at a time, from TorchTitan's even split, so it need not be the best there is.
 
         >>> block, head = zbpipe.costs.Layer(("block",), 1, 1, 1, 1), zbpipe.costs.Layer(("head",), 3, 3, 3, 1)
-        >>> balanced(LayerCosts((*[block] * 9, head)), Placement.v(2))
+        >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))
         (3, 3, 3, 1)
 
     Raises:

@@ -131,7 +131,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
     """The costs of stages that are each made of several: F runs these one after the other, I, W and B from the last on.
 
         >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
-        >>> stage = joined(layers, (range(2),))
+        >>> stage = join_stages(layers, (range(2),))
         >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
         ((8.0,), 8.0, 13.0)
 

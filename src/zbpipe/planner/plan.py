@@ -55,7 +55,7 @@ def plan(
 
     Of layers it first searches for the split into stages; the result says which stage gets which layers:
 
-        >>> from zbpipe import Layer, LayerCosts
+        >>> from zbpipe.costs import Layer, LayerCosts
         >>> blocks = [Layer((f"layers.{n}",), f=1, i=1, w=1, activations=1e9) for n in range(3)]
         >>> head = Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=1e9)
         >>> plan(2, 2, LayerCosts((*blocks, head)), placements=["single"], budget=1e4).module_fqns_per_model_part
@@ -92,8 +92,8 @@ def plan(
         robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile` of
             the step times. Several searches that share the budget leave more and more slack; the best of what they
             find, and of the named schedules, are then annealed in many random steps at once, which takes two to three
-            times as long. `step_times` of the plan tells how long its steps take. The bounds are those of times that do not
-            vary. For stages, not for layers.
+            times as long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For
+            stages, not for layers.
         quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
         most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:
             0.01 is one percent. Default: by any amount.

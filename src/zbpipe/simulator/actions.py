@@ -192,7 +192,7 @@ def find_mixed_up_messages(rows: Rows) -> list[Finding]:
     """Receives that take a message meant for another receive: the numbers get wrong without an error.
 
     >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
-    >>> print(*mixed_up_messages(rows))
+    >>> print(*find_mixed_up_messages(rows))
     order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
     """
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())

@@ -82,7 +82,7 @@ def _variables() -> str:
 def pack(data: Any) -> str:
     """JSON, deflated, in base64; `unpacked` in timeline.js is the way back.
 
-    >>> packed([1])
+    >>> pack([1])
     'eNqLNowFAAHTAOo='
     """
     text = json.dumps(data, separators=(",", ":")).encode()

@@ -179,7 +179,7 @@ def percent(share: float) -> str:
 def count_noun(count: int, thing: str) -> str:
     """A count with its noun.
 
-    >>> counted(1, "rank"), counted(8, "microbatch")
+    >>> count_noun(1, "rank"), count_noun(8, "microbatch")
     ('1 rank', '8 microbatches')
     """
     plural = "es" if thing.endswith("ch") else "s"

@@ -26,7 +26,7 @@ def join_pages(planned: Timeline, measured: Timeline) -> str:
     """One file, with both pages of `zbpipe.views.html` in it, one above the other.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
-    >>> planned_and_measured(timeline, timeline).count("<iframe")
+    >>> join_pages(timeline, timeline).count("<iframe")
     2
     """
     pages = {"planned": html(planned, "as planned"), "measured": html(measured, "as measured")}
