@@ -7,7 +7,7 @@ parameter for each of its options, which is why some have more than 7.
 import click
 
 from zbpipe.cli.base import Group, in_one_line
-from zbpipe.cli.demo.command import demo
+from zbpipe.cli.demo import command as of_demo
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
@@ -38,5 +38,5 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, demo):
+for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, of_demo.demo):
     main.add_command(command)
