@@ -147,9 +147,9 @@ def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
 def test_what_is_something_else() -> None:
     with pytest.raises(TypeError, match="jitter's ops = 'much' is no number"):
         Jitter(ops="much")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         plan(2, 4, (1, 1, 1), robust=0.1)  # type: ignore[arg-type]
 
 

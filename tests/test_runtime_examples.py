@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zbpipe
-import zbpipe.frameworks.titan
+import zbpipe.titan
 from zbpipe.frameworks.installation import uninstall
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.split import WeightProduct
