@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zbpipe.frozen import FrozenDict
 
 from zbpipe import CostModel, OpKind, Placement
 from zbpipe.costs import Link
 from zbpipe.costs.model import as_cost_model, rank_shares
+from zbpipe.schedule.frozendict import FrozenDict
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))
 

@@ -134,7 +134,7 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
         (lambda: step_times(ONE, (1, 1, 1), Jitter(), seed=-1), "seed has to be a whole number from 0 on, got -1"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), quantile=1.0), "quantile = 1.0 has to be between 0 and 1"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), most_loss=-0.1), "most_loss = -0.1 has to be 0 or more"),
-        (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that stand jitter"),
+        (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that tolerate jitter"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "leave objective, transport and exact out"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "leave out offload"),
     ],
@@ -147,9 +147,9 @@ def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
 def test_what_is_something_else() -> None:
     with pytest.raises(TypeError, match="jitter's ops = 'much' is no number"):
         Jitter(ops="much")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         plan(2, 4, (1, 1, 1), robust=0.1)  # type: ignore[arg-type]
 
 

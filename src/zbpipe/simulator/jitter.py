@@ -216,9 +216,9 @@ def step_times(
     draws: int = 1000,
     seed: int = 0,
 ) -> StepTimes:
-    """How long a synchronous step takes in so many draws; with the ideal transport.
+    """How long a synchronous step takes in each of `draws` samples; with the ideal transport.
 
-    An op gets the same factors in all schedules with its stage, so that they are compared by the same luck.
+    An op gets the same factors in all schedules with its stage, so that they are compared with the same random times.
 
     Args:
         schedule: a valid one that copies nothing to the host.
