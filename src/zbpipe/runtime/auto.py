@@ -301,7 +301,7 @@ class _InTurn(Watcher):
 
     def after(self, record: StepRecord) -> None:
         if not self._runtime.sizes.last_was_usual:
-            self.missed()  # a step of another size tells nothing
+            self.missed()  # a step of another size is no measurement
             return
         self._records.append(record)
         if not self._coming:

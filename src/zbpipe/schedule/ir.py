@@ -306,7 +306,7 @@ def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
 class Schedule:
     """For every rank the list of ops that it runs, in order.
 
-    A `Schedule` can be built with any lists of ops at all; `zbpipe.validate` tells whether they make sense.
+    A `Schedule` can be built with any lists of ops at all; `zbpipe.validate` checks them.
 
         >>> mine = Schedule.from_csv("0F0,0F1,0B0,0B1", name="mine")
         >>> mine

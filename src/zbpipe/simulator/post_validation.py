@@ -195,7 +195,7 @@ class RunAhead:
 
         Args:
             rows: with messages.
-            ahead: by rank, as `ahead_of` tells.
+            ahead: by rank, as from `ahead_of`.
         """
         heads, tails = zip(*map(_cut, rows, ahead), strict=True)
         sent = {each for head in heads for each in head if each.kind.startswith("SEND")}

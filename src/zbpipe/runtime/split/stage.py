@@ -23,7 +23,7 @@ SplitBackward = Literal["deferred", "strict", "autograd"]
 nothing to defer, and "autograd" torch's own split, which walks the autograd graph twice."""
 
 _REPORT_AFTER = 2
-"""The number of I after which the log says what stayed in I; the first I leaves nothing to W."""
+"""The number of I after which the log reports the weight gradients in I; the first I leaves nothing to W."""
 
 _ENOUGH = 0.8
 """With a smaller share of the weight gradients' work in W the log warns."""
