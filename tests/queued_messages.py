@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from zbpipe import simulate, testing
 from zbpipe.costs.transport import Receives
 from zbpipe.simulator.actions import COMPUTE, Action, Rows
-from zbpipe.simulator.passes import default_costs, free_sends_early, place_receives, with_messages
+from zbpipe.simulator.passes import add_messages, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.timeline import Timeline
 
 
@@ -138,7 +138,7 @@ def tables(draw: st.DrawFn, ranks: int | None = None, max_microbatches: int = 4)
     placement = draw(testing.placements(ranks=ranks or draw(st.integers(2, 4))))
     schedule = draw(testing.runnable_schedules(placement, max_microbatches=max_microbatches))
     timeline = simulate(schedule, default_costs(placement))
-    rows = place_receives(with_messages(schedule), draw(st.sampled_from(Receives)), timeline)
+    rows = place_receives(add_messages(schedule), draw(st.sampled_from(Receives)), timeline)
     if draw(st.booleans()):
         rows = free_sends_early(rows, placement)
     eagerness = draw(st.sampled_from([None, 0.0, 0.5, 0.9]))

@@ -29,8 +29,8 @@ from zbpipe.simulator.actions import (
     parse,
     validate_lowered,
 )
-from zbpipe.simulator.message_queues import blocked_queues
-from zbpipe.simulator.passes import free_sends_early, place_receives, with_messages
+from zbpipe.simulator.message_queues import find_blocked_queues
+from zbpipe.simulator.passes import add_messages, free_sends_early, place_receives
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
@@ -242,7 +242,7 @@ def test_our_messages_stand_where_torch_puts_them(schedule: Schedule) -> None:
     placement = schedule.placement
     by_torch = _add_send_recv(compute, placement.rank_of.__getitem__, placement.num_stages)
     rows = "\n".join(",".join(map(str, row)) for _, row in sorted(by_torch.items()))
-    assert with_messages(schedule) == parse(rows)
+    assert add_messages(schedule) == parse(rows)
 
 
 def is_message(action: Action) -> bool:
@@ -259,7 +259,7 @@ def test_wherever_receives_stand_it_is_sound(schedule: Schedule, receives: Recei
         assert sorted(row) == sorted(placed)
         assert [a for a in row if is_no_receive(a)] == [a for a in placed if is_no_receive(a)]
     assert validate_lowered(after) == []
-    assert blocked_queues(after) == []
+    assert find_blocked_queues(after) == []
 
 
 def is_no_receive(action: Action) -> bool:
@@ -268,7 +268,7 @@ def is_no_receive(action: Action) -> bool:
 
 @given(testing.runnable_schedules())
 def test_late_receives_change_the_place_of_no_message_among_the_others(schedule: Schedule) -> None:
-    before = with_messages(schedule)
+    before = add_messages(schedule)
     late = place_receives(before, Receives.LATE, simulate(schedule, CostModel.uniform(schedule.placement)))
     assert [list(filter(is_message, row)) for row in before] == [list(filter(is_message, row)) for row in late]
 
@@ -289,7 +289,7 @@ def receive_in_all_ways(schedule: Schedule) -> None:
     rows, timeline = lowered_rows(schedule), simulate(schedule, CostModel.uniform(schedule.placement))
     for receives in Receives:
         placed = free_sends_early(place_receives(rows, receives, timeline), schedule.placement)
-        assert validate_lowered(placed) + blocked_queues(placed) == []
+        assert validate_lowered(placed) + find_blocked_queues(placed) == []
 
 
 def test_a_late_receive_stands_behind_the_computations_that_do_not_need_it() -> None:
@@ -310,15 +310,15 @@ def test_messages_that_block_each_others_queue() -> None:
     table = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
     rows = parse(table)
     assert validate_lowered(rows) == []
-    (finding,) = blocked_queues(rows)
+    (finding,) = find_blocked_queues(rows)
     assert finding.rule == "deadlock"
     assert "0SEND_F1" in finding.message
     assert "1SEND_B0" in finding.message
 
 
 def test_torchs_own_late_receives_block_queues() -> None:
-    assert blocked_queues(parse(lowered("1F1B", 4, 8))) == []
-    assert blocked_queues(parse(lowered("1F1B", 4, 8, defer_pp_recv=True))) != []
+    assert find_blocked_queues(parse(lowered("1F1B", 4, 8))) == []
+    assert find_blocked_queues(parse(lowered("1F1B", 4, 8, defer_pp_recv=True))) != []
 
 
 def test_numbers_without_end_are_refused_by_name() -> None:

@@ -12,12 +12,12 @@ from zbpipe import Schedule, generate, simulate, testing
 from zbpipe.costs.transport import Receives
 from zbpipe.simulator.actions import Action, Rows, other_end, validate_lowered
 from zbpipe.simulator.passes import (
+    add_messages,
+    add_waits,
     default_costs,
     free_sends_early,
     messages_held,
     place_receives,
-    with_messages,
-    with_waits,
 )
 
 
@@ -26,15 +26,15 @@ def lists(draw: st.DrawFn) -> tuple[Schedule, Rows]:
     """Of any schedule in any order, with receives in any place, as the runtime would have them."""
     schedule = draw(testing.runnable_schedules())
     timeline = simulate(schedule, draw(testing.cost_models(schedule.placement)))
-    rows = place_receives(with_messages(schedule), draw(st.sampled_from(Receives)), timeline)
-    rows = with_waits(rows)
+    rows = place_receives(add_messages(schedule), draw(st.sampled_from(Receives)), timeline)
+    rows = add_waits(rows)
     return schedule, free_sends_early(rows, schedule.placement) if draw(st.booleans()) else rows
 
 
 def lists_of(name: str, ranks: int, microbatches: int, receives: Receives = Receives.EARLY) -> Rows:
     schedule = generate(name, ranks, microbatches)
     timeline = simulate(schedule, default_costs(schedule.placement))
-    return free_sends_early(with_waits(place_receives(with_messages(schedule), receives, timeline)), schedule.placement)
+    return free_sends_early(add_waits(place_receives(add_messages(schedule), receives, timeline)), schedule.placement)
 
 
 def lives(schedule: Schedule, rows: Rows) -> Iterator[tuple[int, int, int]]:
@@ -78,10 +78,10 @@ def test_messages_held_do_not_grow_with_the_microbatches(name: str, most: int) -
         assert max(map(max, messages_held(lists_of(name, 4, microbatches)))) == most
     # Without early waits the sent ones stay.
     schedule = generate(name, 4, 16)
-    assert max(map(max, messages_held(with_messages(schedule)))) >= 16
+    assert max(map(max, messages_held(add_messages(schedule)))) >= 16
 
 
 @given(lists())
 def test_waits_are_added_once(drawn: tuple[Schedule, Rows]) -> None:
     _, rows = drawn
-    assert with_waits(rows) == rows
+    assert add_waits(rows) == rows

@@ -32,7 +32,7 @@ from zbpipe import OpKind, Schedule, testing
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
-from zbpipe.simulator.message_queues import MessageLoop, blocked_queues
+from zbpipe.simulator.message_queues import MessageLoop, find_blocked_queues
 
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
 GROUP_PER_EDGE = "gloo"
@@ -140,7 +140,7 @@ def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
     def compare(rows: Rows) -> None:
         assert validate_lowered(rows) == []
         seen.append(gets_stuck(rows, ONE_QUEUE))
-        assert bool(blocked_queues(rows)) == seen[-1]
+        assert bool(find_blocked_queues(rows)) == seen[-1]
 
     compare()
     assert 3 < sum(seen) < len(seen) - 3
@@ -188,8 +188,8 @@ def on_two_ranks() -> list[tuple[dict[str, Any], list[str]]]:
 def cases_to_run() -> list[tuple[Rows, str]]:
     """Short tables of 2 ranks, some blocked and some not, on queues of all three kinds."""
     found = drawn(tables(ranks=2, max_microbatches=3), 100)
-    blocked = [rows for rows in found if blocked_queues(rows)]
-    free = [rows for rows in found if not blocked_queues(rows) and any("SEND" in str(each) for each in rows[0])]
+    blocked = [rows for rows in found if find_blocked_queues(rows)]
+    free = [rows for rows in found if not find_blocked_queues(rows) and any("SEND" in str(each) for each in rows[0])]
     chosen = [TURNS, *blocked[:3], *free[:4]]
     return [*((rows, ONE_QUEUE) for rows in chosen), (TURNS, PER_PEER), (TURNS, PER_EDGE), (blocked[0], PER_EDGE)]
 

@@ -21,7 +21,7 @@ from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import OFFLOADS, RELOADS
 from zbpipe.simulator import Timeline, offload
-from zbpipe.simulator.passes import with_messages
+from zbpipe.simulator.passes import add_messages
 from zbpipe.testing import cost_models, runnable_schedules
 from zbpipe.views.grid import grid
 from zbpipe.views.html import html
@@ -182,7 +182,7 @@ def test_copies_keep_to_their_rules_in_time(data: st.DataObject) -> None:
 
 def test_torchs_lists_have_no_copies() -> None:
     plain = generate("ZBV", 2, 4)
-    assert with_messages(offload(plain, costs_of(plain, Link(bandwidth=4)))) == with_messages(plain)
+    assert add_messages(offload(plain, costs_of(plain, Link(bandwidth=4)))) == add_messages(plain)
 
 
 # The pass

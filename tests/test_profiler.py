@@ -439,7 +439,7 @@ def receives_by_measured_times() -> tuple[Any, ...]:
     placed = [
         each for row in pipelining.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))
     ]
-    rows = passes.place_receives(passes.with_messages(chosen), Receives.TIMED, simulate(chosen, costs))
+    rows = passes.place_receives(passes.add_messages(chosen), Receives.TIMED, simulate(chosen, costs))
     expected = [each for row in rows for each in row if each.kind.startswith(("SEND", "RECV"))]
     predicted = simulate(start, costs, transport="one queue").makespan
     return str(profile.costs.transport), placed == expected, predicted, job.schedule.outcome.expected_before

@@ -35,7 +35,7 @@ from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Action, Rows
-from zbpipe.simulator.passes import free_sends_early, place_receives, with_messages
+from zbpipe.simulator.passes import add_messages, free_sends_early, place_receives
 
 
 def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:
@@ -200,7 +200,7 @@ def ways_to_receive() -> list[str]:
         schedule = build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
         rows = pipelining.rows_of(schedule)
         equal = CostModel.uniform(schedule.schedule.placement, comm=0.01)
-        early = sorted_rows(with_messages(schedule.schedule))
+        early = sorted_rows(add_messages(schedule.schedule))
         by_times = simulate(schedule.schedule, equal)
         as_said = free_sends_early(place_receives(rows, schedule.receives, by_times), schedule.schedule.placement)
         assert sorted_rows(rows) == early

@@ -14,7 +14,7 @@ from zbpipe.costs import Link
 from zbpipe.costs.transport import Receives
 from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
-from zbpipe.simulator.passes import default_costs, free_sends_early, place_receives, with_messages, with_waits
+from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
 from zbpipe.testing import cost_models
 
@@ -24,8 +24,8 @@ NAMES = ("ZBV", "ZBH2", "ZB2P", "ZBH1", "VHalf", "DualPipeV", "1F1B", "Interleav
 def lists_of(schedule: Schedule, receives: Receives) -> Rows:
     """As the runtime makes them."""
     timeline = simulate(schedule, default_costs(schedule.placement))
-    rows = place_receives(with_messages(schedule), receives, timeline)
-    return free_sends_early(with_waits(rows), schedule.placement)
+    rows = place_receives(add_messages(schedule), receives, timeline)
+    return free_sends_early(add_waits(rows), schedule.placement)
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.sampled_from(list(Receives)), st.data())

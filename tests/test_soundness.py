@@ -13,17 +13,17 @@ from test_actions import lowered_runtime
 from zbpipe import Op, Schedule, generate, testing, validate
 from zbpipe.runtime._torch.pipelining import rows_of
 from zbpipe.simulator.actions import COMPUTE, Rows, parse, validate_lowered
-from zbpipe.simulator.message_queues import are_sound, blocked_queues
-from zbpipe.simulator.passes import with_messages, with_waits
+from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
+from zbpipe.simulator.passes import add_messages, add_waits
 from zbpipe.simulator.validation import _find_deadlocks, _find_disordered, _incomplete, _is_sound, _strangers
 
 
 @given(testing.runnable_schedules())
 def test_what_runs_is_sound(schedule: Schedule) -> None:
     assert _is_sound(schedule)
-    for rows in (with_messages(schedule), with_waits(with_messages(schedule)), rows_of(lowered_runtime(schedule))):
+    for rows in (add_messages(schedule), add_waits(add_messages(schedule)), rows_of(lowered_runtime(schedule))):
         assert are_sound(rows, schedule)
-        assert validate_lowered(rows) + blocked_queues(rows) == []
+        assert validate_lowered(rows) + find_blocked_queues(rows) == []
 
 
 @given(broken_schedules())
@@ -73,7 +73,7 @@ def test_ops_that_are_lost_doubled_or_moved(name: str, microbatches: int) -> Non
 def test_messages_that_are_lost_doubled_or_moved(name: str, microbatches: int) -> None:
     schedule = generate(name, 2, microbatches)
     seen = set()
-    computed = [[each for each in row if each.kind in COMPUTE] for row in with_messages(schedule)]
+    computed = [[each for each in row if each.kind in COMPUTE] for row in add_messages(schedule)]
     for rows in changed_rows(rows_of(lowered_runtime(schedule))):
         words = findings_of_messages(rows)
         is_another = [[each for each in row if each.kind in COMPUTE] for row in rows] != computed
@@ -84,7 +84,7 @@ def test_messages_that_are_lost_doubled_or_moved(name: str, microbatches: int) -
 
 def findings_of_messages(rows: Rows) -> list[Any]:
     try:
-        return validate_lowered(rows) or blocked_queues(rows)
+        return validate_lowered(rows) or find_blocked_queues(rows)
     except ValueError as error:  # it is no schedule
         return [error]
 
@@ -97,7 +97,7 @@ def test_messages_that_are_doubled_or_foreign_at_both_ends(doubled: tuple[str, s
     schedule = generate("1F1B", 2, 2)
     rows = tuple(
         (*row, *parse(each)[0])
-        for row, each in zip(with_messages(schedule), sorted(doubled, key=lambda each: each[0]), strict=True)
+        for row, each in zip(add_messages(schedule), sorted(doubled, key=lambda each: each[0]), strict=True)
     )
     assert validate_lowered(rows)
     assert not are_sound(rows, schedule)
@@ -108,5 +108,5 @@ def test_messages_that_wait_in_a_circle() -> None:
     table = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
     rows, schedule = parse(table), generate("1F1B", 2, 2)
     assert validate_lowered(rows) == []
-    assert blocked_queues(rows)
+    assert find_blocked_queues(rows)
     assert not are_sound(rows, schedule)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from zbpipe import Op, Schedule, generate, testing, validate
 from zbpipe.simulator.actions import check_table, parse
-from zbpipe.simulator.passes import with_messages, with_waits
+from zbpipe.simulator.passes import add_messages, add_waits
 
 TORCHS = ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
@@ -71,8 +71,8 @@ def test_what_torch_dumps(name: str, ranks: int, microbatches: int, form: str, t
 def test_what_zbpipe_writes(schedule: Schedule, messages: bool, waits: bool) -> None:
     assert Schedule.from_csv(schedule.to_csv(), schedule.name) == schedule
     if messages and not schedule.has_copies:
-        rows = with_messages(schedule)
-        table = "\n".join(",".join(map(str, row)) for row in (with_waits(rows) if waits else rows))
+        rows = add_messages(schedule)
+        table = "\n".join(",".join(map(str, row)) for row in (add_waits(rows) if waits else rows))
         assert Schedule.from_csv(table, schedule.name) == schedule
         assert check_table(table, schedule.name)[1] == []
 

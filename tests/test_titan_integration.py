@@ -133,7 +133,7 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
     check.check(_config, Options())
     job = function()
-    estimated = memory_by_rank(workload.of_config(job, workload.degrees_of(job, hardware.gpus), name))
+    estimated = memory_by_rank(workload.read_config(job, workload.degrees_of(job, hardware.gpus), name))
     plug.adapt_to_cpu(_config)
     utils.set_spmd_backend(_config.parallelism.spmd_backend)
     _config.model_spec.model.update_from_config(config=_config)

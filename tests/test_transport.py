@@ -14,7 +14,7 @@ from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator import simulation
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.message_times import run
-from zbpipe.simulator.passes import in_order_of_ends, with_messages
+from zbpipe.simulator.passes import add_messages, sort_by_end
 from zbpipe.simulator.timeline import Timeline
 
 TIMES = (1.0, 1.2, 0.8)
@@ -121,7 +121,7 @@ def test_the_order_of_ends_is_one_in_which_everything_can_run(schedule: Schedule
     """With ops that take no time, and messages neither."""
     times = [data.draw(st.sampled_from([0.0, 1.0])) for _ in range(3)]
     timeline = simulate(schedule, CostModel.uniform(schedule.placement, *times))
-    order = list(in_order_of_ends(timeline))
+    order = list(sort_by_end(timeline))
     place = {op: n for n, op in enumerate(order)}
     assert sorted(order) == sorted(op for ops in schedule for op in ops)
     for ops in schedule:
@@ -154,7 +154,7 @@ def test_words() -> None:
     with pytest.raises(ValueError, match="receives='soon' is unknown"):
         simulate(schedule, costs, receives="soon")
     assert simulate(schedule, costs).receives is None
-    assert sum(map(len, with_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
+    assert sum(map(len, add_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
 
 
 def test_only_circles_count_as_circles(monkeypatch: pytest.MonkeyPatch) -> None:

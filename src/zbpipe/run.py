@@ -15,7 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from zbpipe.frameworks.installation import asked_for, install_with
+from zbpipe.frameworks.installation import install_with, list_asked
 from zbpipe.runtime.options import add_arguments, from_arguments
 from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     with ended_at_once(), shared_with_other_ranks():
         _run(target, is_module)
-    if found.schedule is not None and not asked_for():
+    if found.schedule is not None and not list_asked():
         _say(
             f"the job never asked torch for a schedule by name, so it did not use {found.schedule}: if it uses one of"
             " torch's classes, make it call zbpipe.build_pipeline_schedule instead"

@@ -6,9 +6,8 @@ parameter for each of its options, which is why some have more than 7.
 
 import click
 
-from zbpipe import __version__
 from zbpipe.cli.base import Group, in_one_line
-from zbpipe.cli.demo.command import demo
+from zbpipe.cli.demo import command as of_demo
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
@@ -18,7 +17,7 @@ from zbpipe.schedule.user_code import import_modules
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="zbpipe")
+@click.version_option(package_name="zbpipe", prog_name="zbpipe")
 @click.option(
     "--import",
     "modules",
@@ -39,5 +38,5 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, demo):
+for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, of_demo.demo):
     main.add_command(command)

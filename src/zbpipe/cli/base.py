@@ -70,7 +70,7 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
-def parsed_by(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+def parse_with(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
     """The callback of an option whose text `parse` takes; it raises ValueError."""
 
     def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -151,7 +151,7 @@ stages_option = click.option(
 )
 transport_option = click.option(
     "--transport",
-    callback=parsed_by(Transport.parse),
+    callback=parse_with(Transport.parse),
     metavar="NAME",
     default="ideal",
     show_default=True,

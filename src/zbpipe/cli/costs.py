@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import parsed_by
+from zbpipe.cli.base import parse_with
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
 from zbpipe.costs.model import MOST, is_amount
 
@@ -246,7 +246,7 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
 
 def _limit_option(what: str) -> Callable[[_Function], _Function]:
     return click.option(
-        "--memory-limit", callback=parsed_by(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
+        "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
     )
 
 

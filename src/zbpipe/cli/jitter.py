@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, parsed_by
+from zbpipe.cli.base import COUNT, parse_with
 
 if TYPE_CHECKING:
     from zbpipe.simulator.jitter import Jitter
@@ -23,7 +23,7 @@ def _parse(text: str) -> Jitter:
 
 jitter_option = click.option(
     "--jitter",
-    callback=parsed_by(_parse),
+    callback=parse_with(_parse),
     metavar="WORDS",
     help="What varies, with commas between: ops=0.1 (standard deviation of an op's time, as a share), links=0.5 (of a"
     " message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank or a link"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zbpipe.costs.layers import LayerCosts, merged
+from zbpipe.costs.layers import LayerCosts, merge_stages
 from zbpipe.costs.model import CostModel, highest
 from zbpipe.schedule.ir import OpKind, Placement
 
@@ -19,7 +19,7 @@ def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> Cos
         ValueError: the stages cannot be shared equally by the ranks, or there are no costs for them.
     """
     if isinstance(costs, CostModel):
-        return merged(costs, ranks)
+        return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
 
 

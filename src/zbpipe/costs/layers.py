@@ -12,8 +12,8 @@ from zbpipe.costs.model import (
     Links,
     Working,
     amount,
-    checked_messages,
-    checked_working,
+    check_messages,
+    check_working,
     highest,
     set_fields,
     share,
@@ -102,8 +102,8 @@ class LayerCosts:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
             raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: count several as one layer")
-        messages = checked_messages(what, self.link, self.links, self.message_bytes, self.host)
-        working = checked_working(what, self.working, len(self.layers), "layer")
+        messages = check_messages(what, self.link, self.links, self.message_bytes, self.host)
+        working = check_working(what, self.working, len(self.layers), "layer")
         set_fields(
             self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), working=working, **messages
         )
@@ -167,10 +167,10 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
     )
 
 
-def merged(costs: CostModel, num_stages: int) -> CostModel:
+def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
     """The costs of fewer stages, each of them equally many neighbours in one.
 
-        >>> merged(CostModel((1, 2), (1, 2), (1, 2), activations=(3, 4)), 1).activations
+        >>> merge_stages(CostModel((1, 2), (1, 2), (1, 2), activations=(3, 4)), 1).activations
         (7.0,)
 
     Raises:

@@ -74,8 +74,8 @@ class MemoryLimit:
     @classmethod
     def _new(cls, given: object) -> Self:
         if not isinstance(given, (tuple, list)):
-            return cls(*_parsed(given))
-        amounts, units, written = zip(*map(_parsed, given), strict=True) if given else ((), (), ())
+            return cls(*_parse(given))
+        amounts, units, written = zip(*map(_parse, given), strict=True) if given else ((), (), ())
         if len(set(units)) != 1:
             raise ValueError(f"memory_limit = {given!r} has to have one unit: write a limit for each rank in the same")
         return cls(amounts, units[0], written)
@@ -135,7 +135,7 @@ MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 """How callers give one."""
 
 
-def _parsed(given: object) -> tuple[float, _Unit, object]:
+def _parse(given: object) -> tuple[float, _Unit, object]:
     """The amount, its unit, and how files have it, which know no infinite numbers."""
     match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
     suffix = (match[2] or "").lower() if match else ""

@@ -115,7 +115,7 @@ COLUMNS = ("f", "i", "w", "activations")
 """What each stage or layer has a number of."""
 
 
-def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
+def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
     """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
 
     Raises:
@@ -142,7 +142,7 @@ def checked_messages(what: str, link: Any, links: Any, message_bytes: Any, host:
     }
 
 
-def checked_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
+def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
     """By kind of op, a number for `each` of `count` stages or layers.
 
     Raises:
@@ -242,8 +242,8 @@ class CostModel:
             self,
             **columns,
             freed_by_i=freed,
-            working=checked_working(what, self.working, lengths["f"], "stage"),
-            **checked_messages(what, self.link, self.links, self.message_bytes, self.host),
+            working=check_working(what, self.working, lengths["f"], "stage"),
+            **check_messages(what, self.link, self.links, self.message_bytes, self.host),
         )
 
     @classmethod

@@ -21,14 +21,14 @@ class _Named(StrEnum):
             ValueError: there is no such name.
         """
         if not isinstance(text, str):
-            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_listed(cls)}")
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_list_names(cls)}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:
-            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {_listed(cls)}") from None
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {_list_names(cls)}") from None
 
 
-def _listed(words: type[StrEnum]) -> str:
+def _list_names(words: type[StrEnum]) -> str:
     return ", ".join(repr(each.value) for each in words)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.layers import Split, merged
+from zbpipe.costs.layers import Split, merge_stages
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import Device, find
@@ -179,7 +179,7 @@ class _Job:
             return self.rates.costs(self.workload, placement, split)
         known = self.measured.costs
         if isinstance(known, CostModel) and known.num_stages % placement.num_stages == 0:
-            return merged(known, placement.num_stages)
+            return merge_stages(known, placement.num_stages)
         return self.measured.on(placement)
 
     def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:

@@ -104,7 +104,7 @@ class LayerWork:
 class Workload:
     """What a job trains in one step, and on which degrees.
 
-    `zbpipe.frameworks.titan.workload.of_config` makes it of a TorchTitan config, `load_layers` of a file.
+    `zbpipe.frameworks.titan.workload.read_config` makes it of a TorchTitan config, `load_layers` of a file.
     """
 
     name: str

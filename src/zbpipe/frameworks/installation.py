@@ -170,7 +170,7 @@ def find_algorithm(name: str) -> Algorithm | None:
     return (_installed or _Installation(None, False, Options(), False)).find_algorithm(name)
 
 
-def asked_for() -> tuple[str, ...]:
+def list_asked() -> tuple[str, ...]:
     """The names of schedules that the job has asked for since zbpipe was installed."""
     return tuple(_installed.asked) if _installed is not None else ()
 

@@ -42,7 +42,7 @@ class Proxy(ABCMeta):
         given = dict(zip(names, args, strict=False)) | kwargs
         if pipelining.are_mocks(given.get(names[0])):
             return list_for_visualizer(cls.algorithm, given[names[0]], given["n_microbatches"])
-        stages = checks.in_order(given.pop(names[0], ()), cls.algorithm.name)
+        stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
         job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
         built = job.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
@@ -70,7 +70,7 @@ def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.Pipeline
     return cast(type[pipelining.PipelineSchedule], proxy)
 
 
-def placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
+def is_placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
     """Whether frameworks that get the proxy class place the stages as the schedule does."""
     ranks = placement.num_ranks
     if _nearest(algorithm) is ScheduleZBVZeroBubble:

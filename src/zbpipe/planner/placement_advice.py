@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.layers import merged
+from zbpipe.costs.layers import merge_stages
 from zbpipe.costs.model import CostModel
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
@@ -74,7 +74,7 @@ def _on(placement: Placement, costs: CostModel) -> CostModel | None:
     costs = replace(costs, link=slowest)
     if placement.num_stages == costs.num_stages:
         return costs
-    return merged(costs, placement.num_stages) if 2 * placement.num_stages == costs.num_stages else None
+    return merge_stages(costs, placement.num_stages) if 2 * placement.num_stages == costs.num_stages else None
 
 
 def uneven_stages(job: JobCosts) -> str:

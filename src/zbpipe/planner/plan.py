@@ -15,7 +15,7 @@ from zbpipe.costs.model import CostModel, as_cost_model
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers
-from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, named_placements, require_job
+from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import plan_stages
@@ -121,7 +121,7 @@ def plan(
     request = Request(
         ranks,
         microbatches,
-        named_placements(ranks, DEFAULT_PLACEMENTS if placements is None else placements),
+        name_placements(ranks, DEFAULT_PLACEMENTS if placements is None else placements),
         limit.resolve(known, ranks, microbatches) if limit else None,
         objective,
         budget,

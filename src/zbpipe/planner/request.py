@@ -90,7 +90,7 @@ def _require_budget(budget: Any) -> None:
         raise ValueError(f"budget={budget:g} takes days: it counts ops to time, {1e8:g} is usual")
 
 
-def named_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
+def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
     """The `wanted` placements by name; one may be given without a list.
 
     Raises:
@@ -99,10 +99,10 @@ def named_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
     """
     if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
         raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or some of {', '.join(PLACEMENTS)}")
-    return dict(_named(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))
+    return dict(_name(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))
 
 
-def _named(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
+def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
     for each in wanted:
         if isinstance(each, Placement):
             if each.num_ranks != ranks:

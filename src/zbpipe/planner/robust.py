@@ -26,7 +26,7 @@ from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.samples import Samples
 from zbpipe.planner.search import Progress
-from zbpipe.planner.stages import default_budget, named_schedules, plan_stages, problem_of
+from zbpipe.planner.stages import default_budget, make_named_schedules, plan_stages, problem_of
 from zbpipe.schedule.ir import Op, Placement, Schedule
 from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
 from zbpipe.simulator.simulation import simulate
@@ -113,7 +113,7 @@ def _candidates(
     done = 0
     for problem in problems:
         name, placement = problem.name, problem.placement
-        for _, order, by in named_schedules([problem]):
+        for _, order, by in make_named_schedules([problem]):
             yield _Candidate(problem, problem.schedule(f"plan-{name}", order), by)
         one = replace(request.part(searches), placements={name: placement})
         for slack in _SLACKS:

@@ -43,7 +43,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
     search = Search(problems, budget, engine, seed=request.seed, progress=progress)
-    found = search.run(named_schedules(problems))
+    found = search.run(make_named_schedules(problems))
     bounds = {problem.name: problem.lower_bound for problem in problems}
     if request.exact:
         found, proven = prove(search.by_placement)
@@ -102,7 +102,7 @@ def _shortest(candidates: Sequence[Found], transport: Transport, objective: Obje
     return best, timeline
 
 
-def named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
+def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
     """Every named schedule that has one of the placements, made lean to keep to the limits: its order, and its name."""
     for problem in problems:
         for algorithm in registry.schedules().values():

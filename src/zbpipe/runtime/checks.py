@@ -20,7 +20,7 @@ from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowered
-from zbpipe.simulator.message_queues import are_sound, blocked_queues
+from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 
@@ -111,7 +111,7 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
     return n_microbatches
 
 
-def in_order(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
+def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
     """The stages in ascending order: torch's first step passes shapes from stage to stage in the order of the list."""
     given: Any = () if stages is None else stages
     listed = list(given) if isinstance(given, Iterable) else [given]
@@ -134,7 +134,7 @@ def place_stages(
     Raises:
         ValueError: they are not those that the schedule has on this rank.
     """
-    ordered = in_order(stages, algorithm.name)
+    ordered = sort_stages(stages, algorithm.name)
     placement = algorithm.place(ordered[0].group_size, len(ordered) if algorithm.any_stages_per_rank else None)
     require_placement(ordered, algorithm.name, placement)
     return ordered, placement
@@ -172,7 +172,7 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
             f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
             f" gives wrong gradients ({mixed_up[0]}): leave the option out"
         )
-    blocked = blocked_queues(rows)
+    blocked = find_blocked_queues(rows)
     if blocked:
         raise ValueError(
             f"defer_pp_recv=True makes torch receive the messages of {name} so late that ranks would wait for each"
@@ -249,8 +249,8 @@ def require_microbatches_alike(
     for number, microbatch in enumerate(inputs or () if stages[0].is_first else ()):
         if (found := _shapes(microbatch)) != (of_first := _shapes(inputs[0])):
             raise ValueError(
-                f"microbatch {number} has inputs of the shapes {_in_words(found)}, but microbatch 0 has"
-                f" {_in_words(of_first)}: {_WAY_OUT}"
+                f"microbatch {number} has inputs of the shapes {_describe(found)}, but microbatch 0 has"
+                f" {_describe(of_first)}: {_WAY_OUT}"
             )
 
 
@@ -262,8 +262,8 @@ def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> No
         return
     if (found := _shapes(inputs[0])) != expected:
         raise ValueError(
-            f"the microbatches have inputs of the shapes {_in_words(found)}, but those of the first step, for which"
-            f" the messages between ranks are set up, had {_in_words(expected)}: {_WAY_OUT}"
+            f"the microbatches have inputs of the shapes {_describe(found)}, but those of the first step, for which"
+            f" the messages between ranks are set up, had {_describe(expected)}: {_WAY_OUT}"
         )
 
 
@@ -282,7 +282,7 @@ def _local_shape(tensor: Tensor) -> torch.Size:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape
 
 
-def _in_words(shapes: Iterable[torch.Size]) -> str:
+def _describe(shapes: Iterable[torch.Size]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
 
 
@@ -307,7 +307,7 @@ def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
     """Refuse a schedule whose sends and receives do not match, or make ranks wait for each other."""
     if are_sound(rows, schedule):
         return
-    findings = validate_lowered(rows) or blocked_queues(rows)
+    findings = validate_lowered(rows) or find_blocked_queues(rows)
     if findings:
         raise ValueError(
             f"schedule {schedule.name} with its messages would not run: {findings[0]}. Leave max_outstanding_sends out"

@@ -19,11 +19,11 @@ from zbpipe.schedule.registry import Algorithm, resolve
 def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
     """The class that runs one of zbpipe's schedules, or another package's; always the same class for a name."""
     algorithm = resolve(schedule)
-    return _named_class(algorithm) if algorithm.table is None else _make_class(algorithm)
+    return _find_class(algorithm) if algorithm.table is None else _make_class(algorithm)
 
 
 @cache
-def _named_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
+def _find_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
     return AutoSchedule if algorithm is AutoSchedule.algorithm else _make_class(algorithm)
 
 

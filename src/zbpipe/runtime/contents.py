@@ -219,7 +219,7 @@ def _call(function: Callable[[Any], object], argument: object) -> None:
     function(argument)
 
 
-def shared_generators() -> Iterator[PutBack]:
+def find_shared_generators() -> Iterator[PutBack]:
     """Those of Python and numpy that every module may use."""
     yield partial(random.setstate, random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):

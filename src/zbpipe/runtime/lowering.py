@@ -41,7 +41,7 @@ class Lowered:
         if self.schedule.has_copies:
             return None
         if self._cut is None:
-            rows = passes.with_waits(pipelining.rows_of(runtime))
+            rows = passes.add_waits(pipelining.rows_of(runtime))
             self._cut = RunAhead.of(rows, ahead_of(self.schedule, costs))
             if findings := self._cut.findings():
                 raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
@@ -86,7 +86,7 @@ class Lowering:
         receives = self.receives or best_receives(computations, costs, self.transport)
         rows = passes.place_receives(pipelining.rows_of(runtime), receives, simulate(computations, costs))
         if self.frees_sends_early:
-            rows = passes.free_sends_early(passes.with_waits(rows), schedule.placement)
+            rows = passes.free_sends_early(passes.add_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
         pipelining.use_rows(runtime, rows)
         return Lowered(schedule, pipelining.lists_of(runtime), receives)

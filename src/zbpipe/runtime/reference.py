@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
-from zbpipe.runtime.contents import Contents, shared_generators
+from zbpipe.runtime.contents import Contents, find_shared_generators
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
@@ -46,7 +46,7 @@ class State:
         attributes = (own for part in module.modules() for own in (vars(part), autograd.own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
         self._random = RandomState.now(device)
-        self._shared_random = list(shared_generators())
+        self._shared_random = list(find_shared_generators())
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
-from zbpipe.simulator.validation import Finding, Rule, deadlocked, disordered, validate
+from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, validate
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
@@ -182,7 +182,7 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
         *alone,
         *checks.find_unmatched(),
         *checks.disordered(),
-        *ungathered(rows),
+        *find_ungathered(rows),
         *checks.find_crossed(),
         *checks.deadlocked(),
     ]
@@ -235,10 +235,10 @@ def makers_of(send: Action) -> tuple[Action, ...]:
     return tuple(Action(send.stage, kind, send.microbatch) for kind in kinds)
 
 
-def ungathered(rows: Rows) -> Iterator[Finding]:
+def find_ungathered(rows: Rows) -> Iterator[Finding]:
     """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any.
 
-    >>> print(*ungathered(parse("0UNSHARD,0F0,0RESHARD,0B0")))
+    >>> print(*find_ungathered(parse("0UNSHARD,0F0,0RESHARD,0B0")))
     order: rank 0, position 3, 0B0: it needs 0UNSHARD before it
     """
     for rank, row in enumerate(rows):
@@ -307,7 +307,7 @@ class _Table:
                 if action.kind not in COMPUTE or any(choice.kind not in COMPUTE for choice in choices):
                     yield choices
 
-        return disordered(self.rows, around_messages)
+        return find_disordered(self.rows, around_messages)
 
     def find_crossed(self) -> Iterator[Finding]:
         """Messages from one rank to another that are not received in the order in which they are sent."""
@@ -334,4 +334,4 @@ class _Table:
 
     def deadlocked(self) -> Iterator[Finding]:
         """Ranks that wait for each other in a circle."""
-        return deadlocked(self.rows, self.places, lambda action: dependencies(action, self.rank_of))
+        return find_deadlocks(self.rows, self.places, lambda action: dependencies(action, self.rank_of))

@@ -20,7 +20,7 @@ from zbpipe.costs.model import CostModel, Placeable, as_cost_model, set_fields
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
-from zbpipe.simulator.validation import order_of, require_schedule
+from zbpipe.simulator.validation import find_order, require_schedule
 
 if TYPE_CHECKING:
     from zbpipe.simulator.timeline import Timeline
@@ -322,7 +322,7 @@ def _simulate(schedule: Schedule, costs: CostModel, luck: RandomTimes) -> Second
 
     free: list[Seconds | float] = [0.0] * schedule.num_ranks
     clock = Clock(free, seconds, transfer, np.maximum)
-    order = order_of(schedule)
+    order = find_order(schedule)
     uses = Counter(feeder for _, _, feeders in order for feeder in feeders)
     for (_, op, feeders), _ in zip(order, clock.run(order), strict=True):
         uses.subtract(feeders)

@@ -13,7 +13,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, op_of
-from zbpipe.simulator.passes import free_sends_early, messages_held, place_receives, with_messages, with_waits
+from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, messages_held, place_receives
 from zbpipe.simulator.timeline import Timeline
 
 
@@ -79,8 +79,8 @@ def rows_of(timeline: Timeline) -> Rows:
     0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
     schedule = timeline.schedule
-    rows = place_receives(with_messages(schedule), timeline.receives or Receives.TIMED, timeline)
-    return free_sends_early(with_waits(rows), schedule.placement)
+    rows = place_receives(add_messages(schedule), timeline.receives or Receives.TIMED, timeline)
+    return free_sends_early(add_waits(rows), schedule.placement)
 
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:

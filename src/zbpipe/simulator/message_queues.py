@@ -17,9 +17,9 @@ from zbpipe.simulator.actions import (
     Action,
     Rows,
     action_of,
+    find_ungathered,
     message_of,
     other_end,
-    ungathered,
 )
 from zbpipe.simulator.validation import Finding
 
@@ -167,14 +167,14 @@ class MessageLoop:
         return next((head[0] for head in heads if head), None)
 
 
-def blocked_queues(rows: Rows) -> list[Finding]:
+def find_blocked_queues(rows: Rows) -> list[Finding]:
     """A circle of messages that wait for each other if each rank sends and receives one message at a time, in order.
 
     Each begins when the computations before it are over, and lasts until both ends have met. Of a table that
     `validate_lowered` finds sound.
 
         >>> from zbpipe.simulator.actions import parse
-        >>> blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
+        >>> find_blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
         []
     """
     loop = MessageLoop(rows, Schedule.from_actions(rows, "").placement.rank_of)
@@ -190,11 +190,11 @@ def blocked_queues(rows: Rows) -> list[Finding]:
 def are_sound(rows: Rows, schedule: Schedule) -> bool:
     """Whether `rows` are the valid `schedule` with messages, one queue a rank, and run to their end.
 
-    Then `validate_lowered` and `blocked_queues` find nothing, which takes them ten times as long.
+    Then `validate_lowered` and `find_blocked_queues` find nothing, which takes them ten times as long.
 
-        >>> from zbpipe.simulator.passes import with_messages
+        >>> from zbpipe.simulator.passes import add_messages
         >>> schedule = zbpipe.generate("ZBV", 2, 4)
-        >>> are_sound(with_messages(schedule), schedule)
+        >>> are_sound(add_messages(schedule), schedule)
         True
     """
     rank_of = schedule.placement.rank_of
@@ -222,7 +222,7 @@ def are_sound(rows: Rows, schedule: Schedule) -> bool:
         return False
     loop = MessageLoop(rows, rank_of)
     deque(loop, maxlen=0)
-    return not loop.is_stuck() and next(ungathered(rows), None) is None
+    return not loop.is_stuck() and next(find_ungathered(rows), None) is None
 
 
 def _sent_early(row: Sequence[Action]) -> bool:

@@ -44,10 +44,10 @@ def run(
 ) -> Times:
     """When everything in `rows` runs if messages wait for each other.
 
-        >>> from zbpipe.simulator.passes import with_messages
+        >>> from zbpipe.simulator.passes import add_messages
         >>> schedule = zbpipe.generate("1F1B", 2, 1)
         >>> costs = CostModel.uniform(schedule.placement, comm=0.5)
-        >>> run(with_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
+        >>> run(add_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
         7.0
 
     Args:

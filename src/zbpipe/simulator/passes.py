@@ -1,6 +1,6 @@
 """Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
 
-torch adds the messages by itself; `with_messages` gives the same lists without torch. The passes take both: lists from
+torch adds the messages by itself; `add_messages` gives the same lists without torch. The passes take both: lists from
 torch also gather and reduce weights, which makes no difference to their messages.
 """
 
@@ -31,13 +31,13 @@ from zbpipe.simulator.actions import (
 from zbpipe.simulator.timeline import Timeline
 
 
-def with_messages(schedule: Schedule) -> Rows:
+def add_messages(schedule: Schedule) -> Rows:
     """The lists that torch makes of `schedule`, with sends and early receives, without torch.
 
     The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
     receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
 
-        >>> for row in with_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
+        >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
         0F0 0SEND_F0 0RECV_B0 0B0
         1RECV_F0 1F0 1B0 1SEND_B0
@@ -72,7 +72,7 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
         >>> schedule = zbpipe.generate("1F1B", 2, 2)
         >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
-        >>> print(*place_receives(with_messages(schedule), Receives.LATE, timeline)[1])
+        >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
     Args:
@@ -141,7 +141,7 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
             behind it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
-    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
+    place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
     """By receive when the computation runs whose result it gets."""
 
@@ -182,7 +182,7 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
     If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
-    without waits see `with_waits`.
+    without waits see `add_waits`.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
@@ -218,13 +218,13 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
                     yield wait
 
 
-def with_waits(rows: Rows) -> Rows:
+def add_waits(rows: Rows) -> Rows:
     """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
 
-    torch before 2.15 has none in its lists, and `with_messages` has none, either. `free_sends_early` moves them.
+    torch before 2.15 has none in its lists, and `add_messages` has none, either. `free_sends_early` moves them.
 
         >>> from zbpipe.simulator.actions import parse
-        >>> print(*with_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
+        >>> print(*add_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
         0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
 
     Args:
@@ -261,7 +261,7 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
         ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
 
     Args:
-        rows: with messages. A send without a wait is held to the end: see `with_waits` and `free_sends_early`.
+        rows: with messages. A send without a wait is held to the end: see `add_waits` and `free_sends_early`.
 
     Returns:
         By rank, for each action of its list in order.
@@ -281,11 +281,11 @@ def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
         held += goes - each.kind.startswith("WAIT_SEND")
 
 
-def in_order_of_ends(timeline: Timeline) -> Iterator[Op]:
+def sort_by_end(timeline: Timeline) -> Iterator[Op]:
     """All ops of one step by when they end, and in a tie none before one whose result it takes.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
-    >>> print(*in_order_of_ends(timeline))
+    >>> print(*sort_by_end(timeline))
     0F0 1F0 1B0 0B0
     """
     schedule, spans = timeline.schedule.computations, timeline.spans

@@ -28,7 +28,7 @@ from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.validation import order_of
+from zbpipe.simulator.validation import find_order
 
 LEAST_GAIN = 1e-3
 """The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
@@ -138,7 +138,7 @@ class _Paths:
             latest=lambda one, other: _After(map(max, one, other)),
         )
         gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
-        for rank, _, start, _ in clock.run(order_of(schedule.computations), gate):
+        for rank, _, start, _ in clock.run(find_order(schedule.computations), gate):
             starts[rank].append(start)
         return cls(tuple(map(tuple, starts)), tuple(free))
 

@@ -19,9 +19,9 @@ from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.simulator.actions import Action, Rows, action_of
 from zbpipe.simulator.message_times import CircleError, run
-from zbpipe.simulator.passes import place_receives, with_messages
+from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.simulator.validation import order_of, require_schedule, require_valid
+from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
 _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""
@@ -79,10 +79,10 @@ def simulate(
     best = _shortest(schedule, costs, transport) if receives is None else None
     receives = (best.receives if best else receives) or _PREFERRED[0]
     if synchronous or num_steps == 1:
-        one_step = best or _with_queues(schedule, _ideal(schedule, costs), with_messages(schedule), transport, receives)
+        one_step = best or _with_queues(schedule, _ideal(schedule, costs), add_messages(schedule), transport, receives)
         return _repeat(one_step, num_steps)
     long = _steps_in_a_row(schedule, num_steps)
-    in_a_row = _with_queues(long, _ideal(long, costs), with_messages(long), transport, receives)
+    in_a_row = _with_queues(long, _ideal(long, costs), add_messages(long), transport, receives)
     return _in_steps(in_a_row, schedule, num_steps)
 
 
@@ -108,7 +108,7 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
     )
     for step in range(num_steps):
         gate = (ahead, max(free)) if step else None
-        for rank, op, start, end in clock.run(order_of(schedule), gate):
+        for rank, op, start, end in clock.run(find_order(schedule), gate):
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
     return Timeline(schedule, costs, _frozen(spans), num_steps, copies=_frozen(copies))
 
@@ -135,7 +135,7 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 
 def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
     """One step with receives at their best places; None if messages wait in a circle at all places."""
-    ideal, messages = _ideal(schedule, costs), with_messages(schedule)
+    ideal, messages = _ideal(schedule, costs), add_messages(schedule)
     best, shortest = None, inf
     for receives in _PREFERRED:
         if ideal.makespan >= shortest * _WORTH_IT:
@@ -186,7 +186,7 @@ def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
     found: dict[Action, list[Action]] = {}
     last: dict[tuple[int, bool | None], Op] = {}
     """By rank the last computation, and the last copy in each direction."""
-    for rank, op, dependencies in order_of(schedule) if schedule.has_copies else ():
+    for rank, op, dependencies in find_order(schedule) if schedule.has_copies else ():
         lane = _direction(op)
         if lane is None:
             before = [each for each in dependencies if each.kind in RELOADS]

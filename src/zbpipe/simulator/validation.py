@@ -110,10 +110,10 @@ def _is_sound(schedule: Schedule) -> bool:
     return len(f) + len(i) + len(w) + len(b) == num_ops and f == whole == i | b and i == w and i.isdisjoint(b)
 
 
-def order_of(schedule: Schedule) -> tuple[Turn, ...]:
+def find_order(schedule: Schedule) -> tuple[Turn, ...]:
     """`schedule.order`, with all ops in it.
 
-        >>> order_of(Schedule.from_csv("0W0,0F0,0I0"))
+        >>> find_order(Schedule.from_csv("0W0,0F0,0I0"))
         Traceback (most recent call last):
         ValueError: schedule csv cannot run, 1 finding(s):
           order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 2
@@ -220,14 +220,16 @@ def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
         if reload := reload_before(op):
             yield (reload,)
 
-    return disordered(schedule.ops, dependencies)
+    return find_disordered(schedule.ops, dependencies)
 
 
-def disordered(rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]) -> Iterator[Finding]:
+def find_disordered(
+    rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
+) -> Iterator[Finding]:
     """Items that come before their dependencies in one rank's list.
 
     >>> ops = [Op.parse(text) for text in ("0W0", "0I0")]
-    >>> print(*disordered([ops], lambda op: [(ops[1],)] if op == ops[0] else []))
+    >>> print(*find_disordered([ops], lambda op: [(ops[1],)] if op == ops[0] else []))
     order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 1
     """
     for rank, row in enumerate(rows):
@@ -263,10 +265,10 @@ def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel
 def _find_deadlocks(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Circles of ranks that wait for each other."""
     num_stages = schedule.placement.num_stages
-    return deadlocked(schedule.ops, places, lambda op: inputs(op, num_stages))
+    return find_deadlocks(schedule.ops, places, lambda op: inputs(op, num_stages))
 
 
-def deadlocked(
+def find_deadlocks(
     rows: Sequence[Sequence[N]],
     places: Mapping[N, Sequence[tuple[int, int]]],
     dependencies: Callable[[N], Iterable[tuple[N, ...]]],
@@ -276,7 +278,7 @@ def deadlocked(
     Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
 
         >>> a, b = Op.parse("0F0"), Op.parse("1F0")
-        >>> print(*deadlocked([[a], [b]], {a: [(0, 0)], b: [(1, 0)]}, lambda op: [(b,)] if op == a else [(a,)]))
+        >>> print(*find_deadlocks([[a], [b]], {a: [(0, 0)], b: [(1, 0)]}, lambda op: [(b,)] if op == a else [(a,)]))
         deadlock: rank 0, position 0, 0F0: rank 0 (position 0, 0F0) waits for 1F0 on rank 1 (position 0), ...
 
     Args:

@@ -76,14 +76,14 @@ def _log(parts: Sequence[Sequence[str]], how: str) -> None:
     logger.info(
         "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part cuts the model otherwise",
         how,
-        " | ".join(map(in_short, parts)),
+        " | ".join(map(describe, parts)),
     )
 
 
-def in_short(names: Sequence[str]) -> str:
+def describe(names: Sequence[str]) -> str:
     """A stage's modules, with blocks that follow each other as a range.
 
-    >>> in_short(["tok_embeddings", "layers.0", "layers.1", "layers.2"]), in_short(["layers.3", "norm", "lm_head"])
+    >>> describe(["tok_embeddings", "layers.0", "layers.1", "layers.2"]), describe(["layers.3", "norm", "lm_head"])
     ('tok_embeddings layers.0-2', 'layers.3 norm lm_head')
     """
     blocks = [name for name in names if name.startswith(_BLOCKS)]

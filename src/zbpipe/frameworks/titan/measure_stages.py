@@ -24,7 +24,7 @@ from zbpipe.costs.layers import Split
 from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
-from zbpipe.frameworks.titan.workload import of_config, parse
+from zbpipe.frameworks.titan.workload import parse, read_config
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, combine, seconds_by_kind
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
@@ -60,7 +60,7 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
     placement = algorithm.place(ranks)
     if cpu.is_needed():
         plug.adapt_to_cpu(found)
-    workload = of_config(found, Degrees(ranks), "")
+    workload = read_config(found, Degrees(ranks), "")
     split = workload.split(placement, algorithm)
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
     with _process_group() as device:
@@ -111,7 +111,7 @@ def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, st
         name,
         PipelineStage(built.module, 0, 1, built.device),
         _MICROBATCHES,
-        built.loss if is_last else _given_gradient,
+        built.loss if is_last else _make_gradient,
         scale_grads=False,
     )
     wanted = [*[Wanted.NOTHING] * _WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps]
@@ -150,6 +150,6 @@ class _Given(torch.autograd.Function):
         return torch.full_like(ctx.like, 1e-3)
 
 
-def _given_gradient(output: Tensor, target: Tensor) -> Tensor:
+def _make_gradient(output: Tensor, target: Tensor) -> Tensor:
     loss: Tensor = _Given.apply(output)
     return loss

@@ -30,7 +30,7 @@ HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
 """The modules behind the blocks."""
 
 
-def parsed(arguments: list[str]) -> Any:
+def parse_config(arguments: list[str]) -> Any:
     """TorchTitan's config from its command line.
 
     Raises:
@@ -75,7 +75,7 @@ def sizes(config: Any, fsdp: int) -> Sizes:
     return Sizes(stored, ParameterBytes(0, 0, stored))
 
 
-def built_on_meta(config: Any) -> Model:
+def build_on_meta(config: Any) -> Model:
     """The whole model of a job, as its `Trainer` would build it, without any weight."""
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:

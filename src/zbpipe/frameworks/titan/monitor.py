@@ -106,13 +106,13 @@ def _wrap(processor: Any, to_come: int) -> None:
         found = pipeline.collect() if pipeline else {}
         log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
         if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
-            logger.info(in_words(found))
+            logger.info(describe(found))
 
     processor.should_log = armed_where_logged
     processor.log = log_with_pipeline
 
 
-def in_words(metrics: dict[str, Any]) -> str:
+def describe(metrics: dict[str, Any]) -> str:
     """A line for the console."""
     (name,) = (key.removeprefix("zbpipe/schedule/") for key in metrics if key.startswith("zbpipe/schedule/"))
     return (

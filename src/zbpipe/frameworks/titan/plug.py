@@ -35,7 +35,7 @@ from torchtitan.train import Trainer
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
-from zbpipe.frameworks.proxies import placed_by_frameworks
+from zbpipe.frameworks.proxies import is_placed_by_frameworks
 from zbpipe.frameworks.titan import cpu, layer_split, monitor, steps
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import asks_for_help
@@ -200,18 +200,18 @@ def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Cal
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_modules(model, by_hand)
-    generate, split = map(_spelled, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
+    generate, split = map(_find_name, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
     whole = layer_split.Model(model, job.model_config, job.training.seq_len)
     titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
     cut = layer_split.cutting(titans_cut, placement, job.parallelism, whole, job.checkpointing)
     # TorchTitan gives a rank one or two stages; a schedule may have more.
     helpers: dict[str, Callable[..., Any]] = {generate: lambda _, *more: cut(placement.num_stages, *more)}
-    if not placed_by_frameworks(algorithm, placement):
+    if not is_placed_by_frameworks(algorithm, placement):
         helpers[split] = _splitting(titans_split, placement)
     return helpers
 
 
-def _spelled(name: str) -> str:
+def _find_name(name: str) -> str:
     """The name of a function of TorchTitan's, which is private in 0.3."""
     return name if hasattr(pipeline_parallel, name) else f"_{name}"
 
@@ -256,7 +256,7 @@ def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callab
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_placed_in_a_loop):
+            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_place_in_loop):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
             parts.append(part)
@@ -273,7 +273,7 @@ def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
-def _placed_in_a_loop(name: str) -> type[pipelining.PipelineSchedule]:
+def _place_in_loop(name: str) -> type[pipelining.PipelineSchedule]:
     return PipelineScheduleMulti
 
 

@@ -50,7 +50,7 @@ def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None)
     """
     found = parse(arguments)
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return of_config(found, degrees_of(found, gpus) if degrees is None else degrees, name)
+    return read_config(found, degrees_of(found, gpus) if degrees is None else degrees, name)
 
 
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> Any:
     from zbpipe.frameworks.titan import models
 
     try:
-        return models.parsed(command_line.parse(arguments)[1])
+        return models.parse_config(command_line.parse(arguments)[1])
     except ImportError as error:
         raise ValueError(f"--module: {error}") from None
 
@@ -88,7 +88,7 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
 
 
-def of_config(config: Any, degrees: Degrees, name: str) -> Workload:
+def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
     """The workload of TorchTitan's config on these degrees; see `read`."""
     counted = _count(config)
     make = partial(_workload, config, name=name, counted=counted)
@@ -201,7 +201,7 @@ class _OnOneGpu:
         alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
-        return of_llama[1] if layer.bytes is None else _scaled(layer.bytes, *of_llama)
+        return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama)
 
     def _head_in_chunks(self) -> LayerBytes:
         """F runs the head's whole backward, for a part of the tokens at a time.
@@ -250,7 +250,7 @@ class _OnOneGpu:
 _FP32 = 4
 
 
-def _scaled(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
+def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
     """What was counted on one GPU, on one of those that share a block of which this one has `whole` and `shared`."""
 
     def scaled(size: int, whole: int, shared: int) -> int:
@@ -316,7 +316,7 @@ def _count(config: Any) -> _Counted:
     """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
     from zbpipe.frameworks.titan import models
 
-    whole = models.built_on_meta(config)
+    whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)

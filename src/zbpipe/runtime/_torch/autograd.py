@@ -312,16 +312,16 @@ def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
             order.reverse()
         elif kind == "TransposeBackward0":
             # Negative dimensions are saved as unsigned numbers.
-            first, second = (_signed(saved._saved_dim0), _signed(saved._saved_dim1))
+            first, second = (_sign(saved._saved_dim0), _sign(saved._saved_dim1))
             order[first], order[second] = order[second], order[first]
         elif kind == "PermuteBackward0":
-            order = [order[_signed(dim)] for dim in saved._saved_dims]
+            order = [order[_sign(dim)] for dim in saved._saved_dims]
         elif kind != "ToCopyBackward0":
             return None
     return tuple(order)
 
 
-def _signed(number: int) -> int:
+def _sign(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 

@@ -30,7 +30,7 @@ def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
     waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
     if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
         return _at_the_end(runtime)
-    return _in_words(found["time_step"], found["action"], waits, runtime)
+    return _describe(found["time_step"], found["action"], waits, runtime)
 
 
 def place_now(runtime: OwnRuntime) -> str:
@@ -40,10 +40,10 @@ def place_now(runtime: OwnRuntime) -> str:
         return "before step 0"
     if place.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
         return _at_the_end(runtime)
-    return _in_words(place.begun - 1, place.action, place.waits, runtime)
+    return _describe(place.begun - 1, place.action, place.waits, runtime)
 
 
-def _in_words(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
+def _describe(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
     message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
     return f"step {step} of {len(runtime.pipeline_order_with_comms[runtime.rank])}, {action}{message}"
 

@@ -369,7 +369,7 @@ def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
     """All ranks' actions with the communication that torch has added; overlapped ones as two in a row."""
     return tuple(
-        tuple(_named(part) for action in row for part in action.sub_actions or (action,))
+        tuple(_find_action(part) for action in row for part in action.sub_actions or (action,))
         for _, row in sorted(runtime.pipeline_order_with_comms.items())
     )
 
@@ -609,7 +609,7 @@ def _action(stage: int, kind: str, microbatch: int) -> _Action:
     return _Action(stage, _TYPES[kind], None if microbatch < 0 else microbatch)
 
 
-def _named(action: _Action) -> Action:
+def _find_action(action: _Action) -> Action:
     stage, kind, microbatch, *_ = action
     return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` takes as long as all else
 

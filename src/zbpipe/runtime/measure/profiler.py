@@ -105,14 +105,14 @@ class Profiler:
 
     def _finish(self, records: list[StepRecord]) -> None:
         memory, *self.records = records
-        self.costs = self._gathered(memory)
+        self.costs = self._gather(memory)
         self._done(self.costs)
 
     def _tell(self, costs: JobCosts) -> None:
         if dist.get_rank(self._group) == 0:
             log_visibly(logger, "measured costs:\n%s", report.costs(costs))
 
-    def _gathered(self, memory: StepRecord) -> JobCosts:
+    def _gather(self, memory: StepRecord) -> JobCosts:
         stages = hooks.stages_of(self._schedule)
         links = measure_links(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the way to the host at the same time

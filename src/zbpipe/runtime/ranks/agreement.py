@@ -112,14 +112,14 @@ def first_answer(question: str, find: Callable[[], Answer]) -> Answer:
         return find()
     store, key = pipelining.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
     if store.add(f"{key}/asked", 1) == 1:
-        store.set(key, pickle.dumps(_found_or_error(find)))
+        store.set(key, pickle.dumps(_find_or_error(find)))
     found: Answer | Exception = pickle.loads(store.get(key))
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def _found_or_error(find: Callable[[], Answer]) -> Answer | Exception:
+def _find_or_error(find: Callable[[], Answer]) -> Answer | Exception:
     try:
         return find()
     except Exception as error:  # the other ranks wait for an answer, whatever it is

@@ -61,7 +61,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
-        products = _declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
+        products = _find_declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
         _require_products(layer, products)
         products = {autograd.find_dispatched(function): product for function, product in products.items()}
         if layer.__dict__.get(_ATTRIBUTE) is not None:
@@ -72,7 +72,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             _replace_forward(layer)
 
 
-def _declared(layer: nn.Module, usual: WeightProducts) -> Any:
+def _find_declared(layer: nn.Module, usual: WeightProducts) -> Any:
     """Its `weight_products`. For a layer without, a `__getattr__` of its own is not asked."""
     return cast(Any, layer).weight_products if declares(layer, "weight_products") else usual
 

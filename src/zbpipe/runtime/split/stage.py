@@ -16,7 +16,7 @@ from zbpipe.runtime.split.contents import find_changes, name_operands
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
-from zbpipe.runtime.split.work import StaysInI, WeightWork, in_words, look_at_graphs, percent
+from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
 """How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
@@ -189,7 +189,7 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
         "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs are deferred to"
         " W",
         stage.stage_index,
-        in_words((_name(each), each.share, each.reason) for each in work.in_i),
+        describe((_name(each), each.share, each.reason) for each in work.in_i),
         percent(share),
     )
     left = {each.parameter for each in work.in_i}

@@ -52,10 +52,10 @@ def percent(share: float) -> str:
     return "<0.1 %" if 0 < share < _LEAST else f"{min(100 * share, 99.9 if share < 1 else 100):.3g} %"
 
 
-def in_words(products: Iterable[tuple[str, float, str]]) -> str:
+def describe(products: Iterable[tuple[str, float, str]]) -> str:
     """The largest of some products: names and shares by reason.
 
-    >>> in_words([("a", 0.5, "hooks"), ("b", 0.25, "a convolution"), ("c", 0.125, "hooks")])
+    >>> describe([("a", 0.5, "hooks"), ("b", 0.25, "a convolution"), ("c", 0.125, "hooks")])
     'a 50 %, c 12.5 % (hooks); b 25 % (a convolution)'
     """
     ordered = sorted(products, key=lambda product: -product[1])

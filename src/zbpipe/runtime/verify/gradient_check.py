@@ -126,13 +126,13 @@ class GradientCheck(Watcher):
         if not self._left:
             # Another rank may have found an error in its last op, after its last message to this one.
             with shared_with_other_ranks():
-                self.report = self._gathered(schedule)
+                self.report = self._gather(schedule)
             self._done(self.report)
 
     def _add(self, found: GradientReport) -> None:
         self._found = self._found.with_(found)
 
-    def _gathered(self, schedule: RegisteredSchedule) -> GradientReport:
+    def _gather(self, schedule: RegisteredSchedule) -> GradientReport:
         group = hooks.stages_of(schedule)[0].group
         everything = [self._found] * dist.get_world_size(group)
         dist.all_gather_object(everything, self._found, group=group)

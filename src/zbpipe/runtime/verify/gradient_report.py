@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from zbpipe.runtime.split.work import StaysInI, in_words, percent
+from zbpipe.runtime.split.work import StaysInI, describe, percent
 
 _MOST_NAMES = 10
 """In a message."""
@@ -77,7 +77,7 @@ class GradientReport:
             (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
             for stage, each in self.in_i
         ]
-        return f"; in I: {in_words(found)}" if found else ""
+        return f"; in I: {describe(found)}" if found else ""
 
     def off(self) -> list[tuple[int, str]]:
         """Stage and parameter of the errors that are too large, the largest first."""
