@@ -32,7 +32,7 @@ SIDE_BY_SIDE := -j3
 PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run split_memory warm_up)
 # these run pipelines of several processes, which wait for each other,
 PIPELINES := $(patsubst %,tests/test_%.py,emulated faults fifo frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
-# and these are about schedules on paper.
+# and these need no processes of their own.
 PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs gallery jitter pages planner playground schedules simulation testing validation)
 
 types:

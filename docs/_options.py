@@ -6,7 +6,7 @@ python docs/_options.py > docs/options.md
 import re
 from collections.abc import Iterator
 
-from zbpipe.runtime.options import IMPORT_HELP, help_of, known
+from zbpipe.runtime.options import IMPORT_HELP, help_of, list_options
 
 _PREFIX = "--zbpipe."
 _SECTIONS = {
@@ -32,7 +32,7 @@ job cannot use is refused, too, before anything starts."""
 
 def _lines() -> Iterator[str]:
     yield _BEFORE
-    for each in known(steps_optimizer=True):
+    for each in list_options(steps_optimizer=True):
         how = each.metadata["how"]
         yield from _row(each.name, how.get("metavar") or "|".join(how.get("choices", ())), help_of(each, _PREFIX))
     yield from _row("import", "MODULE", f"{IMPORT_HELP} On command lines only: in Python, import it.")

@@ -213,7 +213,7 @@ def test_the_commands_of_the_page_work(here: Path) -> None:
         ("-p 3 -m 4 --costs-file stages.toml", "rank_of = [0, 1, 1, 0], which is for 2 ranks, got 3: use 2"),
         ("-m 4 --costs-file layers.toml", "Missing option '-p'"),
         ("-p 40 -m 4 --costs-file layers.toml", "18 layers cannot be cut into 40 stages"),
-        ("-p 2 -m 4 --costs-file three.json", "the costs are for 3 stages, and none of the placements puts so many"),
+        ("-p 2 -m 4 --costs-file three.json", "the costs are for 3 stages, and no placement has that number"),
         ("-p 2 -m 4 --costs-file bad.toml", "cost file 'bad.toml': m = 3: unknown key"),
     ],
 )

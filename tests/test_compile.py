@@ -436,7 +436,7 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
         "stage 0 computes these weight gradients in I, not in W: 1.down (DoubledLinear) 12.5 %, 1.twice (Linear) 12.5"
         " %, 2.down (DoubledLinear) 12.5 %, 2.twice (Linear) 12.5 % (in a compiled region, where the weight is"
         " multiplied more than once, or by a forward of the layer's own without weight_products). 50 % of its weight"
-        " gradients' FLOPs wait for W"
+        " gradients' FLOPs are deferred to W"
     ]
 
 

@@ -300,7 +300,7 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "estimate.html"
     chosen = ("--schedule", "ZBV", "--html", picture)
     text = run("--layers", file, "--gpus", 16, "--device", "h100", *chosen)
-    for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "wait for W", "TFLOP/s", "NVLink"):
+    for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
     html = picture.read_text()
     names = [[float(x), float(y), len(name)] for x, y, name in re.findall(r'"name" x="(.*?)" y="(.*?)">(.*?)<', html)]

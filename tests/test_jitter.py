@@ -134,7 +134,7 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
         (lambda: step_times(ONE, (1, 1, 1), Jitter(), seed=-1), "seed has to be a whole number from 0 on, got -1"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), quantile=1.0), "quantile = 1.0 has to be between 0 and 1"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), most_loss=-0.1), "most_loss = -0.1 has to be 0 or more"),
-        (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that stand jitter"),
+        (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that tolerate jitter"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "leave objective, transport and exact out"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "leave out offload"),
     ],

@@ -284,7 +284,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
     plain = one_after_the_other(Placement.loop(1), 2)
-    with pytest.raises(ValueError, match="only zbpipe's split lets go of it: leave split_backward at 'deferred'"):
+    with pytest.raises(ValueError, match="only zbpipe's split frees them: leave split_backward at 'deferred'"):
         runtime.adopt(with_copies(plain, Offload.PAIRS))
     runtime.adopt(with_copies(plain, Offload.ACTIVATIONS))
     x = torch.randn(2, 4)

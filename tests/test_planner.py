@@ -623,7 +623,7 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"costs": "costs.toml"}, "costs = 'costs.toml' names a file: read it with zbpipe.load_costs('costs.toml')"),
         ({"costs": 3}, "a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three numbers"),
         ({"progress": 3}, "progress = 3 is no function (share, best)"),
-        ({"placements": 3}, "placements = 3: give zbpipe.Placements, or names out of single, loop, v, wave"),
+        ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
         ({"budget": "1e8"}, "budget = '1e8' is no number"),
         ({"exact": 1}, "exact = 1: give True or False"),
         ({"transport": 1}, "transport = 1 is no zbpipe.costs.transport.Transport, nor the name of one"),

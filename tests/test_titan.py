@@ -234,7 +234,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         (
             "Auto",
             "offload pairs split-backward autograd",
-            "offload pairs takes what waits for W, and only zbpipe's split lets go of it: leave out --zbpipe.split",
+            "offload pairs takes deferred gradients, and only zbpipe's split frees them: leave out --zbpipe.split",
         ),
         (
             "Auto",

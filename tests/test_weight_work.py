@@ -206,7 +206,7 @@ def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None
     assert level == logging.WARNING
     assert words == (
         "stage 0 computes these weight gradients in I, not in W: 1 (Own) w 66.7 % (its weight is a part of a parameter"
-        " (Unbind)). 33.3 % of its weight gradients' FLOPs wait for W"
+        " (Unbind)). 33.3 % of its weight gradients' FLOPs are deferred to W"
     )
 
 
@@ -250,8 +250,8 @@ def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     assert report.shares == {0: 1, 1: pytest.approx(1 / 3)}
     assert report.share == pytest.approx(3 / 7)
     assert (
-        "3 weight gradients waited for W, 1 did not; 42.9 % of the weight gradients' FLOPs wait for W; in I: 1.w of"
-        " stage 1 57.1 % (its weight is a part of a parameter (Unbind)); largest relative error"
+        "3 weight gradients waited for W, 1 did not; 42.9 % of the weight gradients' FLOPs are deferred to W; in I:"
+        " 1.w of stage 1 57.1 % (its weight is a part of a parameter (Unbind)); largest relative error"
     ) in str(report)
 
 

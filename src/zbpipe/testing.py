@@ -139,7 +139,7 @@ def _generate(algorithm: registry.Algorithm, ranks: int, microbatches: int, stag
 
 
 def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
-    """The schedules that run with so many stages a rank, plain ones first, because hypothesis shrinks towards these."""
+    """The schedules that run with this number of stages a rank, plain ones first: hypothesis shrinks towards these."""
     fitting = [
         algorithm
         for algorithm in registry.schedules().values()
@@ -166,7 +166,7 @@ def runnable_schedules(
 
     Args:
         placement: default: any of up to 4 ranks.
-        max_microbatches: they have 1 to so many.
+        max_microbatches: the most that they have.
     """
     if placement is None:
         placement = draw(placements(max_ranks=4))

@@ -34,7 +34,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
     """The eight steps of the drawing, one loop each.
 
-    Where it overlaps a forward with a backward they stand one after the other; I and W are where it splits a backward.
+    Where it overlaps a forward with a backward, one comes after the other here; I and W are where it splits a backward.
     """
     down, up = rank, 2 * ranks - 1 - rank
     forwards = {stage: count() for stage in (down, up)}

@@ -20,7 +20,7 @@ def generate(
     memory_limit: MemoryLimitLike | None = None,
     runs_ahead: bool = False,
 ) -> Schedule:
-    """The schedule of that name for so many ranks and microbatches.
+    """The schedule of that name for this number of ranks and microbatches.
 
         >>> print(zbpipe.generate("1F1B", ranks=2, microbatches=3))
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2

@@ -47,7 +47,7 @@ def split_into_groups(microbatches: int, ranks: int) -> list[range]:
 
 
 def in_groups(stages: tuple[int, ...], kind: OpKind, groups: list[range]) -> Iterator[Op]:
-    """One group of microbatches through the first of the stages, through the next and so on, then the next group."""
+    """One group of microbatches through each of the stages in turn, then the next group."""
     for group in groups:
         for stage in stages:
             for microbatch in group:

@@ -19,7 +19,7 @@ _PARTS = {
     "weights": "weights",
     "optimizer": "optimizer",
     "activations": "activations",
-    "waiting": "wait for W",
+    "waiting": "deferred",
     "buffers": "buffers",
     "working": "working",
     "logits": "logits",
@@ -27,8 +27,8 @@ _PARTS = {
 """Of a rank's memory, with a head for people."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
-    " and optimizer; what F left for I; pairs of x and dY that wait for W; messages; what the op needs that runs then,"
-    " or the logits. To 1F1B, to FSDP: tokens per second more or less"
+    " and optimizer; activations; deferred gradients; messages; the working memory of the op that runs then, or"
+    " the logits. To 1F1B, to FSDP: tokens per second more or less"
 )
 _DRAWN = 5
 """Schedules in the page's picture."""

@@ -69,9 +69,9 @@ def estimate(
     """Estimate what a job would gain, without a GPU and before it is launched.
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
-    rank, beside plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the table
-    says where all figures come from. Further options are TorchTitan's: --module and --config, or --job.config_file for
-    TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
+    rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the
+    table names the source of each figure. Further options are TorchTitan's: --module and --config, or
+    --job.config_file for TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
 
     \b
     Examples:

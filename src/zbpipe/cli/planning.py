@@ -1,4 +1,4 @@
-"""`plan`: the search for the best schedule, and its result beside the named schedules."""
+"""`plan`: the search for the best schedule, and its result next to the named schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT = 2e7
 _WORTH_A_LINE = 0.995
 """What a wave takes of the plan's time at most to be named."""
 _DRAWS = 1000
-"""Steps for the quantiles of the table."""
+"""Random steps for the quantiles of the table."""
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
@@ -75,13 +75,13 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     " ahead of the validation.",
 )
 @click.option(
-    "--budget", type=float, metavar="N", help="How many ops the search may time; default: what takes a second or so."
+    "--budget", type=float, metavar="N", help="How many ops the search may time; default: about a second's worth."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
 @click.option(
     "--offload",
     type=click.Choice(["pairs", "activations", "all"]),
-    help="What may go to the host's memory for a while: what waits for W, what F leaves, or both. It needs"
+    help="What may go to the host's memory for a while: deferred gradients (pairs), activations, or both. It needs"
     " --host-bandwidth, or [host] in the cost file.",
 )
 @jitter_option
@@ -97,8 +97,8 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     "--most-loss",
     type=click.FloatRange(0),
     metavar="SHARE",
-    help="With --jitter: by how much of the shortest step known the plan's may be longer where nothing varies, for"
-    " example 0.01; default: by any amount.",
+    help="With --jitter: how much longer than the shortest known step the plan's may be without jitter, for example"
+    " 0.01 for 1 %; default: any amount.",
 )
 @click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
 @click.option(
@@ -121,9 +121,9 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 def plan(context: click.Context, /, *, costs: Costs, output: Path | None, json_file: Path | None, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.
 
-    Prints it beside the named schedules, and how far it is at most from the best possible. With costs of layers it also
-    says which layers each stage should get. Where times vary (--jitter), it looks for the shortest time that 95 % of
-    the steps do not exceed.
+    Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
+    layers it also shows which layers each stage should get. Where times vary (--jitter), it minimises the 95th
+    percentile of the step time (--quantile).
 
     \b
     Examples:

@@ -23,7 +23,7 @@ from zbpipe.cli.base import Command, OutputFile
 def playground(port: int, browser: bool, file: Path | None) -> None:
     """Try schedules in the browser: sliders for sizes, times and memory.
 
-    Two schedules, one above the other, beside the best that the planner finds and the lower bound. It runs on this
+    Two schedules, one above the other, next to the best plan found and the lower bound. It runs on this
     machine alone, until Ctrl-C.
 
     \b

@@ -29,7 +29,7 @@ _ALARM = 4.5
 _NORMAL = 1.4826
 """Deviations in a median absolute deviation, if times are normal."""
 _WORTH_TELLING = 1.1
-"""A rank that takes so many times what it took is named."""
+"""A rank that takes this many times its former time is named."""
 _OF_A_LINK = 1.5
 """The same for a link, whose time is measured by a few messages."""
 

@@ -23,7 +23,7 @@ class JobCosts:
 
     Raises:
         TypeError: something else than such costs, a Placement, numbers and a transport.
-        ValueError: a placement with another number of stages than the costs, or beside costs of layers; limits for
+        ValueError: a placement with another number of stages than the costs, or with costs of layers; limits for
             another number of ranks than the placement has, or that are none; an unknown transport.
     """
 
@@ -54,7 +54,7 @@ class JobCosts:
         self.require_ranks(self.placement.num_ranks)
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse what does not fit to so many pipeline ranks.
+        """Refuse what does not fit this number of pipeline ranks.
 
         Raises:
             ValueError: a placement or limits for another number of ranks, or a link to a rank that there is not.

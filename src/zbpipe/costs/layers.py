@@ -183,7 +183,7 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with so many layers a stage.
+    """The split with these numbers of layers a stage.
 
     >>> split_of((2, 1))
     (range(0, 2), range(2, 3))

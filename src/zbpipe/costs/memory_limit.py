@@ -31,7 +31,7 @@ class MemoryLimit:
 
     - `"1.2x"`: times what 1F1B's worst rank holds under the same costs;
     - `"4 microbatches"`: of what F keeps of one microbatch on an average rank, of which 1F1B on p ranks holds p;
-    - `"6.5GiB"`, also `MiB`, `GB` and so on: where the costs are measured in bytes;
+    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: where the costs are measured in bytes;
     - a number in the unit of the costs' activations: bytes where they are measured, else a rank's share of one
       microbatch. A job that knows no costs refuses a bare number.
 

@@ -266,7 +266,7 @@ class CostModel:
 
         Args:
             placement: of the schedule; a rank's time is shared equally by its stages.
-            f: seconds a rank spends on one microbatch's forward, over all its stages; likewise `i` and `w`.
+            f: seconds a rank spends on one microbatch's forward, over all its stages; the same for `i` and `w`.
             comm: seconds from one rank to another.
             freed_by_i: share of the activations that I frees; less than zero where it takes more.
             working: by kind of op, what it needs only while it runs, in units of a rank's share of one microbatch.

@@ -2,7 +2,7 @@
 
 The block is Llama's: RMSNorm, grouped-query attention by a kernel that keeps its inputs and its result, RMSNorm,
 SwiGLU. It is counted in elements for each token: numbers in the dtype of the activations, that is 2 bytes in bfloat16.
-What is small beside them does not count: logsumexp of the attention, statistics of the norms, and gradients of weights.
+Small tensors do not count: logsumexp of the attention, statistics of the norms, and gradients of weights.
 Blocks that are compiled need less while they run.
 """
 

@@ -40,14 +40,14 @@ class Transport(_Named):
     """
 
     IDEAL = "ideal"
-    """Nothing: each is on its way as soon as it is made."""
+    """Nothing: each leaves as soon as it is made."""
     ONE_QUEUE = "one queue"
     """All messages of a rank go one after the other, each from when both ends have come to it, as NCCL and RCCL send
     those of one process group."""
     QUEUE_PER_PEER = "queue per peer"
     """The same for the messages between two ranks, as with a process group for each edge of the pipeline."""
     SHARED = "shared with compute"
-    """One queue, in which the computations stand, too: a message that waits holds up its rank. The worst case where
+    """One queue, with the computations in it: a message that waits delays its rank. The worst case where
     streams share the hardware's queues, as they may on AMD's GPUs."""
 
 

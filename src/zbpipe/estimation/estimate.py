@@ -172,7 +172,7 @@ class _Job:
         """Of the stages: measured, or counted.
 
         Raises:
-            ValueError: what was measured tells nothing of so many stages.
+            ValueError: the measured costs do not cover this number of stages.
         """
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
@@ -245,7 +245,7 @@ class _Job:
             )
         yield (
             "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"
-            " nothing; without a pipeline, communication of a layer runs beside the computation of another, and what"
+            " nothing; without a pipeline, communication of a layer overlaps the computation of another, and what"
             " takes longer counts"
         )
 

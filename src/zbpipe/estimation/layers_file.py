@@ -18,7 +18,7 @@ _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
 def load_layers(path: str | Path, gpus: int) -> Workload:
-    """Read what the layers of a model compute and keep, on so many GPUs; FSDP uses those that the degrees leave.
+    """Read what the layers of a model compute and keep, on this number of GPUs; FSDP uses those that the degrees leave.
 
     Args:
         path: of a file in the format of docs/estimate.md.

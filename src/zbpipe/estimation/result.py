@@ -23,7 +23,7 @@ class Memory:
     activations: float
     """What F has left for I."""
     waiting: float
-    """Pairs of x and dY that wait for W."""
+    """Deferred gradients (x and dY of each linear layer)."""
     buffers: float
     """Messages that are under way."""
     working: float

@@ -49,7 +49,7 @@ class ParameterBytes:
     """What a GPU holds for each parameter of its stages.
 
     A pipeline reduces its gradients when its activations have gone, layer after layer, each in the place of its sum. So
-    reduced gradients count beside sums only if they are there from an earlier pipeline step.
+    reduced gradients count besides sums only if they are there from an earlier pipeline step.
 
         >>> ParameterBytes().total(shards=8), ParameterBytes(accumulates=True).total(shards=8)
         (7.5, 8.0)
@@ -127,7 +127,7 @@ class Workload:
     """For schedules that adapt to it; None where it is not known."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
-    """Layers by stage if the user said so, which holds for placements of so many stages."""
+    """Layers by stage if the user gave them, which holds for placements with their number of stages."""
     ends: tuple[int, int] | None = None
     """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
     remade: Callable[[Degrees], Workload] | None = None

@@ -26,7 +26,7 @@ from zbpipe.schedule.registry import Algorithm
 
 
 class Proxy(ABCMeta):
-    """Classes that stand for a schedule. A proxy equals the class of torch's whose placement it has."""
+    """Proxy classes of a schedule. A proxy equals torch's class with the same placement."""
 
     algorithm: Algorithm
     options: Options

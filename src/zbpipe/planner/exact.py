@@ -1,7 +1,7 @@
 """The optimum of small cases, or a better bound, with OR-Tools CP-SAT (extra `solver`).
 
-The solver needs whole numbers. Times and activations are rounded down, so what it proves also holds for the real
-numbers; an order that it finds is simulated again, and its memory checked.
+The solver needs whole numbers. Times and activations are rounded down, so its proofs also hold for the real numbers;
+an order that it finds is simulated again, and its memory checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbpipe.planner.search import Found
 from zbpipe.schedule.ir import OpKind
 
 _PARTS = 10_000
-"""The largest number counts as so many, if no smaller number of parts makes all numbers whole. Chosen by hand."""
+"""The largest number is rounded to this many parts, unless fewer make all numbers whole. Chosen by hand."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
 results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
 longer, and take more arguments, than elsewhere: what an object would hold they hand on as lists, and a call in the
-innermost loop costs time. What feeds an op is repeated here in numbers, as `feeder` and `fed`; the tests compare the
-times with `zbpipe.simulate`.
+innermost loop costs time. An op's dependencies are repeated here in numbers, as `feeder` and `fed`; the tests compare
+the times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands
-for one op. An order of all ops is *sound* if no op comes before one that feeds it; then the ranks, which run their ops
+for one op. An order of all ops is *sound* if no op comes before its dependencies; then the ranks, which run their ops
 in that order, cannot end up waiting for each other in a circle.
 
 A full backward B is an I that takes its W along. In an order both have the number of all ops added to theirs, and the

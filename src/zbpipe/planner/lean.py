@@ -1,4 +1,4 @@
-"""Passes over schedules that keep what waits for W small: W runs sooner, or a whole backward in place of I and W.
+"""Passes over schedules that limit deferred gradients: W runs sooner, or a whole backward replaces I and W.
 
 Under activation checkpointing, I leaves far more behind for W than F has left for I: x and dY of all layers of a stage.
 A whole backward B frees them layer by layer. It makes the stage before wait for W as well, so B is for where there is
@@ -40,7 +40,7 @@ def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
 
 
 def within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
-    """`schedule` with every W where it stands, or as much sooner as there is no room for it to wait.
+    """`schedule` with every W in its place, or sooner where there is no room for deferred gradients.
 
     Where even the W that wait already leave no room for I, B takes the place of I and W. So the result keeps to the
     limits if `leanest(schedule, costs)` does.

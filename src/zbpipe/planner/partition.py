@@ -1,4 +1,4 @@
-"""Which layers each stage gets: first by work, then by what short searches for a schedule make of a split."""
+"""Which layers each stage gets: first by work, then by the step times that short searches find for a split."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zbpipe.schedule.ir import Placement
 
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
-"""Splits of a placement that a short search looks at: so many ops in all, but at most and at least so many splits."""
+"""The most and the least splits of a placement that short searches look at, and their ops in all."""
 _EFFORT = 200
 """How often a short search may time each op."""
 _FINALISTS, _SECOND_EFFORT = 6, 4000
-"""The best splits get a second search, which may time each op so often."""
+"""The number of best splits that get a second search, and how often it may time each op."""
 _RANKS = 8
-"""So many ranks with the most work give layers, and so many with the least take some."""
+"""The number of ranks with the most work that give layers, and of those with the least work that take some."""
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:

@@ -67,12 +67,12 @@ def plan(
         costs: one of
             - what a job costs, as `zbpipe.Profiler` measures it and `zbpipe.load_costs` reads it; its placement, memory
               limit and transport are the defaults of those arguments here;
-            - a CostModel: only placements with so many stages are tried;
+            - a CostModel: only placements with its number of stages are tried;
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
             - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
             - a function that gives a CostModel for a placement.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        placements: names out of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
+        placements: some of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
             `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
             the longest time from a rank's first op to its last counts.
@@ -84,8 +84,8 @@ def plan(
         transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. The search itself knows no
             queues: of all that it found, and the named schedules, it takes the one with the shortest step under this
             transport. The bounds hold for every transport.
-        offload: what may go to the host's memory for a while: "pairs" (what waits for W), "activations" (what F leaves
-            for I) or "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
+        offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or
+            "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
             (see `zbpipe.simulator.offload`); they share the budget. Without a limit it holds as little as costs no
             time.
@@ -147,7 +147,7 @@ def plan(
     if robust is not None:
         return _robust(request, costs, robust, quantile, most_loss, wanted, report)
     if most_loss is not None:
-        raise ValueError(f"most_loss = {most_loss!r} is for plans that stand jitter: give robust=Jitter(...), too")
+        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: give robust=Jitter(...), too")
     if wanted is None:
         return search(request)
     return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
@@ -178,7 +178,7 @@ def _with_stages(request: Request, num_stages: int) -> Request:
     fitting = {name: each for name, each in request.placements.items() if each.num_stages == num_stages}
     if not fitting:
         raise ValueError(
-            f"the costs are for {num_stages} stages, and none of the placements puts so many on {request.ranks} ranks;"
+            f"the costs are for {num_stages} stages, and no placement has that number on {request.ranks} ranks;"
             " name one that does, or pass a function that gives a CostModel for any placement"
         )
     return replace(request, placements=fitting)

@@ -1,4 +1,4 @@
-"""What a plan is asked for beside the costs, checked: sizes, placements, limits, and how to search."""
+"""The arguments of a plan besides the costs, checked: sizes, placements, limits, and how to search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
         "wave": lambda ranks: Placement.v(ranks, 4),
     }
 )
-"""By name: one stage a rank, two round and round, two on a V, and four on the V twice."""
+"""By name: one stage a rank, two in a loop, two on a V, and four on two Vs."""
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v")
 """Those with at most two stages a rank: more stages mean smaller ones, which not every model can be cut into."""
@@ -52,7 +52,7 @@ class Request:
     exact: bool = False
     transport: Transport = Transport.IDEAL
     share: float = 1.0
-    """Of that second, for one of several searches that share it."""
+    """The part of the default budget that one of several searches gets."""
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -66,7 +66,7 @@ class Request:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
 
     def part(self, searches: int) -> Request:
-        """The same for one of so many searches, which share the budget."""
+        """The request of one of several `searches`, which share the budget."""
         budget = None if self.budget is None else self.budget / searches
         return replace(self, budget=budget, share=self.share / searches)
 
@@ -91,14 +91,14 @@ def _require_budget(budget: Any) -> None:
 
 
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
-    """The placements that are wanted, by name: out of one of them, or several.
+    """The `wanted` placements by name; one may be given without a list.
 
     Raises:
         TypeError: no names and placements.
         ValueError: an unknown name, or a placement for another number of ranks.
     """
     if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
-        raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or names out of {', '.join(PLACEMENTS)}")
+        raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or some of {', '.join(PLACEMENTS)}")
     return dict(_name(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))
 
 

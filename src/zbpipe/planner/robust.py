@@ -1,9 +1,9 @@
-"""Plans that stand jitter: the schedule with the least quantile of the step's times.
+"""Plans that tolerate jitter: the schedule with the least quantile of the step's times.
 
-A message that comes late is the same to who waits as one that takes long. So the search runs several times with links
-that take longer by more and more of what is to be expected, which leaves slack where ranks wait for each other. The
-best of what it finds, and of the named schedules, are annealed in many samples of the times at once, which moves the
-slack to where it is worth most. What is best then with other random times wins (`zbpipe.simulator.jitter`).
+A late message costs its receiver as much as a long one. So the search runs several times, with each link slowed by a
+larger multiple of its expected delay. That leaves slack where ranks wait for each other. The best plans, and the best
+named schedules, are annealed in many samples of the times at once, which moves the slack to where it is worth most. The
+winner is the one that is best with other random times (`zbpipe.simulator.jitter`).
 PipeMorph (2504.19232) shows what slack is worth where links are late.
 """
 
@@ -32,7 +32,7 @@ from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, ste
 from zbpipe.simulator.simulation import simulate
 
 _SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
-"""How many times what is to be expected is added to each link. Chosen by hand: more makes steps longer."""
+"""The multiples of its expected delay by which each link is slowed. Chosen by hand: more makes steps longer."""
 _SAMPLES = 300
 """Steps to compare candidates by."""
 _FINALISTS = 4
@@ -40,8 +40,8 @@ _FINALISTS = 4
 ANNEALING_SAMPLES = 128
 """Samples that they are annealed for. With fewer of them an order suits these and no others."""
 _ANNEALING = 24
-"""Ops to time for each op of the budget, all samples counted: each takes a tenth of the time, since samples are side by
-side. So annealing takes two to three times as long as the searches before it."""
+"""Ops to time for each op of the budget, all samples counted: each takes a tenth of the time, since samples are
+adjacent in memory. So annealing takes two to three times as long as the searches before it."""
 _HEAT = 1.0
 """What a move may lose at the start, in mean times of an op. Chosen by hand: a fifth and four times as much do well,
 too."""
@@ -198,7 +198,7 @@ def _row(usual: float, sampled: Seconds | float) -> list[float]:
 
 
 def with_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
-    """The costs with all that is known to be slow, and links that take longer by so many times what varies.
+    """The costs with all that is known to be slow, and links slowed by `slack` times their expected delay.
 
         >>> placement = Placement.loop(2)
         >>> slower = with_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)

@@ -1,7 +1,7 @@
 """Annealing where times vary: an order of ops is judged by how long a synchronous step takes in many random samples.
 
 As in `kernel`, on plain numbers, and as machine code where numba is installed. Each move is timed in all samples, so
-the innermost loops go over the samples of one op, whose numbers lie side by side.
+the innermost loops go over the samples of one op, whose numbers are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Samples(NamedTuple):
 
     seconds: Rows
     lag: Rows
-    """Seconds from the end of the op that feeds it until its result has arrived."""
+    """Seconds from the end of an op's dependency to the arrival of its result."""
     deviations: float
-    """What is minimised is the mean of all samples but 0, and so many standard deviations."""
+    """The search minimises the mean of all samples but 0, plus this number of standard deviations."""
     most: float
     """Seconds that a step may take in sample 0."""
 
@@ -38,7 +38,7 @@ def anneal_in_samples(
     work: int,
     seed: int,
 ) -> tuple[float, list[int]]:
-    """Move ops of the critical path of one sample after the other, and keep what is not worse, or not much.
+    """Move ops of the critical path of one sample after the other; keep orders that are not worse, or not by much.
 
     Args:
         job: what to schedule.
@@ -51,7 +51,7 @@ def anneal_in_samples(
         seed: of the random numbers, 1 to 2147483646.
 
     Returns:
-        The least of what is minimised, and the order that has it.
+        The least value of the objective, and the order that has it.
     """
     total = len(start)
     merges = min(job.full) < NEVER

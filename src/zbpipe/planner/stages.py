@@ -72,7 +72,7 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
-    # Numbers that no order reaches stand for no limit.
+    # Numbers that no order reaches mean no limit.
     most = most_room(placement, costs, request.microbatches)
     limits = tuple(limit if limit < inf else room for limit, room in zip(limits, most, strict=True))
     return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period")

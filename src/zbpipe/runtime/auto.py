@@ -38,7 +38,7 @@ from zbpipe.simulator.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8
-"""The search's budget for so many ops, about ten seconds, because all other ranks wait for it."""
+"""The most ops for a thorough search, and its budget of about ten seconds, because all other ranks wait for it."""
 USUAL_STEPS = 5
 """Timed steps of each schedule."""
 _WORTH_IT = 0.995
@@ -94,9 +94,9 @@ class AutoSchedule(RegisteredSchedule):
     says so, and writes the plan for the next start.
 
     Args:
-        stages: as for every schedule of zbpipe's; likewise `n_microbatches`, `loss_fn`, `args` and `options`.
+        stages: as for every schedule of zbpipe's, and so `n_microbatches`, `loss_fn`, `args` and `options`.
         offload: what plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
-        memory_limit: as for every schedule; while it measures, only activations count, and what waits for W. Default:
+        memory_limit: as for every schedule; while it measures, only activations and deferred gradients count. Default:
             what 1F1B's worst rank would hold by the measured costs, with all that ops need while they run.
         profile_steps: timed steps of the start, and later of the plan and the start again.
         budget: for the search, see `zbpipe.plan`.
@@ -301,7 +301,7 @@ class _InTurn(Watcher):
 
     def after(self, record: StepRecord) -> None:
         if not self._runtime.sizes.last_was_usual:
-            self.missed()  # a step of another size tells nothing
+            self.missed()  # a step of another size is no measurement
             return
         self._records.append(record)
         if not self._coming:

@@ -232,7 +232,7 @@ def require_microbatches_alike(
     Args:
         runtime: the schedule whose step begins.
         inputs: a tuple of positional arguments of stage 0 for each microbatch; None for none.
-        keyword_inputs: likewise the keyword arguments, for all stages of this rank.
+        keyword_inputs: the same for the keyword arguments, for all stages of this rank.
         targets: one for each microbatch.
     """
     n_microbatches = pipelining.num_microbatches(runtime)
@@ -348,24 +348,24 @@ def require_inferred_shapes(runtime: pipelining.ScheduleRuntime) -> None:
 
 
 def require_offload(what: Offload | None, split_backward: SplitBackward, spell: Spell = str) -> None:
-    """Refuse to offload what waits for W in torch's own split, which keeps it inside of autograd's graph.
+    """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph.
 
     Raises:
         ValueError: with the options as `spell` writes them.
     """
     if split_backward == "autograd" and what not in (None, Offload.ACTIVATIONS):
         raise ValueError(
-            f"{spell('offload')} {what} takes what waits for W, and only zbpipe's split lets go of it: leave out"
+            f"{spell('offload')} {what} takes deferred gradients, and only zbpipe's split frees them: leave out"
             f" {spell('split_backward')} autograd, or use {spell('offload')} activations"
         )
 
 
 def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse to offload what waits for W in torch's own split, which keeps it inside of autograd's graph."""
+    """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
     pairs = any(op.kind is OpKind.OI for ops in schedule for op in ops)
     if pairs and not all(map(is_split, stages)):
         raise ValueError(
-            f"schedule {schedule.name} offloads what waits for W, and only zbpipe's split lets go of it: leave"
+            f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: leave"
             " split_backward at 'deferred', or use offload='activations'"
         )
 

@@ -127,7 +127,7 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
 
 
 def read_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
-    """What the job's cost file says of the stages so placed; None without a file.
+    """The costs in the job's cost file for stages with this placement; None without a file.
 
     Raises:
         ValueError: the file cannot be read, or is for layers or for other stages; or the job offloads and the file does

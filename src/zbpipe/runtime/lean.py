@@ -29,7 +29,7 @@ class LeanSchedule(RegisteredSchedule):
     It takes what all of zbpipe's schedules take, and
 
     Args:
-        stages: all stages of this rank, already wrapped for checkpointing; likewise `n_microbatches`, `loss_fn`,
+        stages: all stages of this rank, already wrapped for checkpointing; also `n_microbatches`, `loss_fn`,
             `args` and `options` as for every schedule of zbpipe's.
         checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
             `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.

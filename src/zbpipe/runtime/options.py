@@ -143,8 +143,8 @@ class Options:
         **_FILE,
     )
     offload: Offload | str | bool | None = _zbpipes(
-        "Copy to the host's memory what waits for W (pairs), for I (activations), or both (all), as far as that costs"
-        " no time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
+        "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
+        " time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
         choices=_words(Offload),
         check=lambda name, value: Offload.parse(value),
     )

@@ -61,13 +61,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             `zbpipe.runtime.split.layers`); a stage without a layer that can defer is a warning in the log. With
             "strict" it is an error. "autograd" is torch's own split, for comparison.
         defer_loss: whether weight gradients of backwards that the loss runs itself during F, as TorchTitan's chunked
-            loss does with the LM head, wait for W, too. The gradients of all logits of a microbatch then stay in memory
-            until W.
+            loss does with the LM head, are deferred to W, too. The gradients of all logits of a microbatch then stay in
+            memory until W.
         costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
-        offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs" (what
-            waits for W), "activations" (what F leaves) or "all" (also True). It needs costs with `host`. A schedule
+        offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs"
+            (deferred gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
         receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
             `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the
@@ -77,8 +77,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             with compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
         options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
             `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
-            `defer_reduce_grad_wait`, `max_outstanding_sends` and so on. Without the last one, zbpipe frees sent tensors
-            as soon as they have surely been received.
+            `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one, zbpipe frees sent
+            tensors as soon as they have surely been received.
 
     Raises:
         ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
@@ -135,7 +135,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
         """Lets I and W share the backward; None once they do."""
         self.defers_loss = defer_loss and split_backward != "autograd"
-        """Whether backwards inside of the loss defer their weight gradients to W."""
+        """Whether backwards in the loss defer their weight gradients to W."""
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
@@ -196,7 +196,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:
-        """Make what steps with so many microbatches run, so that the first of them does not wait for it.
+        """Make the lists of steps with this number of microbatches, so that the first of them does not wait for them.
 
             schedule.prepare(8, 12)
 
@@ -218,7 +218,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
-        """What a step with so many microbatches runs: what was adopted for it, else what is made for it.
+        """The schedule of a step with this number of microbatches: the adopted one, else one made for it.
 
         It is made at the first such step.
 
@@ -237,7 +237,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @without_collections()
     def _take_microbatches(self, number: int) -> None:
-        """Make the next step one of so many microbatches."""
+        """Make the next step one of this number of microbatches."""
         (number,) = require_whole(1, microbatches=number)
         before = pipelining.num_microbatches(self)
         if number == before:
@@ -288,7 +288,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """One training step, with torch's arguments; the batch is split into equal microbatches.
 
         Args:
-            args: torch's, likewise `kwargs`.
+            args: torch's, as `kwargs`.
             target: of the batch, on the rank with the last stage.
             microbatches: in how many this step splits its batch, if not in `n_microbatches`; the same on all ranks.
                 Microbatches may then have other shapes than those of the first step, too. The ranks compare both

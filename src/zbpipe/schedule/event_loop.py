@@ -1,6 +1,6 @@
 """The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it is there.
 
-`EventLoop` decides what can run, and so also what never can. A `Clock` tells when it runs.
+`EventLoop` decides what can run, and so also what never can. A `Clock` computes when it runs.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Clock(Generic[T]):
     latest: Callable[[Any, Any], Any] = max
     """Of two times."""
     beside: Callable[[T], Hashable] | None = None
-    """By item that runs beside its rank's other ones the lane in which it does; None for all others."""
+    """The lane of an item that runs parallel to its rank's other ones; None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
     """By item."""
 

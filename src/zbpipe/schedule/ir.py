@@ -83,10 +83,10 @@ class OpKind(StrEnum):
 
     F is a forward, I the backward for the input, W the backward for the weights, and B a full backward (I and W).
 
-    The others are copies between a rank and its host, beside the computations. OF offloads what F has left for I (or
-    B), and RF reloads it; OI offloads what I has left for W, and RI reloads it. A copy stands in its rank's list where
-    it is issued: it starts when the computation before it is over, and one stream for each direction runs the copies in
-    the order of the list.
+    The others are copies between a rank and its host, parallel to the computations. OF offloads the activations that F
+    has left for I (or B), and RF reloads them; OI offloads the deferred gradients that I has left for W, and RI reloads
+    them. A copy is in its rank's list where it is issued: it starts when the computation before it is over, and one
+    stream for each direction runs the copies in the order of the list.
 
         >>> OpKind("I") is OpKind.I
         True
@@ -152,8 +152,8 @@ _RELOAD_BEFORE = {I: RF, B: RF, W: RI}
 def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     """What has to be over before `op` can start: one op of each group.
 
-    F takes the output of the stage before, W what I left behind; I and B take their own F and the gradient of the stage
-    after, which comes out of an I or out of a B. A copy takes what it copies, and an op whose input was offloaded waits
+    F takes the output of the stage before, W its I; I and B take their own F and the gradient of the stage after,
+    which comes from an I or from a B. A copy takes what it copies, and an op whose input was offloaded waits
     for the reload, too: see `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the
     bound repeat it for speed, and tests hold them against it.
 
@@ -306,7 +306,7 @@ def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
 class Schedule:
     """For every rank the list of ops that it runs, in order.
 
-    A `Schedule` can be built with any lists of ops at all; `zbpipe.validate` tells whether they make sense.
+    A `Schedule` can be built with any lists of ops at all; `zbpipe.validate` checks them.
 
         >>> mine = Schedule.from_csv("0F0,0F1,0B0,0B1", name="mine")
         >>> mine

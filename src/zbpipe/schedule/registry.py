@@ -36,7 +36,7 @@ Generate = Callable[..., Schedule]
 
 @runtime_checkable
 class _Planned(Protocol):
-    """A `zbpipe.Plan`, which this module does not import: it stands for its schedule."""
+    """A `zbpipe.Plan`, which this module does not import: its schedule is meant."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -48,7 +48,7 @@ _KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a name stands for: a function that makes schedules, and what is known of them before one is made.
+    """What a name means: a function that makes schedules, and their properties known before one is made.
 
     >>> zbv = resolve("ZBV")
     >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source

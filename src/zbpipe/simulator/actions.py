@@ -120,7 +120,7 @@ def message_of(action: Action) -> Action | None:
 
 
 def parse(table: str) -> Rows:
-    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, stand one after the other.
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other.
 
         >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
         0UNSHARD 0F1 0B0

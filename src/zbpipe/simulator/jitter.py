@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zbpipe.simulator.timeline import Timeline
 
 Seconds = NDArray[np.floating[Any]]
-"""One number for each draw."""
+"""One number for each sample."""
 
 _MOST_DRAWS = 100_000
 
@@ -165,7 +165,7 @@ def _link(one: int, other: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepTimes:
-    """The step times of many draws.
+    """The step times of many samples.
 
     >>> from zbpipe.simulator.jitter import Jitter, step_times
     >>> times = step_times(zbpipe.generate("ZBV", 4, 8), (1, 1, 1), Jitter(ops=0.1), draws=200)
@@ -174,7 +174,7 @@ class StepTimes:
     """
 
     seconds: Seconds
-    """By draw."""
+    """By sample."""
 
     @property
     def mean(self) -> float:
@@ -216,9 +216,9 @@ def step_times(
     draws: int = 1000,
     seed: int = 0,
 ) -> StepTimes:
-    """How long a synchronous step takes in so many draws; with the ideal transport.
+    """How long a synchronous step takes in each of `draws` samples; with the ideal transport.
 
-    An op gets the same factors in all schedules with its stage, so that they are compared by the same luck.
+    An op gets the same factors in all schedules with its stage, so that they are compared with the same random times.
 
     Args:
         schedule: a valid one that copies nothing to the host.
@@ -252,7 +252,7 @@ def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
 
 
 class RandomTimes:
-    """The random times of all draws. Each op and each message has its own, whatever else is drawn."""
+    """The random times of all samples. Each op and each message has its own, whatever else is sampled."""
 
     def __init__(self, num_ranks: int, jitter: Jitter, draws: int, seed: int) -> None:
         self._jitter = jitter
@@ -289,7 +289,7 @@ class RandomTimes:
         return seconds
 
     def _of_rank(self, rank: int) -> Seconds | float:
-        """By what its ops take longer in each draw."""
+        """How much longer its ops take in each sample."""
         jitter = self._jitter
         slow = jitter.slow_ranks.get(rank, 1.0)
         if not jitter.burst or jitter.burst_factor == 1:

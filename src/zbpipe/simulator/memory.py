@@ -40,13 +40,13 @@ class Held:
     """What a rank holds at its worst moment, in the unit of the costs' activations."""
 
     activations: float = 0.0
-    """What F has left for I."""
+    """Of F, for I."""
     waiting: float = 0.0
-    """What I has left for W."""
+    """Deferred gradients: of I, for W."""
     working: float = 0.0
-    """What the op that runs needs only while it runs."""
+    """Working memory of the op that runs."""
     messages: float = 0.0
-    """Beside what the stages keep themselves."""
+    """Received and not yet used, or sent and not yet released."""
     op: Op | None = None
     """That runs then; None between two, and where copies go to the host."""
 

@@ -1,7 +1,7 @@
-"""Offload: what waits for long goes to the host's memory and comes back in time, so that no op waits for a copy.
+"""Offload: long-lived memory goes to the host and comes back in time, so that no op waits for a copy.
 
-What F leaves for I can be offloaded, and what I leaves for W. PipeOffload (2503.01328) does the former, and finds that
-at least half of it costs no time if the copies of a whole microbatch take no longer than its computations.
+Activations and deferred gradients can be offloaded. PipeOffload (2503.01328) does the former, and finds that at least
+half of them cost no time if the copies of a whole microbatch take no longer than its computations.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Offload(StrEnum):
     """
 
     PAIRS = "pairs"
-    """What waits from I to W: pairs of x and dY."""
+    """Deferred gradients: x and dY of each linear layer, from I to W."""
     ACTIVATIONS = "activations"
-    """What waits from F to I or B."""
+    """Kept from F to I or B."""
     ALL = "all"
     """Both."""
 
@@ -174,7 +174,7 @@ class _Back(NamedTuple):
 
 
 class _Rank:
-    """One rank's computations, whose times stay, and the copies beside them."""
+    """One rank's computations, whose times stay, and its copies."""
 
     def __init__(self, timeline: Timeline, rank: int, wanted: Offload | None, margin: float) -> None:
         self.timeline = timeline

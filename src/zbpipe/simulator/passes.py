@@ -249,10 +249,10 @@ def wait_of(send: Action) -> Action:
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """How many messages each rank holds while each action of its list runs, beside what its stages keep themselves.
+    """How many messages each rank holds while each action of its list runs, besides its stages' activations.
 
-    What an op takes counts from its receive to the op's start, and then is a part of what the op needs and keeps. What
-    an op has made counts from its end to the wait for its send, or until the next stage takes it on the same rank.
+    An op's input counts from its receive to the op's start; then it is a part of the op's activations or working
+    memory. Its result counts from its end to the wait for its send, or until the next stage takes it on the same rank.
     `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes.
 
         >>> from zbpipe.simulator.actions import parse

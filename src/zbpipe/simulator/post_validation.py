@@ -6,7 +6,8 @@ Parallelism, arXiv 2401.10241, section 4: post-validation). Where the norm says 
 clipped, the rank throws away what it ran ahead, steps again, and runs its list again.
 
 Only forwards run ahead, and none of the last stage: they change no gradient and no loss. What is sent ahead may be
-received late, but nothing is received ahead that is not sent ahead; so on failure a rank knows which messages come.
+received late, but a message is received early only if it was sent early; so on failure a rank knows which messages
+come.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
         schedule: a valid one.
         costs: for its stages.
     """
-    # These are forwards, and none of the last stage: all else needs something of every rank in the same step. And what
-    # feeds one of them starts before it.
+    # These are forwards, and none of the last stage: all other ops depend on every rank in the same step. The
+    # dependencies of each start before it.
     path = _Paths.through(schedule, costs)
     begin = path.rhythm()
     over = max(begin) - ROUNDING * path.period
@@ -57,7 +58,7 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
 
 
 def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
-    """Seconds from step to step where ranks run so far ahead, on average over many steps.
+    """Seconds from step to step where ranks run ahead, on average over many steps.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> period(schedule, CostModel.uniform(schedule.placement))
@@ -68,15 +69,15 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
         costs: for its stages.
         ahead: by rank; default: `ahead_of(schedule, costs)`.
     """
-    # By the choice of `ahead_of` the validation holds up nothing.
+    # `ahead_of` guarantees that validation never delays an op.
     return _Paths.through(schedule, costs, ahead).period
 
 
 def period_of(timeline: Timeline) -> float:
     """The period of the schedule of a timeline, with its costs.
 
-    What copies to the host waits for the validation. With messages in queues, the longest time from a rank's first op
-    to its last stands for the period, which is not known.
+    A schedule with copies to the host waits for the validation. With messages in queues the period is not known; the
+    longest time from a rank's first op to its last takes its place.
 
         >>> period_of(simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
         24.0
@@ -126,7 +127,7 @@ class _Paths:
 
     @classmethod
     def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
-        """One step. After so many ops `ahead`, a rank waits for all ranks' end of the last step; default: for none."""
+        """One step. After `ahead` ops, a rank waits for all ranks' end of the last step; default: for none."""
         ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
         free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
         starts: list[list[_After]] = [[] for _ in ranks]
@@ -190,11 +191,11 @@ class RunAhead:
 
     @classmethod
     def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
-        """Cut `rows` after so many computations of each rank; receives of what is not sent ahead go behind the cut.
+        """Cut `rows` after `ahead` computations of each rank; receives of later messages go behind the cut.
 
         Args:
             rows: with messages.
-            ahead: by rank, as `ahead_of` tells.
+            ahead: by rank, as from `ahead_of`.
         """
         heads, tails = zip(*map(_cut, rows, ahead), strict=True)
         sent = {each for head in heads for each in head if each.kind.startswith("SEND")}

@@ -4,7 +4,7 @@ Every rank runs its list in order. An op starts when its rank is free and its in
 A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
 cost the rank no time. That is the ideal transport; with the others messages wait for each other
 (`zbpipe.costs.transport`).
-Copies to the host and back run beside the computations, one at a time in each direction.
+Copies to the host and back run parallel to the computations, one at a time in each direction.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def simulate(
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
 ) -> Timeline:
-    """Run `schedule` on paper.
+    """Run `schedule` in the simulator.
 
         >>> zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1.0, 1.2, 0.8)).bubble < 0.1
         True

@@ -67,7 +67,7 @@ class Timeline:
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
-    """Where its receives stand; None where that makes no difference."""
+    """When ranks post receives; None where that makes no difference."""
     waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
     """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
     copies: tuple[tuple[Span, ...], ...] = ()
@@ -230,7 +230,7 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
 def _latest_before(
     timeline: Timeline, place: tuple[int, int], places: Mapping[tuple[int, Op], tuple[int, int]]
 ) -> tuple[int, int] | None:
-    """Where the op stands that the one at `place` waited for."""
+    """The place of the op that the one at `place` waited for."""
     schedule, costs = timeline.schedule, timeline.costs
     rank_of = schedule.placement.rank_of
     rank, position = place

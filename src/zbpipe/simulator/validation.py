@@ -17,7 +17,7 @@ from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Sche
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
-"""Where each op stands: rank and position, more than once if it is doubled."""
+"""The places of each op: rank and position, more than once if it is doubled."""
 _MOST_MISSING = 1000
 """Of the missing ops this many more than there are ops are listed."""
 
@@ -56,10 +56,10 @@ def validate(
         missing: rank 0, 0I0: no rank runs it, but 0W0 is there
 
     It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
-    an I or W beside a B); a stage whose ops stand on a rank that does not hold it; an order that a rank cannot run (I
-    or W too early, a stage before the one that feeds it on the same rank); ranks that wait for each other in a
-    circle; and ranks that hold too much. Likewise for copies: what is offloaded comes back, once, after it was copied
-    and before it is needed. Memory is counted in the order of the lists, where an offload frees at once; for the time
+    an I or W of a microbatch that has a B); a stage whose ops are on a rank that does not hold it; an order that a rank
+    cannot run (I or W too early, a stage before its dependency on the same rank); ranks that wait for each other in a
+    circle; ranks that hold too much; and copies that do not come back once, after they were copied and before they are
+    needed. Memory is counted in the order of the lists, where an offload frees at once; for the time
     that it takes see `Timeline.memory`. If most ops are missing, only some of these are listed.
 
     Args:
@@ -162,7 +162,7 @@ def require_valid(schedule: Schedule) -> None:
 
 
 def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Ops that do not belong where they stand: unknown, on another stage's rank, or there for the second time."""
+    """Ops in a wrong place: unknown, on another stage's rank, or there for the second time."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
         for again, (rank, position) in enumerate(standing):

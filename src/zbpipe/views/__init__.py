@@ -1,1 +1,1 @@
-"""What people see in the terminal and on paper."""
+"""Pictures and tables of timelines: in the terminal, as SVG, HTML and Perfetto traces."""

@@ -92,7 +92,7 @@ def pack(data: Any) -> str:
 def drawing(timeline: Timeline) -> dict[str, Any]:
     """What the script draws, as JSON takes it.
 
-    Kinds are numbers, and times whole ticks. `changes` tells by kind and stage what an op takes at its start and frees
+    Kinds are numbers, and times whole ticks. `changes` has by kind and stage what an op takes at its start and frees
     at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
     """
     placement = timeline.schedule.placement

@@ -31,7 +31,7 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 
     Args:
         timeline: what the file is about.
-        others: of as many ranks; each rank's stand below its own, under these names: `perfetto(planned, measured=...)`.
+        others: of as many ranks; each rank's are below its own, under these names: `perfetto(planned, measured=...)`.
     """
     every = {"": timeline, **others}
     rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]

@@ -101,7 +101,7 @@ def costs(job: JobCosts) -> str:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """What a table says of one schedule among others."""
+    """A table's figures of one schedule among others."""
 
     figures: Mapping[str, Any]
     """Its `record`: many timelines at a time would take too much memory."""

@@ -89,7 +89,7 @@ class Paint(NamedTuple):
 
 
 def paint(kind: OpKind, nth: int, of: int) -> Paint:
-    """The colours of an op of the `nth` (from 0) `of` so many stages of its rank: the later, the paler."""
+    """The colours of an op on stage `nth` (from 0) `of` its rank's stages: the later, the paler."""
     share = nth / (of - 1) if of > 1 else 0.0
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(*_SHADES[kind], strict=True))
     fill = f"#{red:02x}{green:02x}{blue:02x}"

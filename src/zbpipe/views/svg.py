@@ -64,7 +64,7 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
 
     A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
     where there is room; what is idle is hatched. Pointing at a box shows the op's name and times, unless there are
-    thousands. Further timelines stand below the first one, all on one time scale, so that a shorter step is a shorter
+    thousands. Further timelines are below the first one, all on one time scale, so that a shorter step is a shorter
     picture. Where ranks offload, thin boxes below an op's show the copies out to the host, and below these the copies
     in again. The picture is dark where the reader prefers that.
 

@@ -17,7 +17,7 @@ from zbpipe.simulator.validation import require_valid
 _DEFAULT_SECONDS = 300
 """TorchTitan's default limit for the first step."""
 _MANY_STAGES = 4
-"""With so many stages, each has 75 seconds to compile forward and backward."""
+"""With this many stages, each has 75 seconds to compile forward and backward."""
 
 logger = logging.getLogger(__name__)
 

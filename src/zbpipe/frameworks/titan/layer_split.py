@@ -120,7 +120,7 @@ def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Che
 
 
 def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointing.NONE) -> Layer:
-    """A layer with so many multiplications in F for each token, as many in I and W, and in I what is recomputed."""
+    """A layer with these multiplications in F for each token, as many in I and W, and in I the recomputed ones."""
     again = LLAMA_3_8B.recomputed(how)
     return Layer(tuple(names), forward, forward * (1 + again), forward, 0.0)
 

@@ -84,7 +84,7 @@ def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[
         pipeline: of the job's schedule.
         processor: TorchTitan's `MetricsProcessor`.
         rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
-        to_come: when TorchTitan asks whether a step is logged, the next step to run comes so many steps after it.
+        to_come: steps from the one that TorchTitan asks about to the next one that runs.
     """
     is_wrapped = processor in _reported
     _reported[processor] = _Reported(ref(pipeline), rank_with_loss)

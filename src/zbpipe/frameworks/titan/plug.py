@@ -220,7 +220,7 @@ def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _
     """Refuse TorchTitan's `pipeline_parallel_layers_per_stage` if it gives another number of stages."""
     config, per_stage = job.parallelism, job.parallelism.pipeline_parallel_layers_per_stage
     num_layers = job.model_config.n_layers if HAS_JOB_CONFIG else len(job.model_config.layers)
-    # TorchTitan counts embedding and head as so many further layers.
+    # TorchTitan counts embedding and head as these numbers of further layers.
     first, last = config.pipeline_parallel_first_stage_less_layers, config.pipeline_parallel_last_stage_less_layers
     cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
     checks.require_cut(algorithm.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")

@@ -26,9 +26,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
 class ReceivesOnDemand(_PipelineStageBase):
-    """A stage that allocates what it receives when it posts the receive, and lets go of it when it runs F, I or B.
+    """A stage that allocates what it receives when it posts the receive, and releases it when it runs F, I or B.
 
-    Whoever needs it for longer, as autograd and what waits for W do, holds it then.
+    Whoever needs it for longer, such as autograd and deferred gradients, holds it then.
     """
 
     def receive_on_demand(self) -> None:

@@ -501,7 +501,7 @@ def num_microbatches(schedule: _PipelineSchedule) -> int:
 
 
 def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
-    """Run so many microbatches in the next step; its lists have to be for as many."""
+    """Run this number of microbatches in the next step; its lists have to be for as many."""
     schedule._n_microbatches = number
     for stage in schedule._stages:
         if stage.chunks is not None:

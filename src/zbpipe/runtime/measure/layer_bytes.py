@@ -1,4 +1,4 @@
-"""Bytes that a layer's F, I, W and B keep and need, on the meta device or the CPU, beside its weights and gradients."""
+"""Bytes that a layer's F, I, W and B keep and need, on the meta device or the CPU; no weights, no gradients."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Copies to the host and back beside the computations of a schedule."""
+"""Copies to the host and back, parallel to the computations of a schedule."""

@@ -1,4 +1,4 @@
-"""Which memory can go: what autograd has saved in F, or what waits for W, and nobody else holds."""
+"""Which memory can go: tensors that autograd has saved in F, or deferred gradients, with no other owner."""
 
 from __future__ import annotations
 

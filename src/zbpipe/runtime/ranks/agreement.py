@@ -73,7 +73,7 @@ def answers(
     A rank that asks nothing, because it has another schedule, and compares at once, fails as the others do.
 
     Args:
-        schedule: as for `require_same`; likewise `name`, `group` and `device`.
+        schedule: as for `require_same`, and so `name`, `group` and `device`.
         question: the same on all ranks.
         answer: this rank's, some letters.
 

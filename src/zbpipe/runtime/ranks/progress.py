@@ -26,7 +26,7 @@ from zbpipe.runtime._torch import frames, hooks, pipelining
 MOST = 256
 """Computations that are remembered. If the host is further ahead, it is not known which one waits."""
 _SHARE = 0.7
-"""Of the process group's timeout. If nothing moves for so long, the log says where this rank is."""
+"""Of the process group's timeout. If nothing moves for that share, the log reports the place of this rank."""
 _LOOKS = 20
 """Checks in one timeout."""
 _LONGEST_PAUSE = 2.0
@@ -104,7 +104,7 @@ class Progress:
         self._since = 0.0
         """Since when that has not changed."""
         self._is_logged = False
-        """Whether the log says so."""
+        """Whether the log reports that."""
 
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:

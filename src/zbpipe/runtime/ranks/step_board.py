@@ -35,7 +35,7 @@ class StepSize:
 
     microbatches: int
     shapes: int = 0
-    """Which shapes its microbatches have: those of the first step are 0, those seen next are 1, and so on."""
+    """Which shapes its microbatches have: those of the first step are 0, the next ones seen are 1, then 2."""
 
 
 @dataclass(frozen=True)

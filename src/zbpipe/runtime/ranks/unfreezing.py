@@ -35,7 +35,7 @@ def pass_on_unfreezing(schedule: pipelining.ScheduleRuntime, board: StepBoard) -
 
 
 def _ask_previous(board: StepBoard, stage: int) -> bool:
-    """Wait for what the rank before `stage` tells it."""
+    """Wait for the report of the rank before `stage`."""
     store, key = pipelining.default_store(), _key(board, stage)
     is_unfrozen = bool(store.get(key) == b"1")
     store.delete_key(key)

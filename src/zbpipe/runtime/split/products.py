@@ -1,4 +1,4 @@
-"""Weight gradients that wait for W: how a product is split, what I keeps of it, and the store that holds it."""
+"""Weight gradients that are deferred to W: how a product is split, what I keeps of it, and the store that holds it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SplitBackward = Literal["deferred", "strict", "autograd"]
 nothing to defer, and "autograd" torch's own split, which walks the autograd graph twice."""
 
 _REPORT_AFTER = 2
-"""The number of I after which the log says what stayed in I; the first I leaves nothing to W."""
+"""The number of I after which the log reports the weight gradients in I; the first I leaves nothing to W."""
 
 _ENOUGH = 0.8
 """With a smaller share of the weight gradients' work in W the log warns."""
@@ -83,7 +83,7 @@ def waiting_for_w(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingG
 
 
 def weight_work(stage: pipelining.Stage) -> WeightWork | None:
-    """The work of the stage's weight gradients, and what of it waits for W; known once an I ran."""
+    """The work of the stage's weight gradients, and what of it is deferred to W; known once an I ran."""
     return stage._work if isinstance(stage, _SplitBackward) else None
 
 
@@ -179,14 +179,15 @@ def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -
 
 
 def _report_what_stays_in_i(stage: _SplitBackward) -> None:
-    """Log, once, which share of the weight gradients waits for W, and the largest that do not, with the reasons."""
+    """Log, once, which share of the weight gradients is deferred to W, and the largest exceptions, with the reasons."""
     work = stage._work
     if work is None or not work.in_i:
         return
     share = work.share
     logger.log(
         logging.WARNING if share < _ENOUGH else logging.INFO,
-        "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs wait for W",
+        "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs are deferred to"
+        " W",
         stage.stage_index,
         describe((_name(each), each.share, each.reason) for each in work.in_i),
         percent(share),

@@ -1,4 +1,4 @@
-"""How much of the work of a stage's weight gradients waits for W, what does not, and why."""
+"""How much of the work of a stage's weight gradients is deferred to W, what is not, and why."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]
 
 
 class WeightWork:
-    """The FLOPs of a stage's weight gradients, of one microbatch: those that wait for W, and those that do not."""
+    """The FLOPs of a stage's weight gradients, of one microbatch: those deferred to W, and the others."""
 
     def __init__(
         self, module: nn.Module, products: Sequence[graph_products.GraphProduct], pending: Sequence[PendingGradient]
@@ -142,7 +142,7 @@ class WeightWork:
 
     @property
     def share(self) -> float:
-        """The share of them that waits for W; 1 where there are none."""
+        """The share of them that is deferred to W; 1 where there are none."""
         return 1 - sum(self._in_i.values()) / self.flops if self._in_i else 1.0
 
     @property

@@ -41,7 +41,7 @@ class GradientReport:
     flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """By stage, what the weight gradients of a microbatch cost: those of products, not of lookups and norms."""
     shares: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """By stage, the share of these FLOPs that waits for W."""
+    """By stage, the share of these FLOPs that is deferred to W."""
     in_i: tuple[tuple[int, StaysInI], ...] = ()
     """With their stages, the products of which I computes the weight gradient, the largest of each stage first."""
 
@@ -67,7 +67,7 @@ class GradientReport:
 
     @property
     def share(self) -> float:
-        """The share of the weight gradients' FLOPs, on all stages, that waits for W; 1 where there are none."""
+        """The share of the weight gradients' FLOPs, on all stages, that is deferred to W; 1 where there are none."""
         waiting = sum(self.shares[stage] * flops for stage, flops in self.flops.items())
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
@@ -92,7 +92,7 @@ class GradientReport:
             f" {len(self.not_deferred)} did not"
         )
         if any(self.flops.values()):
-            words += f"; {percent(self.share)} of the weight gradients' FLOPs wait for W{self._in_i_in_words()}"
+            words += f"; {percent(self.share)} of the weight gradients' FLOPs are deferred to W{self._in_i_in_words()}"
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)
             words += (
