@@ -28,7 +28,7 @@ from zbpipe.simulator.actions import (
     other_end,
     send_of,
 )
-from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.timeline import Span, Timeline
 
 
 def with_messages(schedule: Schedule) -> Rows:
@@ -140,13 +140,14 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
             behind it.
     """
-    spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
-    place = {action_of(op): n for n, op in enumerate(in_order_of_ends(timeline))}
+    # An op and its action are equal, and so the same key.
+    spans: dict[tuple[int, str, int], Span] = {span.op: span for row in timeline.spans for span in row if not span.step}
+    place: dict[tuple[int, str, int], int] = {op: n for n, op in enumerate(in_order_of_ends(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
     """By receive when the computation runs whose result it gets."""
 
     def moved(row: tuple[Action, ...]) -> Iterator[Action]:
-        made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
+        made = ((place[maker[each].op], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
@@ -207,6 +208,7 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
         if each.kind in SENDS:
             receive = other_end(each)
             owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
+            continue
         needed = message_of(each) if each.kind in COMPUTE else None
         if needed and needed in places:
             others = owed[placement.rank_of[needed.stage]]
