@@ -382,7 +382,9 @@ def test_wrong_arguments_are_refused() -> None:
         simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
 
 
-COSTS = [field.name for field in fields(CostModel) if field.name not in ("link", "links", "working", "host", "in_bytes")]
+COSTS = [
+    field.name for field in fields(CostModel) if field.name not in ("link", "links", "working", "host", "in_bytes")
+]
 
 
 @pytest.mark.parametrize("name", COSTS)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -32,7 +31,6 @@ class EventLoop(Generic[T]):
         dependencies: of an item: groups of items, of which one each has to be over before it.
         priority: by rank and position; of the ranks that can go on, the one with the lowest is next. It is asked when
             a rank can go on, after the caller has dealt with the turn that made this so. Default: the lowest rank.
-        ends_later: of an item that only begins in its turn, such as a receive: it is over when `finish` is called.
     """
 
     def __init__(
@@ -40,12 +38,10 @@ class EventLoop(Generic[T]):
         rows: Sequence[Sequence[T]],
         dependencies: Callable[[T], Iterable[Sequence[T]]],
         priority: Callable[[int, int], Any] | None = None,
-        ends_later: Callable[[T], bool] | None = None,
     ) -> None:
         self._rows = rows
         self._dependencies = dependencies
         self._priority = priority
-        self._ends_later = ends_later
         self._awake: list[tuple[Any, int]] = []
         self._done: dict[T, T] = {}
         """By item the item itself: what is given out is what the lists have, and no copy that `dependencies` made."""
@@ -57,50 +53,50 @@ class EventLoop(Generic[T]):
         """By sleeping rank the group of which its next item still needs one."""
 
     def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
-        done, sleepers, ends_later = self._done, self._sleepers, self._ends_later
+        done, sleepers, position, dependencies = self._done, self._sleepers, self.position, self._dependencies
         self._awake = [self._entry(rank) for rank, row in enumerate(self._rows) if row]
         heapify(self._awake)
         while self._awake:
             _, rank = heappop(self._awake)
             row = self._rows[rank]
-            for item in islice(row, self.position[rank], None):
-                found = self._found(rank, item)
-                if found is None:
-                    break
-                yield rank, item, found
-                self.position[rank] += 1
-                if ends_later is None or not ends_later(item):
+            while position[rank] < len(row):
+                item = row[position[rank]]
+                found = []
+                for choices in dependencies(item):
+                    for choice in choices:
+                        if choice in done:
+                            found.append(done[choice])
+                            break
+                    else:
+                        self._sleep(rank, choices)
+                        break
+                else:
+                    yield rank, item, found
+                    position[rank] += 1
                     done[item] = item
                     if item in sleepers:
                         self.finish(item)
-                if self._priority and self.position[rank] < len(row):
-                    heappush(self._awake, self._entry(rank))
-                    break
+                    if not self._priority:
+                        continue
+                    if position[rank] < len(row):
+                        heappush(self._awake, self._entry(rank))
+                break
 
     def finish(self, item: T) -> None:
-        """Wake the ranks that wait for `item`, which is over."""
+        """Wake the ranks that wait for `item`, which is over. It may be in no list."""
         self._done[item] = item
         for sleeper in self._sleepers.pop(item, ()):
             if self.waiting.pop(sleeper, None) is not None:
                 heappush(self._awake, self._entry(sleeper))
 
+    def _sleep(self, rank: int, choices: Sequence[T]) -> None:
+        """Until one of the choices is over."""
+        self.waiting[rank] = choices
+        for choice in choices:
+            self._sleepers[choice].append(rank)
+
     def _entry(self, rank: int) -> tuple[Any, int]:
         return self._priority(rank, self.position[rank]) if self._priority else rank, rank
-
-    def _found(self, rank: int, item: T) -> list[T] | None:
-        """What the rank's next item depends on; None if that is missing, and then the rank sleeps until it is there."""
-        found, done = [], self._done
-        for choices in self._dependencies(item):
-            for choice in choices:
-                if choice in done:
-                    found.append(done[choice])
-                    break
-            else:
-                self.waiting[rank] = choices
-                for choice in choices:
-                    self._sleepers[choice].append(rank)
-                return None
-        return found
 
 
 @dataclass
@@ -135,16 +131,18 @@ class Clock(Generic[T]):
             gate: by rank a number of items, and the earliest time at which all later items start.
         """
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
+        beside = self.beside
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
             start = free[rank]
-            lane = self.beside(item) if self.beside else None
+            lane = beside(item) if beside else None
             if lane is not None and (rank, lane) in lanes:
                 start = latest(start, lanes[rank, lane])
-            if gate and done[rank] >= gate[0][rank]:
-                start = latest(start, gate[1])
-            done[rank] += 1
+            if gate:
+                if done[rank] >= gate[0][rank]:
+                    start = latest(start, gate[1])
+                done[rank] += 1
             for each in dependencies:
                 start = latest(start, ends[each] + transfer(each, item))
             ends[item] = end = start + seconds(rank, item)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.schedule import tables
-from zbpipe.schedule.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs
+from zbpipe.schedule.ir import COMPUTATIONS, KINDS, Op, OpKind, Schedule, inputs, new_tuple
 from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, validate
 
 SENDS = ("SEND_F", "SEND_B")
@@ -76,7 +77,7 @@ def action_of(op: Op) -> Action:
     >>> action_of(Op.parse("3F0"))
     Action(stage=3, kind='F', microbatch=0)
     """
-    return Action(op.stage, _NAMES[op.kind], op.microbatch)
+    return new_tuple(Action, (op.stage, _NAMES[op.kind], op.microbatch))
 
 
 def op_of(action: Action) -> Op:
@@ -94,7 +95,7 @@ def send_of(op: Op) -> Action:
     >>> print(send_of(Op.parse("3I0")))
     3SEND_B0
     """
-    return Action(op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch)
+    return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
 
 
 def other_end(action: Action) -> Action:
@@ -103,8 +104,9 @@ def other_end(action: Action) -> Action:
     >>> print(other_end(Action(0, "SEND_F", 3)), other_end(Action(0, "RECV_B", 3)))
     1RECV_F3 1SEND_B3
     """
-    kind, step = _OTHER_END[action.kind]
-    return Action(action.stage + step, kind, action.microbatch)
+    stage, kind, microbatch = action
+    kind, step = _OTHER_END[kind]
+    return new_tuple(Action, (stage + step, kind, microbatch))
 
 
 def message_of(action: Action) -> Action | None:
@@ -113,10 +115,30 @@ def message_of(action: Action) -> Action | None:
     >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
     2SEND_F0 3SEND_B0
     """
-    if action.kind not in _MESSAGE_OF:
+    stage, kind, microbatch = action
+    if kind not in _MESSAGE_OF:
         return None
-    kind, step = _MESSAGE_OF[action.kind]
-    return Action(action.stage + step, kind, action.microbatch)
+    kind, step = _MESSAGE_OF[kind]
+    return new_tuple(Action, (stage + step, kind, microbatch))
+
+
+def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
+    """`message_of` by stage and kind, of the actions whose message goes to another rank.
+
+        >>> sends_by_action((0, 1))[1, "F"]
+        (0, 'SEND_F')
+
+    Args:
+        rank_of: by stage.
+    """
+    stages = range(len(rank_of))
+    found = {}
+    for stage, (kind, (send, step)) in product(stages, _MESSAGE_OF.items()):
+        giver = stage + step
+        taker = giver + _OTHER_END[send][1]
+        if giver in stages and taker in stages and rank_of[giver] != rank_of[taker]:
+            found[stage, kind] = giver, send
+    return found
 
 
 def parse(table: str) -> Rows:
@@ -242,14 +264,15 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
     order: rank 0, position 3, 0B0: it needs 0UNSHARD before it
     """
     for rank, row in enumerate(rows):
+        if "UNSHARD" not in [action.kind for action in row]:
+            continue
         gathered: set[int] = set()
-        gathers = any(action.kind == "UNSHARD" for action in row)
         for position, action in enumerate(row):
             if action.kind == "UNSHARD":
                 gathered.add(action.stage)
             elif action.kind == "RESHARD":
                 gathered.discard(action.stage)
-            elif gathers and action.kind in COMPUTE and action.stage not in gathered:
+            elif action.kind in COMPUTE and action.stage not in gathered:
                 yield Finding("order", rank, position, action, f"it needs {action.stage}UNSHARD before it")
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from zbpipe.schedule import tables
 from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.ir import Schedule, new_tuple
 from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
     SENDS,
-    WAITS,
     Action,
     Rows,
     action_of,
     find_ungathered,
-    message_of,
     other_end,
+    sends_by_action,
 )
 from zbpipe.simulator.validation import Finding
 
@@ -28,15 +27,25 @@ QueueOf = Callable[[int], Hashable]
 
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
+_MESSAGES = frozenset(tables.MESSAGES)
 
 
-class _End(NamedTuple):
-    """One end of a message."""
+@dataclass(eq=False)
+class _Queue:
+    """Messages of a rank that go one after the other."""
 
     rank: int
-    queue: deque[Action]
-    before: list[Action]
-    """What the message waits for at this end."""
+    waiting: deque[Action] = field(default_factory=deque)
+    """Those that are not over."""
+    before: deque[list[Action]] = field(default_factory=deque)
+    """What each of these waits for at this end."""
+    last: list[Action] = field(default_factory=list)
+    """The last one, if there was one."""
+
+    def pop(self) -> list[Action]:
+        """End the first message, and give what it waited for at this end."""
+        self.waiting.popleft()
+        return self.before.popleft()
 
 
 def one_queue(peer: int) -> Hashable:
@@ -71,28 +80,33 @@ class MessageLoop:
     def __init__(
         self, rows: Rows, rank_of: Sequence[int], queue_of: QueueOf = one_queue, holds_up_compute: bool = False
     ) -> None:
-        self._rows = rows
         self._rank_of = rank_of
-        self._queue_of = queue_of
         self._holds_up_compute = holds_up_compute
-        self._sends = {action for row in rows for action in row if action.kind in SENDS}
-        self._loop = EventLoop(rows, self._dependencies, ends_later=lambda action: action.kind in _ENDS)
+        self._sends = sends_by_action(rank_of)
+        queues: dict[tuple[int, Hashable], _Queue] = {}
+        self._queue: dict[tuple[int, str], _Queue] = {}
+        """By stage and kind of one end of a message."""
+        for stage, kind in self._sends:
+            if kind in _ENDS:
+                rank, peer = rank_of[stage], rank_of[other_end(Action(stage, kind, 0)).stage]
+                self._queue[stage, kind] = queues.setdefault((rank, queue_of(peer)), _Queue(rank))
+        self._queues = list(queues.values())
+        self._first: dict[Action, _Queue] = {}
+        """By message that is first in one queue, and not yet in the other one, the queue."""
         self._computed: list[list[Action]] = [[] for _ in rows]
         """By rank the last computation."""
-        self._queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
-        """By rank the messages that are not over."""
-        self._last: dict[tuple[int, Hashable], list[Action]] = {}
-        """By queue the last message."""
-        self._ends: dict[Action, list[_End]] = defaultdict(list)
-        """By message those that are posted."""
+        self._rows, self._posts = zip(*map(_split, rows), strict=True)
+        self._loop = EventLoop(self._rows, self._dependencies)
 
     def __iter__(self) -> Iterator[tuple[Action, list[Action]]]:
+        for rank in range(len(self._rows)):
+            yield from self._post(rank, 0)
         for rank, action, messages in self._loop:
-            if action.kind in _ENDS:
-                yield from self._post(rank, action)
-            elif action.kind not in tables.SHARDING:
-                yield action, self._computed[rank] + messages
-                self._computed[rank] = [action]
+            yield action, self._computed[rank] + messages
+            self._computed[rank] = [action]
+            position = self._loop.position[rank] + 1
+            if self._posts[rank][position]:
+                yield from self._post(rank, position)
 
     def circle(self) -> list[Action]:
         """After a run that got stuck, what waits in a circle, each before the next.
@@ -100,7 +114,7 @@ class MessageLoop:
         The first one, on the lowest rank, is also the last.
         """
         heads = [self._rows[rank][self._loop.position[rank]] for rank in self._loop.waiting]
-        heads += [queue[0] for queue in self._queues.values() if queue]
+        heads += [queue.waiting[0] for queue in self._queues if queue.waiting]
         for head in heads:
             chain: list[Action] = []
             node: Action | None = head
@@ -115,56 +129,68 @@ class MessageLoop:
 
     def is_stuck(self) -> bool:
         """Whether some rank or message did not come to its end."""
-        return bool(self._loop.waiting) or any(self._queues.values())
+        return bool(self._loop.waiting) or any(queue.waiting for queue in self._queues)
 
     def _dependencies(self, action: Action) -> list[tuple[Action, ...]]:
         """The messages for which a computation waits, or the wait for a send."""
-        if action.kind in _ENDS:
-            return []
-        message = message_of(action)
-        needed: list[tuple[Action, ...]] = [(message,)] if message is not None and message in self._sends else []
+        stage, kind, microbatch = action
+        needed: list[tuple[Action, ...]] = []
+        if send := self._sends.get((stage, kind)):
+            needed = [(new_tuple(Action, (*send, microbatch)),)]
         if self._holds_up_compute:
-            rank = self._rank_of[action.stage]
-            needed += [tuple(last) for (own, _), last in self._last.items() if own == rank]
+            rank = self._rank_of[stage]
+            needed += [tuple(queue.last) for queue in self._queues if queue.rank == rank and queue.last]
         return needed
 
-    def _post(self, rank: int, action: Action) -> list[tuple[Action, list[Action]]]:
-        """One end of a message comes to its queue: gives all messages that now are first at both ends."""
-        end = other_end(action)
-        message = action if action.kind in SENDS else end
-        place = rank, self._queue_of(self._rank_of[end.stage])
-        queue = self._queues[place]
-        queue.append(message)
-        ends = self._ends[message]
-        ends.append(_End(rank, queue, self._computed[rank] + self._last.get(place, [])))
-        self._last[place] = [message]
-        started = []
-        changed = [queue] if len(ends) == 2 else []
-        while changed:
-            queue = changed.pop()
-            ends = self._ends[queue[0]] if queue else []
-            if len(ends) < 2 or ends[0].queue[0] != ends[1].queue[0]:
-                continue
-            message = queue[0]
-            one, other = sorted(ends)
-            one.queue.popleft()
-            other.queue.popleft()
-            changed += (one.queue, other.queue)
-            self._loop.finish(message)
-            started.append((message, one.before + other.before))
-        return started
+    def _post(self, rank: int, position: int) -> Iterator[tuple[Action, list[Action]]]:
+        """Ends of messages come to their queues: gives all messages that now are first at both ends."""
+        computed, first = self._computed[rank], self._first
+        for action in self._posts[rank][position]:
+            queue = self._queue[action[:2]]
+            message = action if action.kind in SENDS else other_end(action)
+            queue.waiting.append(message)
+            queue.before.append(computed + queue.last)
+            queue.last = [message]
+            changed = [queue] if len(queue.waiting) == 1 else []
+            while changed:
+                queue = changed.pop()
+                message = queue.waiting[0]
+                other = first.pop(message, None)
+                if other is None:
+                    first[message] = queue
+                    continue
+                one, two = (queue, other) if queue.rank < other.rank else (other, queue)
+                before = one.pop() + two.pop()
+                changed = [each for each in (*changed, one, two) if each.waiting]
+                self._loop.finish(message)
+                yield message, before
 
     def _waits_for(self, node: Action) -> Action | None:
         """One thing that is not over for which `node` waits."""
-        rank = self._rank_of[node.stage]
+        loop = self._loop
         if node.kind not in SENDS:
-            return self._loop.waiting[rank][0] if rank in self._loop.waiting else None
-        for end in self._ends[node]:
-            if end.queue[0] != node:
-                return end.queue[end.queue.index(node) - 1]
-        absent = {rank, self._rank_of[other_end(node).stage]} - {end.rank for end in self._ends[node]}
-        heads = (self._rows[each][self._loop.position[each] :][:1] for each in absent)
+            rank = self._rank_of[node.stage]
+            return loop.waiting[rank][0] if rank in loop.waiting else None
+        queues = [self._queue[each[:2]] for each in (node, other_end(node))]
+        for queue in queues:
+            if node in queue.waiting and node != queue.waiting[0]:
+                return queue.waiting[queue.waiting.index(node) - 1]
+        absent = (queue.rank for queue in queues if node not in queue.waiting)
+        heads = (self._rows[rank][loop.position[rank] :][:1] for rank in absent)
         return next((head[0] for head in heads if head), None)
+
+
+def _split(row: Sequence[Action]) -> tuple[list[Action], list[list[Action]]]:
+    """The computations and waits, and the ends of messages before the first of them and behind each."""
+    blocking: list[Action] = []
+    posts: list[list[Action]] = [[]]
+    for action in row:
+        if action.kind in _ENDS:
+            posts[-1].append(action)
+        elif action.kind not in tables.SHARDING:
+            blocking.append(action)
+            posts.append([])
+    return blocking, posts
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
@@ -197,27 +223,17 @@ def are_sound(rows: Rows, schedule: Schedule) -> bool:
         >>> are_sound(add_messages(schedule), schedule)
         True
     """
-    rank_of = schedule.placement.rank_of
-    ends: Counter[Action] = Counter()
+    rank_of, microbatches = schedule.placement.rank_of, range(schedule.num_microbatches)
+    sends = sends_by_action(rank_of)
     for rank, (row, ops) in enumerate(zip(rows, schedule, strict=True)):
         if [each for each in row if each.kind in COMPUTE] != list(map(action_of, ops)):
             return False
-        others = [each for each in row if each.kind in _ENDS or each.kind in WAITS]
-        if not {each.stage for each in others} <= set(schedule.placement.stages_on(rank)):
+        mine = [(stage, kind) for stage, kind in sends if rank_of[stage] == rank and kind not in COMPUTE]
+        expected = {(stage, kind, each) for stage, kind in mine for each in microbatches}
+        found = [each for each in row if each.kind in _MESSAGES]
+        there = set(found)
+        if len(found) > len(there) or not there <= expected or any(each[1] in _ENDS for each in expected - there):
             return False
-        ends.update(others)
-    messages = {
-        Action(stage, kind, microbatch)
-        for down in range(len(rank_of) - 1)
-        if rank_of[down] != rank_of[down + 1]
-        for stage, kind in ((down, "SEND_F"), (down + 1, "SEND_B"))
-        for microbatch in range(schedule.num_microbatches)
-    }
-    posted = {each for each in ends if each.kind not in WAITS}
-    waited = {message_of(each) for each in ends if each.kind in WAITS}
-    are_all_there = posted == messages | set(map(other_end, messages)) and waited <= messages
-    if not are_all_there or len(posted) + len(waited) < ends.total():
-        return False
     if any(_sent_early(row) for row in rows):
         return False
     loop = MessageLoop(rows, rank_of)

@@ -207,6 +207,7 @@ def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placem
         if each.kind in SENDS:
             receive = other_end(each)
             owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
+            continue
         needed = message_of(each) if each.kind in COMPUTE else None
         if needed and needed in places:
             others = owed[placement.rank_of[needed.stage]]

@@ -91,7 +91,7 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)
-    seconds = {(stage, kind): costs.seconds(stage, kind) for stage in stages for kind in OpKind}
+    seconds = [{kind: costs.seconds(stage, kind) for kind in OpKind} for stage in stages]
     lag = {
         (giver, taker): costs.transfer(rank_of[giver], rank_of[taker])
         for giver in stages
@@ -102,7 +102,7 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
     copies: list[list[Span]] = [[] for _ in free]
     clock = Clock(
         free,
-        lambda rank, op: seconds[op[:2]],
+        lambda rank, op: seconds[op.stage][op.kind],
         lambda giver, taker: lag[giver.stage, taker.stage],
         beside=_direction if schedule.has_copies else None,
     )
