@@ -29,8 +29,10 @@ def _find_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
 
 def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
     base = LeanSchedule if algorithm.by_checkpointing else RegisteredSchedule
-    content = {"algorithm": algorithm, "__module__": __name__, "__doc__": algorithm.summary}
-    return type(algorithm.class_name, (base,), content)
+    name = algorithm.class_name
+    example = f"    schedule = zbpipe.{name}(stages, n_microbatches=8, loss_fn=loss_fn)"
+    doc = f"{algorithm.summary}\n\n{example}\n\nIts arguments are those of `{base.__name__}`."
+    return type(name, (base,), {"algorithm": algorithm, "__module__": __name__, "__doc__": doc})
 
 
 ScheduleZBH1 = class_of("ZBH1")
