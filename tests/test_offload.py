@@ -262,7 +262,7 @@ def test_an_offload_that_cannot_be_is_refused() -> None:
         offload(schedule, costs, what=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot have margin = -1"):
         offload(schedule, costs, margin=-1)
-    with pytest.raises(TypeError, match=r"cannot have host = 3: give a zbpipe\.Link"):
+    with pytest.raises(TypeError, match=r"cannot have host = 3: give a zbpipe\.costs\.Link"):
         CostModel.uniform(Placement.loop(2), host=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot run"):
         offload(lone("0F0"), costs_of(lone("0F0,0B0")))
