@@ -39,7 +39,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from zbpipe.schedule import registry
 
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     register_tables()
     monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
     torch.set_default_dtype(torch.float64)

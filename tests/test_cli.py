@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a test register schedules of its own."""
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 # list

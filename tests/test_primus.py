@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from zbpipe.frameworks import titan
+from zbpipe import titan
 from zbpipe.frameworks.titan import check
 from zbpipe.runtime.options import Options
 

@@ -26,13 +26,15 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
-import zbpipe.frameworks.titan
+import zbpipe.titan
 from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
 from zbpipe.runtime import messages
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split import WeightProduct
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Action, Rows
 from zbpipe.simulator.passes import add_messages, free_sends_early, place_receives
@@ -157,7 +159,7 @@ def test_distributed_data_parallel_is_refused(one_rank: None) -> None:
 
 
 def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
     @zbpipe.register("NoWeights", placement="v", stages_per_rank=2)
     def no_weights(ranks: int, microbatches: int) -> zbpipe.Schedule:
@@ -185,7 +187,7 @@ def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: p
 
 
 def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     zbpipe.register("Twin", placement="v", stages_per_rank=2)(registry.resolve("ZBV").generate)
     assert class_of("twin") is class_of("Twin")
     schedule = build("twin")
@@ -326,6 +328,7 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
     layer: Any = nn.Linear(2, 2)
     layer.weight_products = {torch.bmm: 3}
     api: Any = zbpipe
+    number: Any = 3
     junk: dict[str, Any] = {"split_backward": 2}
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
@@ -352,8 +355,8 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
         (lambda: api.check_gradients([], torch.ones(2)), r"takes a model or the parts of one, .* got \[\]"),
         (lambda: api.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
         (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "microbatches has .* got 0"),
-        (lambda: api.WeightProduct(3, lambda dy, x: x), "input_gradient has to be a function, got 3"),
-        (lambda: api.AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "got profile_steps=0"),
+        (lambda: WeightProduct(number, lambda dy, x: x), "input_gradient has to be a function, got 3"),
+        (lambda: AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "profile_steps has .* got 0"),
         (lambda: api.install(3), "named by a string, .* got 3"),
         (lambda: api.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
         (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),

@@ -71,7 +71,7 @@ def test_impossible_sizes_are_refused() -> None:
 
 
 def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
     @zbpipe.register("Mine", placement="v", stages_per_rank=2, summary="a test")
     def mine(ranks: int, microbatches: int) -> zbpipe.Schedule:
@@ -118,14 +118,14 @@ def test_values_of_the_wrong_kind_are_named(call: Callable[[], object], message:
 
 
 def test_a_function_that_makes_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     zbpipe.register("Lists")(lambda ranks, microbatches: [[]])
     with pytest.raises(ValueError, match=r"'Lists' has to return a zbpipe.Schedule, got <class 'list'>"):
         zbpipe.generate("Lists", 1, 1)
 
 
 def test_a_function_that_makes_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     zbpipe.register("More")(lambda ranks, microbatches: zbpipe.generate("1F1B", ranks, microbatches + 1))
     with pytest.raises(ValueError, match="'More' has to return a schedule for 3 microbatches, got one for 4"):
         zbpipe.generate("More", 2, 3)

@@ -111,7 +111,7 @@ def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 OTHER_PROGRAM = """
 import sys
 
-import zbpipe.frameworks.titan
+import zbpipe.titan
 from zbpipe.frameworks.titan.command_line import parse
 
 options, arguments = parse(sys.argv[1:])

@@ -20,10 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
 from zbpipe.frameworks.installation import uninstall
+from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.classes import class_of
 from zbpipe.schedule import registry
 
-CLASSES = [each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "algorithm")]
+NAMED = (each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "algorithm"))
+CLASSES = [*NAMED, AutoSchedule]
 MICROBATCHES = 4
 
 
@@ -68,7 +70,7 @@ def test_the_visualizer_lists_installed_names(name: str, tmp_path: Path) -> None
 
 
 def test_the_visualizer_of_a_schedule_with_any_number_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry.schedules()))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     zbpipe.register("Any", stages_per_rank=2)(registry.resolve("Interleaved1F1B").generate)
     found = get_schedule_ops(class_of("Any"), 2, 4, 3)
     expected = zbpipe.generate("Interleaved1F1B", 2, 4, stages_per_rank=3)
