@@ -24,8 +24,9 @@ OptimizerSteps = Literal["synchronous", "validated"]
 """How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""
 
 _Taker = Literal["torch", "zbpipe", "auto", "job", "trainer"]
-"""Who takes an option: torch's schedules and zbpipe's, zbpipe's alone, `Auto` alone, who builds the schedule, or a plug
-that has the job's trainer."""
+"""Who takes an option: torch's schedules and zbpipe's, zbpipe's alone, `Auto` alone, `zbpipe.runtime.job`, which builds
+the schedule and attaches what watches it, or a plug that has the job's trainer. The order of the fields is that of
+docs/options.md."""
 
 
 def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
