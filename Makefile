@@ -50,7 +50,7 @@ paper:
 others:
 	$(BIN)/pytest -q $(patsubst %,--ignore=%,$(PROCESSES) $(PIPELINES) $(PAPER))
 
-quick: $(VENV)/dev  ## what tells most in under a minute, without TorchTitan
+quick: $(VENV)/dev  ## what tells most in a minute and a half, without TorchTitan
 	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
 
 # The other tests need no torch, or TorchTitan.
