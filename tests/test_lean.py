@@ -14,6 +14,7 @@ from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, v
 from zbpipe.algorithms._lean import best
 from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.planner.lean import leanest, within
@@ -182,7 +183,7 @@ def test_more_memory_makes_steps_shorter() -> None:
     for checkpointing, memory, longer in (("selective", 1.15, 1.02), ("full", 1.3, 1.04)):
         costs = typical_costs(Placement.v(4), checkpointing)
         unlimited = simulate(generate("ZBV", 4, 16), costs)
-        lean = simulate(zbv_lean(4, 16, costs, memory_limit=memory * memory_of_1f1b(costs, 4, 16)), costs)
+        lean = simulate(zbv_lean(4, 16, costs, MemoryLimit.parse(memory * memory_of_1f1b(costs, 4, 16))), costs)
         assert lean.makespan <= longer * unlimited.makespan
         assert max(lean.peak_memory) <= memory * memory_of_1f1b(costs, 4, 16) * (1 + 1e-9)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import PLAIN
@@ -30,14 +30,13 @@ def room(
     placement: Placement,
     costs: CostModel,
     microbatches: int,
-    memory_limit: MemoryLimitLike | None = None,
+    limit: MemoryLimit | None = None,
 ) -> tuple[float, ...]:
     """What each rank may hold: the limit, or a little more than 1F1B's worst rank holds.
 
     Raises:
         ValueError: the limit is too small for even one microbatch of the schedule called `name`.
     """
-    limit = MemoryLimit.parse(memory_limit)
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
         require_room(placement, costs, limits, f" for {name}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zbpipe.algorithms._lean import room
 from zbpipe.algorithms.zbv_lean import shortest
-from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -17,7 +17,7 @@ from zbpipe.simulator.simulation import simulate
 
 @register("Auto", placement="v", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
 def auto(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
 ) -> Schedule:
     """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
 

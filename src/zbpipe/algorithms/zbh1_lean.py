@@ -7,7 +7,7 @@ none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 
 from zbpipe.algorithms._lean import best, room, usual_costs
 from zbpipe.algorithms.zbh1 import zbh1
-from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
@@ -19,7 +19,7 @@ from zbpipe.schedule.registry import register
     by_checkpointing=True,
 )
 def zbh1_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 

@@ -11,7 +11,7 @@ from zbpipe.algorithms._lean import best, room, usual_costs
 from zbpipe.algorithms.dualpipe_v import dualpipe_v
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.zbv import zbv
-from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
@@ -25,7 +25,7 @@ from zbpipe.schedule.registry import register
     by_checkpointing=True,
 )
 def zbv_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimitLike | None = None
+    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
 ) -> Schedule:
     """The best of lean forms of known schedules and of a short search, by the synchronous step.
 

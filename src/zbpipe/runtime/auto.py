@@ -138,7 +138,6 @@ class AutoSchedule(RegisteredSchedule):
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         """None until it has chosen."""
-        self._limit = MemoryLimit.parse(memory_limit)
         self._offload = Offload.parse(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
@@ -182,7 +181,7 @@ class AutoSchedule(RegisteredSchedule):
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        return memory_limits(self._limit, costs, self.placement.num_ranks, number)
+        return memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records

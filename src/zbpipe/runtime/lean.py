@@ -73,10 +73,9 @@ class LeanSchedule(RegisteredSchedule):
         words = agreement.answers(
             self, self.algorithm.name, "checkpointing", self.checkpointing, stage.group, stage.device
         )
-        self._unsure = None  # not before: a rank that refuses this step asks again in the next one
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", self.algorithm.name, agreed)
-        self.make_for(agreed)
+        self.make_for(agreed)  # not before: a rank that refuses this step asks again in the next one
 
     def make_for(self, checkpointing: Checkpointing) -> None:
         """Make the schedule anew for what all ranks know, unless it is made for measured costs."""
