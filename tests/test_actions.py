@@ -43,7 +43,7 @@ def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = Fals
 
 
 def bare_runtime(schedule: Schedule, **options: Any) -> Any:
-    """One of torch's schedules for so many ranks, stages and microbatches, and nothing more."""
+    """One of torch's schedules for these numbers of ranks, stages and microbatches, with no more set up."""
     runtime: Any = object.__new__(_PipelineScheduleRuntime)
     runtime.__dict__.update(
         pp_group_size=schedule.num_ranks,

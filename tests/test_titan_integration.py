@@ -374,7 +374,7 @@ def block_of_02(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any,
 
     from zbpipe.runtime._torch import live
 
-    # The tensors inside of DTensors and of pending collectives, which have storages of their own.
+    # The tensors in DTensors and of pending collectives, which have storages of their own.
     live.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     ScaledDotProductAttentionWrapper.forward = lambda self, q, k, v, **unused: q + (k.sum(1, True) + v.sum(1, True))
     arguments = ["--parallelism.tensor_parallel_degree", str(tp), "--activation_checkpoint.mode", checkpointing]

@@ -1,4 +1,4 @@
-"""When ops run, under costs, messages and copies; what a rank holds; and whether lists of ops are valid."""
+"""The times of ops under costs, messages and copies, the memory of each rank, and the validation of lists of ops."""
 
 from zbpipe.simulator.memory import peak_bytes
 from zbpipe.simulator.offloading import offload

@@ -309,16 +309,16 @@ def _lognormal(random: np.random.Generator, deviation: float, draws: int) -> Sec
     return np.exp(random.normal(-variance / 2, sqrt(variance), draws))
 
 
-def _simulate(schedule: Schedule, costs: CostModel, luck: RandomTimes) -> Seconds:
+def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Seconds:
     """The ends of a step: as `zbpipe.simulator.simulation` runs it, with an array in place of each time."""
     rank_of = schedule.placement.rank_of
 
     def transfer(feeder: Op, op: Op) -> Seconds | float:
         ranks = rank_of[feeder.stage], rank_of[op.stage]
-        return 0.0 if ranks[0] == ranks[1] else luck.transfer(op, ranks, costs.transfer(*ranks))
+        return 0.0 if ranks[0] == ranks[1] else times.transfer(op, ranks, costs.transfer(*ranks))
 
     def seconds(rank: int, op: Op) -> Seconds | float:
-        return luck.seconds(op, rank, costs.seconds(op.stage, op.kind))
+        return times.seconds(op, rank, costs.seconds(op.stage, op.kind))
 
     free: list[Seconds | float] = [0.0] * schedule.num_ranks
     clock = Clock(free, seconds, transfer, np.maximum)
@@ -329,4 +329,4 @@ def _simulate(schedule: Schedule, costs: CostModel, luck: RandomTimes) -> Second
         for each in (op, *feeders):
             if not uses[each]:
                 del clock.ends[each]  # large jobs have tens of thousands
-    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (luck.draws,)).astype(np.float64)
+    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.draws,)).astype(np.float64)

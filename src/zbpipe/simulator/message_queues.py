@@ -109,9 +109,9 @@ class MessageLoop:
                 yield from self._post(rank, position)
 
     def circle(self) -> list[Action]:
-        """After a run that got stuck, what waits in a circle, each before the next.
+        """After a run that got stuck, a circle of actions that each wait for the one before.
 
-        The first one, on the lowest rank, is also the last.
+        It begins and ends with the same one, on its lowest rank.
         """
         heads = [self._rows[rank][self._loop.position[rank]] for rank in self._loop.waiting]
         heads += [queue.waiting[0] for queue in self._queues if queue.waiting]

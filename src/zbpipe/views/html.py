@@ -92,8 +92,8 @@ def pack(data: Any) -> str:
 def drawing(timeline: Timeline) -> dict[str, Any]:
     """What the script draws, as JSON takes it.
 
-    Kinds are numbers, and times whole ticks. `changes` has by kind and stage what an op takes at its start and frees
-    at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
+    Kinds are numbers, and times whole ticks. `changes` has by kind and stage the memory that an op takes at its start
+    and frees at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
     """
     placement = timeline.schedule.placement
     stages, present = most_stages(placement), kinds(timeline)

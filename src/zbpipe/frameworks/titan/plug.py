@@ -266,7 +266,7 @@ def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callab
 
 
 def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
-    """Stands in for the mesh of the pipeline, as if each stage had a rank of its own and this were that of `stage`.
+    """A mesh of the pipeline in which each stage has a rank of its own, seen from the rank of `stage`.
 
     So TorchTitan builds this stage and no other, whatever the rank.
     """

@@ -230,7 +230,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
     if torch.compiler.is_compiling():
-        # Checkpointing allows no torch function mode inside of a compiled region: see `WeightWithSlots`.
+        # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
 
