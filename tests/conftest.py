@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,51 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 from determinism import short_search  # noqa: E402, F401
+from reaper import watch_session  # noqa: E402
 from titan_jobs import Titan  # noqa: E402
+
+_deselected = {"deselected": 0}
+"""The number of tests that options deselected; each process of pytest-xdist counts all of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-compatibility", action="store_true", help="write what docs/ says of outcomes instead of comparing it"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        watch_session()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One process of pytest-xdist runs all TorchTitan jobs, so that one process imports TorchTitan."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "titan" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("titan"))
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items:
+        getattr(items[0].config, "workeroutput", _deselected)["deselected"] = len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _deselected.update(getattr(node, "workeroutput", {}))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """The last line of `make test`."""
+    yield
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and session.config.option.markexpr == "not long" and not session.config.option.keyword:
+        passed, skipped = (len(reporter.stats.get(each, ())) for each in ("passed", "skipped"))
+        left = _deselected["deselected"]
+        reporter.line(f"{passed} tests passed, {skipped} were skipped as said above, {left} are left to CI: `make long`")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from zbpipe.algorithms import _lean
+from zbpipe.planner import robust, stages
 
 settings.register_profile("zbpipe", deadline=None, derandomize=True)
 settings.load_profile("zbpipe")
@@ -16,9 +17,11 @@ settings.load_profile("zbpipe")
 
 @contextmanager
 def searching_little() -> Iterator[None]:
-    """Lean schedules take a tenth of the search, for what holds however good they are."""
+    """Lean schedules and plans take little search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lean, "BUDGET", 5e4)
+        patch.setattr(_lean, "BUDGET", 2e4)
+        for module in (stages, robust):
+            patch.setattr(module, "default_budget", lambda *_: 2e5)
         yield
 
 

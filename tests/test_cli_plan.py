@@ -269,7 +269,7 @@ def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tm
     assert_like_reference(per_rank, 2 * num_ranks, (6,))
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from titan_jobs import assert_trains_alike, require_titan
 

@@ -40,7 +40,7 @@ from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
-IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
+IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.long) for each in ("none", "full"))]
 """Kinds of checkpointing; `make test` tries the first."""
 
 # The compiler changes the order of sums within a block (float32).

@@ -26,7 +26,6 @@ from documents import PAGES, ROOT, Block, blocks
 import zbpipe
 import zbpipe.run
 from zbpipe import cli
-from zbpipe.planner import stages
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.schedule import registry
@@ -161,7 +160,6 @@ def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest
     code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
     subprocess.run(["bash", "-n"], input=code, text=True, check=True)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(stages, "default_budget", lambda problems, engine: 1e6)  # that they run is what counts here
     for words in commands(block):
         PROGRAMS[words[0]](words, folder)
 

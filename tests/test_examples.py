@@ -77,7 +77,7 @@ def test_all_scripts_are_tried_and_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.zoo) for name in STAGES]
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in STAGES]
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     output = run_script(name, tmp_path)

@@ -58,7 +58,7 @@ def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path:
     assert "Traceback" in ended.stderr
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_every_process_ends_well(tmp_path: Path) -> None:
     """C++ ends a process by "terminate called without an active exception" if threads outlive the interpreter."""
     with ThreadPoolExecutor(AT_A_TIME) as jobs:

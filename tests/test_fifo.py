@@ -353,7 +353,7 @@ def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
     assert not all(gradient.isfinite().all() for _, gradients in runs for gradient in gradients.values())
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 @pytest.mark.timeout(900)  # beside other suites
 def test_all_schedules_on_all_queues() -> None:
     """Every schedule on every queue, and with every way to receive; half of the combinations of all three."""

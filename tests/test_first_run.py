@@ -153,7 +153,7 @@ def none_runs(words: str) -> bool:
 WAYS = ("early", "late", "timed")
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_two_jobs_on_the_cpu(tmp_path: Path) -> None:
     """With one schedule and one way to receive: more take minutes."""

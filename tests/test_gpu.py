@@ -21,7 +21,7 @@ SCRIPT = Path(gpu.__file__)
 CPU = Machine(torch.device("cpu"), rounds=2, modes=[Mode("eager", "none")], ranks=[2])
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     report = tmp_path / "gpu.json"
     smallest = ["--rounds", "2", "--execution", "eager", "--checkpointing", "none", "--ranks", "2"]

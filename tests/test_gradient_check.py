@@ -43,7 +43,7 @@ from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
 from zbpipe.runtime.verify.one_process import schedule_w_last
 
-pytestmark = pytest.mark.zoo  # it takes minutes, too
+pytestmark = pytest.mark.long  # it takes minutes, too
 
 CPU = torch.device("cpu")
 

@@ -77,7 +77,7 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
     return {name: train(name, microbatches, "none") for name in names}
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.zoo), 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_schedule_class(num_ranks: int) -> None:
     per_rank = run_ranks(num_ranks, train_all, OTHERS, MICROBATCHES, timeout=240)
     for name in OTHERS:

@@ -31,7 +31,7 @@ def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "checkpointing", ["selective", *(pytest.param(each, marks=pytest.mark.zoo) for each in ("none", "full"))]
+    "checkpointing", ["selective", *(pytest.param(each, marks=pytest.mark.long) for each in ("none", "full"))]
 )
 def test_gradients(checkpointing: Checkpointing) -> None:
     per_rank = run_ranks(2, train_all, checkpointing, timeout=240)

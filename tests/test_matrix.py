@@ -75,7 +75,7 @@ IN_SHORT = {"ZBV selective eager", "VHalf full eager"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.matrix) for name in CELLS]
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in CELLS]
 )
 def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
     train_as_without_a_pipeline(titan, CELLS[name])
@@ -169,7 +169,7 @@ def test_does_not_train(titan: Titan, name: str) -> None:
     seen[name] = REFUSALS[name].outcome(titan)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
     everything = CELLS.keys() | REFUSALS.keys()
     compatibility.compare_when_all_ran(request, "name", everything, seen.keys(), section)

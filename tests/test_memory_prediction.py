@@ -72,7 +72,7 @@ def test_what_waits_is_counted_layer_by_layer() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "checkpointing",
-    [pytest.param("none", marks=pytest.mark.zoo), "selective", pytest.param("full", marks=pytest.mark.zoo)],
+    [pytest.param("none", marks=pytest.mark.long), "selective", pytest.param("full", marks=pytest.mark.long)],
 )
 def test_what_ranks_are_said_to_hold_is_what_they_hold(
     checkpointing: Checkpointing,

@@ -94,7 +94,7 @@ def test_gradients_are_the_same_to_the_bit(one_rank: None, checkpointing: Checkp
     assert not runtime._copies._copies
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_stages_offload_too(one_rank: None, backend: str) -> None:
     expected, _ = train("full", None, backend)
     found, runtime = train("full", Offload.ALL, backend)

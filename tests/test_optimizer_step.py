@@ -165,7 +165,7 @@ def compare(name: str, cases: list[tuple[str, torch.dtype, dict[str, Any]]]) -> 
     [
         ("ZBV", torch.float32, ["AdamW", "Adafactor"]),
         *(
-            pytest.param(name, dtype, list(OPTIMIZERS), marks=pytest.mark.zoo)
+            pytest.param(name, dtype, list(OPTIMIZERS), marks=pytest.mark.long)
             for name, dtype in (("ZBV", torch.bfloat16), ("ZBH2", torch.float32))
         ),
     ],

@@ -163,7 +163,7 @@ def on_four_ranks() -> list[StepCounts]:
     ]
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_fsdp_hsdp_and_tensor_parallelism() -> None:
     by_rank = run_ranks(4, on_four_ranks)
     assert all(found == by_rank[0] for found in by_rank)
@@ -184,7 +184,7 @@ def with_checkpointing_and_compiler(tables: list[str]) -> list[StepCounts]:
     ]
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_checkpointing_compiler_and_tables(tmp_path: Path) -> None:
     tables = [tmp_path / f"{placement}.csv" for placement in ("v", "wave")]
     for table in tables:

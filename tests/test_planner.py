@@ -287,7 +287,7 @@ def test_no_peer_is_better_on_eight_ranks_without_further_arguments(cell: Cell) 
     """Where the peers' V-Half is on the bound or next to it."""
     if not fastest().compiled:
         pytest.skip("too slow without numba")
-    found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit)
+    found = plan(cell.ranks, cell.microbatches, cell.costs, cell.limit, budget=1e8)  # the default
     check_schedule(found.schedule, memory_limit=cell.limit)
     assert found.makespan <= cell.peer + 1e-9
 

@@ -178,7 +178,7 @@ def sequences(names: tuple[str, ...], seeds: int, steps: int) -> list[list[tuple
         (1, ("ZBH1", "ZBV"), 2),
         (2, ("ZBH1", "ZBV", LOOP), 2),
         (3, ("ZBVLean", "ZBH1"), 1),
-        pytest.param(4, ("ZBH1", "ZBV", "VHalf", "ZBH2", "Auto", LOOP), 4, marks=pytest.mark.zoo),
+        pytest.param(4, ("ZBH1", "ZBV", "VHalf", "ZBH2", "Auto", LOOP), 4, marks=pytest.mark.long),
     ],
 )
 def test_all_ranks_refuse_what_one_refuses(num_ranks: int, names: tuple[str, ...], seeds: int) -> None:

@@ -99,7 +99,7 @@ def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, d
     assert_exact(checkpointing, dtypes, backend)
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("checkpointing", Checkpointing)

@@ -156,7 +156,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
     assert [step["zbpipe/schedule/ZBV"] for step in steps] == [1, 1, 1]
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_an_error_by_torchrun(tmp_path: Path) -> None:
     outcome = train_on_cpu([*pipeline("ZBVV")], num_ranks=2, folder=tmp_path, timeout=TIMEOUT)
     assert outcome.error is not None
@@ -405,7 +405,7 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.long)])
 def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
     job = titan.train(*pipeline("ZBVLean"), *versions.find_installed().checkpoint(checkpointing), num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
@@ -476,7 +476,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: int) -> None:
     """One job writes the costs, with the way to the host, and the next one is made for them."""
     costs = tmp_path / "costs.toml"
@@ -491,7 +491,7 @@ def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: 
     assert " MiB to the host" in job.log
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
     offload = ("--zbpipe.profile-steps", "1", "--zbpipe.offload", "activations")
     job = titan.train(*FOR_AUTO, *pipeline("Auto"), *offload, num_ranks=2)
@@ -559,7 +559,7 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_03
-@pytest.mark.parametrize("schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.zoo) for name in ("ZBV", "1F1B"))])
+@pytest.mark.parametrize("schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.long) for name in ("ZBV", "1F1B"))])
 def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_path: Path, schedule: str) -> None:
     """ZBV places the stages as before, 1F1B has half as many."""
     checkpoints = shutil.copytree(stopped, tmp_path / "checkpoints")
@@ -578,7 +578,7 @@ def assert_values(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, 
 
 
 @needs_03
-@pytest.mark.zoo
+@pytest.mark.long
 def test_resuming_with_the_plan_for_another_placement(titan: Titan, tmp_path: Path) -> None:
     """What `Auto` writes with --zbpipe.plan-out where the first and the last stage, on one rank, are made to sleep."""
     steps = ("--training.steps", "8")

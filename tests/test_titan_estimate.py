@@ -105,7 +105,7 @@ def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, Any]) -> None:
     assert found["guessed"] == [True, True]
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_a_model_with_experts() -> None:
     """TorchTitan's own config, without what its trainer wants to be said about a pipeline, and without its warnings."""
     job = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--parallelism.pipeline_parallel_degree", "2"]
@@ -125,7 +125,7 @@ def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
         assert words in line
 
 
-@pytest.mark.zoo
+@pytest.mark.long
 def test_measured_stages_are_planned_with(tmp_path: Path) -> None:
     """`zbpipe measure` on the CPU, and an estimate with its file."""
     file = tmp_path / "costs.toml"

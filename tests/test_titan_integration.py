@@ -216,7 +216,7 @@ JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFI
 
 @needs_03
 @pytest.mark.parametrize(
-    ("name", "at"), [pytest.param(*job, id=job[0], marks=() if job[0] in IN_SHORT else pytest.mark.zoo) for job in JOBS]
+    ("name", "at"), [pytest.param(*job, id=job[0], marks=() if job[0] in IN_SHORT else pytest.mark.long) for job in JOBS]
 )
 def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str, at: Sequence[int] | None) -> None:
     job: Job = with_titan(build_job, name, at)
@@ -286,7 +286,7 @@ def build_meshes(name: str) -> list[tuple[int, int, list[int], int]]:
 
 
 @needs_03
-@pytest.mark.zoo
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "pp"), [("llama3_405b", 16)])
 def test_the_place_of_every_gpu(with_titan: Callable[..., Any], name: str, pp: int) -> None:
     """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""

@@ -19,7 +19,7 @@ ALONE = ("--training.local_batch_size", "1")
 
 
 @pytest.mark.parametrize(
-    "schedule", ["ZBV", pytest.param("ZBH1", marks=pytest.mark.zoo), pytest.param("Auto", marks=pytest.mark.zoo)]
+    "schedule", ["ZBV", pytest.param("ZBH1", marks=pytest.mark.long), pytest.param("Auto", marks=pytest.mark.long)]
 )
 def test_steps_of_different_sizes(titan: Titan, schedule: str) -> None:
     job = titan.train(*VARYING, *pipeline(schedule), num_ranks=2)

@@ -41,18 +41,18 @@ def trained(titan: Titan, *arguments: str, num_ranks: int = 2, model: str = LLAM
     [
         pytest.param(
             *(LLAMA, 2, ("--training.max_norm", CLIPPING[LLAMA]), {"synchronous", "validated", "repeated"}),
-            marks=pytest.mark.zoo,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             *(DEEPSEEK, 2, ("--training.max_norm", CLIPPING[DEEPSEEK]), {"synchronous", "validated", "repeated"}),
-            marks=pytest.mark.zoo,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             LLAMA,
             4,
             ("--training.max_norm", NEVER_CLIPPING, "--parallelism.data_parallel_shard_degree", "2"),
             {"synchronous", "validated"},
-            marks=pytest.mark.zoo,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["llama", "experts", "fsdp"],

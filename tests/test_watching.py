@@ -84,7 +84,7 @@ def watched(plan_out: Path) -> tuple[list[str], list[str]]:
     return kept.messages, names
 
 
-@pytest.mark.zoo  # half a minute of sleeping stages
+@pytest.mark.long  # half a minute of sleeping stages
 def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
     (told, names), (silent, others) = run_ranks(2, watched, tmp_path / "plan.csv", timeout=300)
     assert names == others

@@ -24,7 +24,7 @@ from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
 from zbpipe.runtime.split.products import PendingGradient
 
 # The first test of a number of ranks runs the models of all.
-pytestmark = [pytest.mark.zoo, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 LIMIT = 1500.0
 """Seconds for all models on one number of ranks, beside other suites on two cores."""
 
