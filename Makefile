@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types processes pipelines paper others quick coverage long-processes long-others test-oldest test-torch test-python test-titan02 test-automodel zoo long matrix wheel compatibility gallery docs format clean
+.PHONY: help demo test quick coverage test-oldest test-torch test-python test-titan02 test-automodel long wheel compatibility gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -20,38 +20,19 @@ demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubbl
 	$(BIN)/zbpipe demo
 	@$(ACTIVATE)
 
-test: $(VENV)/dev  ## set up what is missing, then lint, type checks and all tests
+test: $(VENV)/dev  ## set up what is missing, then lint, type checks and the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(MAKE) $(SIDE_BY_SIDE) --output-sync=target types processes pipelines paper others
-	@$(ACTIVATE)
-
-# Most tests use one core or wait for other ranks. CI, which has other suites to run beside these, sets it to nothing.
-SIDE_BY_SIDE := -j3
-# These start jobs or the compiler,
-PROCESSES := $(wildcard tests/test_titan*.py) $(patsubst %,tests/test_%.py,compile data_parallel examples exits first_run split_memory warm_up)
-# these run pipelines of several processes, which wait for each other,
-PIPELINES := $(patsubst %,tests/test_%.py,emulated faults fifo frameworks gradients matrix offload_runtime optimizer_step optimizer_step_jobs profiler step_sizes steps wall_clock)
-# and these need no processes of their own.
-PAPER := $(patsubst %,tests/test_%.py,cli cli_plan docs gallery jitter pages planner playground schedules simulation testing validation)
-
-types:
 	$(BIN)/mypy
+	$(PYTEST)
 
-processes:
-	$(BIN)/pytest -q $(PROCESSES)
-
-pipelines:
-	$(BIN)/pytest -q $(PIPELINES)
-
-paper:
-	$(BIN)/pytest -q $(PAPER)
-
-others:
-	$(BIN)/pytest -q $(patsubst %,--ignore=%,$(PROCESSES) $(PIPELINES) $(PAPER))
+# Tests that wait, for ranks or a browser, run beside those that compute.
+WORKERS := 3
+SPREAD := -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/pytest $(SPREAD)
 
 quick: $(VENV)/dev  ## what tells most in a minute and a half, without TorchTitan
-	$(BIN)/pytest $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
+	$(PYTEST) $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
 
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs_file ir layer_costs actions registry split split_page validation waiting
@@ -60,7 +41,7 @@ RUN_ON_TORCH := accumulation buffers capture compile data_parallel faults framew
 
 # What Inductor leaves takes minutes to compile, and is looked at with the newer torch.
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own
-	$(VENV)-oldest/bin/pytest -m '' $(RUN_ON_TORCH:%=tests/test_%.py) \
+	$(VENV)-oldest/bin/pytest $(SPREAD) -m '' $(RUN_ON_TORCH:%=tests/test_%.py) \
 		--deselect tests/test_split_memory.py::test_inductor_leaves_no_more
 
 TORCH := 2.12.0
@@ -68,31 +49,20 @@ test-torch: $(VENV)-torch-$(TORCH)/dev  ## what works on another torch, written 
 	$(VENV)-torch-$(TORCH)/bin/pytest -m '' tests/test_torch.py --write-compatibility
 
 test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, and Primus, in an environment of its own
-	$(VENV)-titan02/bin/pytest -m 'not matrix' tests/test_titan.py tests/test_titan02.py tests/test_titan_integration.py tests/test_titan_step.py tests/test_primus.py $(WRITE)
+	$(VENV)-titan02/bin/pytest $(SPREAD) -m '' tests/test_titan.py tests/test_titan02.py tests/test_titan_integration.py tests/test_titan_step.py tests/test_primus.py $(WRITE)
 
 test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
-	$(VENV)-automodel/bin/pytest tests/test_automodel.py $(WRITE)
+	$(VENV)-automodel/bin/pytest -q tests/test_automodel.py $(WRITE)
 
 WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner registry simulation testing transport validation views
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 
-zoo: $(VENV)/dev  ## some 360 models, each against plain autograd
-	$(BIN)/pytest -m zoo tests/test_zoo.py
-
-long: long-processes long-others  ## the other tests that take too long for `make test`; with -j2 side by side
-
-long-processes: $(VENV)/dev
-	$(BIN)/pytest -q -m zoo $(PROCESSES)
-
-long-others: $(VENV)/dev
-	$(BIN)/pytest -q -m zoo --ignore=tests/test_zoo.py $(PROCESSES:%=--ignore=%)
-
-matrix: $(VENV)/dev  ## TorchTitan with everything turned on, compared with docs/compatibility.md
-	$(BIN)/pytest -m '' tests/test_matrix.py
+long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against plain autograd, TorchTitan with everything turned on, ...
+	$(PYTEST) -m long
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
-	$(BIN)/pytest -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
+	$(BIN)/pytest -q -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility
 
 coverage: $(VENV)/dev  ## which lines the quick tests and a few pipelines reach, by folder; not in CI
 	$(BIN)/pip install --quiet 'coverage>=7.10'

@@ -33,12 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
         watch_session()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist runs all TorchTitan jobs, so that one process imports TorchTitan."""
+    """Say what one process of pytest-xdist runs: a module, whose tests share set-ups, or all TorchTitan jobs.
+
+    The jobs come first, because they take longest.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if "titan" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("titan"))
+            if not item.get_closest_marker("xdist_group"):
+                trains = "titan" in getattr(item, "fixturenames", ())
+                item.add_marker(pytest.mark.xdist_group("titan" if trains else item.path.stem))
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "titan")  # type: ignore[union-attr]
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -59,7 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     if reporter and session.config.option.markexpr == "not long" and not session.config.option.keyword:
         passed, skipped = (len(reporter.stats.get(each, ())) for each in ("passed", "skipped"))
         left = _deselected["deselected"]
-        reporter.line(f"{passed} tests passed, {skipped} were skipped as said above, {left} are left to CI: `make long`")
+        reporter.line(f"{passed} tests passed, {skipped} were skipped (see above), {left} are left to CI: `make long`")
 
 
 @pytest.fixture

@@ -328,6 +328,7 @@ def exact_gradients(count: int) -> Exact:
     return Exact({n: g / total for n, g in exact.items()}, {n: g / total for n, g in in_bf16.items()})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ZBV", "ZBH1"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_bf16_weights_with_fp32_gradients_lose_no_bits_over_many_microbatches(name: str, count: int) -> None:

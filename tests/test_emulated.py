@@ -13,10 +13,10 @@ from zbpipe.cli.demo import emulated
 
 def test_every_rank_runs_its_list_and_takes_at_least_what_it_sleeps() -> None:
     done: list[int] = []
-    results = emulated.emulate(ranks=2, microbatches=3, seconds=1e-3, rounds=2, on_step=done.append)
+    results = emulated.emulate(ranks=2, microbatches=3, seconds=1e-3, rounds=1, on_step=done.append)
     assert [(each.schedule, each.source) for each in results] == [("1F1B", "torch"), ("ZBV", "zbpipe")]
     assert done == sorted(done)
-    assert done[-1] == 4
+    assert done[-1] == 2
     for each in results:
         ran = [[span.op for span in spans] for spans in each.measured.spans]
         assert ran == [list(ops) for ops in generate(each.schedule, 2, 3)]

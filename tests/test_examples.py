@@ -25,8 +25,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150
 """Seconds for a script. It takes 10 on two cores of its own."""
 RANKS = 2
-IN_SHORT = ("plain_loop", "measure_and_plan")
-"""The scripts that `make test` runs, too."""
+IN_SHORT = ("plain_loop",)
+"""The script that `make test` runs, too."""
 STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2, "own_layer": 4}
 """On two ranks, by script."""
 
@@ -100,6 +100,7 @@ def assert_left_a_plan(folder: Path, output: str) -> None:
     assert "makespan" in run(folder, *again)
 
 
+@pytest.mark.long
 def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     """The debug model, with the losses of TorchTitan's own job without a pipeline."""
     require_titan("0.3.0")

@@ -45,7 +45,9 @@ raise ArithmeticError("too much")
 """
 
 
-@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("cuda:nccl", marks=pytest.mark.long), "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"]
+)
 def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path: Path, backend: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

@@ -318,6 +318,7 @@ def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, sto
         explode()
 
 
+@pytest.mark.long
 def test_a_rank_killed_under_torchrun(tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_job.py")
     command = [

@@ -98,6 +98,7 @@ def messages() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_single_messages() -> None:
     (sender, _), (receiver, _) = on_two_ranks()
     nan = torch.full((2,), torch.nan)

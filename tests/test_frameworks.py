@@ -285,6 +285,7 @@ def test_a_script_that_cannot_be_changed() -> None:
     assert "1 ('ScheduleZBV', (1, 2))" in ended.stdout
 
 
+@pytest.mark.long
 def test_a_module_that_names_the_schedule_itself() -> None:
     ended = run_module("--", "-m", "toy_framework", "zbh1")
     assert ended.returncode == 0, ended.stderr

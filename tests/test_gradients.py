@@ -85,7 +85,7 @@ def test_every_schedule_class(num_ranks: int) -> None:
         assert_like_reference([results[name] for results in per_rank], num_stages)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
     per_rank = run_ranks(num_ranks, train_all, TORCHS, MICROBATCHES[-1:], timeout=240)
     for name in TORCHS:

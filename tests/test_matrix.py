@@ -1,7 +1,6 @@
 """What works together: TorchTitan jobs with a pipeline against the same jobs without one.
 
-`make matrix` runs it all and holds docs/compatibility.md against what it saw, `make compatibility` writes that page.
-`make test` runs a few of the cells.
+`make long` runs it and holds docs/compatibility.md against what it saw, `make compatibility` writes that page.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zbpipe
 
 require_titan("0.3.0")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.xdist_group("titan")]
 
 MATRIX = matrix()
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
@@ -70,13 +69,7 @@ seen: dict[str, str] = {}
 """What became of each cell and each refusal, in words for the page."""
 
 
-IN_SHORT = {"ZBV selective eager", "VHalf full eager"}
-"""The cells that `make test` runs, too."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in CELLS]
-)
+@pytest.mark.parametrize("name", CELLS)
 def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
     train_as_without_a_pipeline(titan, CELLS[name])
     seen[name] = "works"
@@ -169,7 +162,6 @@ def test_does_not_train(titan: Titan, name: str) -> None:
     seen[name] = REFUSALS[name].outcome(titan)
 
 
-@pytest.mark.long
 def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
     everything = CELLS.keys() | REFUSALS.keys()
     compatibility.compare_when_all_ran(request, "name", everything, seen.keys(), section)
@@ -182,7 +174,7 @@ def section() -> Section:
     }
     return Section(
         compatibility.target("torchtitan"),
-        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make matrix`, which CI runs;"
+        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make long`, which CI runs;"
         " `make compatibility` writes this section. Not tried: context parallelism, expert parallelism, CUDA graphs,"
         " float8, and more than four pipeline ranks within TorchTitan.",
         compatibility.TITAN,

@@ -205,7 +205,7 @@ def with_auto() -> tuple[list[str], StepCounts]:
 
     pytest.MonkeyPatch().setattr("zbpipe.runtime.auto.plan", plan)
     limit = between(norms_of())
-    usual, job = Job("ZBV"), Job("Auto", profile_steps=1)
+    usual, job = Job("ZBV"), Job("Auto", profile_steps=1, budget=1e5)
     losses = usual.train(usual.ordinary(limit), range(14))
     step = job.ahead(limit, predict=False)
     found = job.train(step, range(14))

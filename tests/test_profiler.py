@@ -420,7 +420,7 @@ def assert_trace(name: str, data: Any) -> None:
 def agreed() -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
     setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
-    job = sleepy_job("Auto", profile_steps=1)
+    job = sleepy_job("Auto", profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
     for _ in range(6):
         job.step()
@@ -430,7 +430,7 @@ def agreed() -> tuple[Any, ...]:
 
 def receives_by_measured_times() -> tuple[Any, ...]:
     """Before and after `Auto` has measured, and how it simulates then."""
-    job = sleepy_job("Auto", profile_steps=1, transport="one queue")
+    job = sleepy_job("Auto", profile_steps=1, budget=1e5, transport="one queue")
     for _ in range(6):
         job.step()
     profile: Any = job.schedule._profiler
@@ -469,7 +469,7 @@ def with_activations(naps: int) -> nn.Module:
 def offloading() -> tuple[bool, bool, bool, int]:
     """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
     setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
-    job = sleepy_job("Auto", model=with_activations, profile_steps=1, offload="all")
+    job = sleepy_job("Auto", model=with_activations, profile_steps=1, budget=1e5, offload="all")
     seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
     for _ in range(6):
         job.step()

@@ -91,8 +91,16 @@ def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> Non
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize(
+    ("dtypes", "backend"),
+    [
+        *((dtypes, "eager") for dtypes in DTYPES),
+        *(
+            pytest.param(dtypes, "aot_eager", marks=() if dtypes == "autocast" else pytest.mark.long)
+            for dtypes in DTYPES
+        ),
+    ],
+)
 @pytest.mark.parametrize("checkpointing", Checkpointing)
 def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
     """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I."""

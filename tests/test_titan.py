@@ -33,6 +33,7 @@ from zbpipe.costs import JobCosts
 from zbpipe.frameworks.titan import monitor, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
+from zbpipe.runtime.job import write_costs
 from zbpipe.runtime.options import Options, help_of
 
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
@@ -92,6 +93,7 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
     assert "gradients of an ordinary backward. ZBV: 8 microbatches of 2 steps on 4 stages" in job.log
 
 
+@pytest.mark.long
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
@@ -316,18 +318,11 @@ def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.M
     checked(trace=in_file)
 
 
-def write_into(file: str) -> bool:
-    prepare()
-    from zbpipe.runtime import job
-
-    costs = JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
-    with mock.patch.object(job.logger, "warning") as warned:
-        job.write_costs(costs, file)
-    return warned.call_args is not None and "No such file" in str(warned.call_args.args[1])
-
-
-def test_costs_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
-    assert run_ranks(1, write_into, str(tmp_path / "gone" / "costs.json")) == [True]
+def test_costs_that_cannot_be_written_are_a_warning(
+    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_costs(JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1))), str(tmp_path / "gone" / "costs.json"))
+    assert "the measured costs cannot be written: [Errno 2] No such file" in caplog.text
 
 
 def wrong_tables() -> dict[str, str]:
@@ -405,7 +400,7 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.long), "full"])
 def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
     job = titan.train(*pipeline("ZBVLean"), *versions.find_installed().checkpoint(checkpointing), num_ranks=2)
     assert_trains_alike(job, titan.without_pipeline())
@@ -522,7 +517,7 @@ def test_a_stage_that_raises(titan: Titan) -> None:
 
 
 @needs_03
-@pytest.mark.parametrize(("schedule", "with_loss"), [("ZBV", 0), ("1F1B", 1)])
+@pytest.mark.parametrize(("schedule", "with_loss"), [("ZBV", 0), pytest.param("1F1B", 1, marks=pytest.mark.long)])
 def test_a_loss_that_is_not_finite(titan: Titan, schedule: str, with_loss: int) -> None:
     """TorchTitan sees it on the rank with the last stage."""
     job = titan.train(*pipeline(schedule), *faulty("nan_in_step_2"), num_ranks=2)
@@ -559,7 +554,9 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_03
-@pytest.mark.parametrize("schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.long) for name in ("ZBV", "1F1B"))])
+@pytest.mark.parametrize(
+    "schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.long) for name in ("ZBV", "1F1B"))]
+)
 def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_path: Path, schedule: str) -> None:
     """ZBV places the stages as before, 1F1B has half as many."""
     checkpoints = shutil.copytree(stopped, tmp_path / "checkpoints")
@@ -859,6 +856,7 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
     return shards
 
 
+@pytest.mark.long
 def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
     ((shard,),) = run_ranks(1, read_text, 1)
     first_file = Path(sys.modules["os"].__file__ or "").parent
@@ -880,6 +878,7 @@ def tokenizer_round_trip() -> tuple[list[int], str, int]:
     return tokens, tokenizer.decode(tokens), tokenizer.get_vocab_size()
 
 
+@pytest.mark.long
 def test_bytes_are_tokens() -> None:
     ((tokens, text, size),) = run_ranks(1, tokenizer_round_trip)
     assert tokens == [256, *"λ x".encode(), 257]

@@ -37,6 +37,7 @@ from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse, validate_lowered
 from zbpipe.simulator.validation import validate
 
+pytestmark = pytest.mark.long
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")
@@ -209,15 +210,11 @@ def modules_of(part: Any) -> tuple[str, ...]:
 
 # The configs of the 405B model differ in schedule, checkpointing and FSDP, not in how it is cut: all ranks of one.
 SOME = (0, 15)
-IN_SHORT = ("llama3_debug", "llama3_70b")
-"""The jobs that `make test` builds, too."""
 JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFIGS[-2:]]
 
 
 @needs_03
-@pytest.mark.parametrize(
-    ("name", "at"), [pytest.param(*job, id=job[0], marks=() if job[0] in IN_SHORT else pytest.mark.long) for job in JOBS]
-)
+@pytest.mark.parametrize(("name", "at"), [pytest.param(*job, id=job[0]) for job in JOBS])
 def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str, at: Sequence[int] | None) -> None:
     job: Job = with_titan(build_job, name, at)
     placement = resolve(job.schedule).place(job.pp)
@@ -286,7 +283,6 @@ def build_meshes(name: str) -> list[tuple[int, int, list[int], int]]:
 
 
 @needs_03
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "pp"), [("llama3_405b", 16)])
 def test_the_place_of_every_gpu(with_titan: Callable[..., Any], name: str, pp: int) -> None:
     """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""

@@ -18,9 +18,8 @@ ALONE = ("--training.local_batch_size", "1")
 """Without a pipeline TorchTitan's trainer takes what it accumulates from the loader one batch after the other."""
 
 
-@pytest.mark.parametrize(
-    "schedule", ["ZBV", pytest.param("ZBH1", marks=pytest.mark.long), pytest.param("Auto", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["ZBV", "ZBH1", "Auto"])
 def test_steps_of_different_sizes(titan: Titan, schedule: str) -> None:
     job = titan.train(*VARYING, *pipeline(schedule), num_ranks=2)
     expected = titan.without_pipeline(*VARYING, *ALONE)

@@ -39,10 +39,7 @@ def trained(titan: Titan, *arguments: str, num_ranks: int = 2, model: str = LLAM
 @pytest.mark.parametrize(
     ("model", "num_ranks", "arguments", "kinds"),
     [
-        pytest.param(
-            *(LLAMA, 2, ("--training.max_norm", CLIPPING[LLAMA]), {"synchronous", "validated", "repeated"}),
-            marks=pytest.mark.long,
-        ),
+        (LLAMA, 2, ("--training.max_norm", CLIPPING[LLAMA]), {"synchronous", "validated", "repeated"}),
         pytest.param(
             *(DEEPSEEK, 2, ("--training.max_norm", CLIPPING[DEEPSEEK]), {"synchronous", "validated", "repeated"}),
             marks=pytest.mark.long,
@@ -71,6 +68,7 @@ def test_the_trainer_gets_the_same_numbers(
     assert job.steps[-1]["zbpipe/optimizer_steps/validated"] == counts_of(job)["validated"]
 
 
+@pytest.mark.long
 def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     """Saved after steps that have to be repeated, and resumed."""
     clipping = (*pipeline("ZBV"), "--training.max_norm", CLIPPING_OF_SIX)

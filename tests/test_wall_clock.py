@@ -12,6 +12,7 @@ from zbpipe.cli.demo.sleeping import Ran, check
 JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=60)
 
 
+@pytest.mark.long
 def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
     """In every measured step each rank calls `check` with what ran."""
     results = wall_clock.measure(JOB)
@@ -75,6 +76,7 @@ def test_a_step_that_is_off_is_marked() -> None:
     assert [row[9] for row in rows] == ["+0.0 %", "+10.6 %"]
 
 
+@pytest.mark.long
 def test_messages_come_late() -> None:
     """Steps are longer by it, and are simulated to be; the plan for late messages runs."""
     names = ("1F1B", "robust plan, 2p")

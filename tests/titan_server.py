@@ -33,8 +33,10 @@ def import_titan() -> None:
 
     import zbpipe.titan.train  # noqa: F401
     from zbpipe.frameworks.titan import plug, versions
+    from zbpipe.planner import stages
 
     importlib.import_module(MODELS[versions.find_installed().name])
+    stages.default_budget = lambda *_: 2e5  # Auto plans for seconds otherwise
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 
