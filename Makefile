@@ -28,7 +28,7 @@ test: $(VENV)/dev  ## set up what is missing, then lint, type checks and the tes
 
 # Tests that wait, for ranks or a browser, run beside those that compute.
 WORKERS := 3
-SPREAD := -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SPREAD := -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)
 
 quick: $(VENV)/dev  ## what tells most in a minute and a half, without TorchTitan

@@ -18,6 +18,16 @@ from determinism import short_search  # noqa: E402, F401
 from reaper import watch_session  # noqa: E402
 from titan_jobs import Titan  # noqa: E402
 
+SLOWEST = (
+    "test_zoo",
+    "test_matrix",
+    "test_titan",
+    "test_docs",
+    "test_schedules",
+    "test_gradients",
+    "test_gradient_check",
+)
+"""Test files."""
 _deselected = {"deselected": 0}
 """The number of tests that options deselected; each process of pytest-xdist counts all of them."""
 
@@ -33,18 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
         watch_session()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say what one process of pytest-xdist runs: a module, whose tests share set-ups, or all TorchTitan jobs.
-
-    The jobs come first, because they take longest.
-    """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if not item.get_closest_marker("xdist_group"):
-                trains = "titan" in getattr(item, "fixturenames", ())
-                item.add_marker(pytest.mark.xdist_group("titan" if trains else item.path.stem))
-        items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "titan")  # type: ignore[union-attr]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that the processes of pytest-xdist end at the same time."""
+    items.sort(key=lambda item: item.path.stem not in SLOWEST)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

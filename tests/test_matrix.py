@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zbpipe
 
 require_titan("0.3.0")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.xdist_group("titan")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 MATRIX = matrix()
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")

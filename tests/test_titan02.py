@@ -9,7 +9,7 @@ from compatibility import Row, Section
 from titan_jobs import DEEPSEEK, Titan, flavor, pipeline, require_titan
 
 require_titan("0.2.2")
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("titan")]
+pytestmark = pytest.mark.timeout(900)
 
 MATRIX = matrix(["ZBV"])
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")

@@ -39,10 +39,7 @@ class Results(NamedTuple):
     """Why there are no more of them."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(ranks, id=f"p{ranks}", marks=pytest.mark.xdist_group(f"zoo p{ranks}")) for ranks in SETTINGS],
-)
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda num_ranks: f"p{num_ranks}")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Runs the models that were asked for."""
     num_ranks = request.param
