@@ -143,7 +143,7 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
 
 def none_runs(words: str) -> bool:
     """Whether no process with these words in its command is left, after the moment in which killed ones go."""
-    for _ in range(50):
+    for _ in range(300):
         if not subprocess.run(["pgrep", "-f", words], capture_output=True, text=True, check=False).stdout:
             return True
         time.sleep(0.1)
