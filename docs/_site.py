@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-ELSEWHERE = ("*.md", "benchmarks/*.md", "schedules/*.md", "examples/**/*.md", "titan_integration/**/*.md")
+ELSEWHERE = ("*.md", "benchmarks/*.md", "schedules/*.md", "examples/**/*.md", "titan_integration/**/*.md", "tests/*.md")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 

@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    page.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "titan_integration/**/*.md")
-    for page in ROOT.glob(pattern)
-)
+_FOLDERS = ("", "docs/", "benchmarks/", "tests/", "examples/**/", "titan_integration/**/")
+PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in _FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!-- test: (.*) -->\n *$")
 _STEPS = 6
