@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from zbpipe.algorithms import _lean
 from zbpipe.planner import robust, stages
 
-settings.register_profile("zbpipe", deadline=None, derandomize=True)
+# Searched schedules and random orders take a while to draw; a busy machine is no failure.
+_patient = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("zbpipe", _patient, max_examples=40)
+settings.register_profile("thorough", _patient, max_examples=100)
 settings.load_profile("zbpipe")
+
+
+def draw_fewer(times: int) -> settings:
+    """For examples that take long: so many times fewer of them than the profile says."""
+    return settings(max_examples=settings().max_examples // times)
 
 
 @contextmanager

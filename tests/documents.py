@@ -102,11 +102,14 @@ def _on_one_rank() -> dict[str, Any]:
 
 def main() -> None:
     """Run all pages in this folder, and print what failed, by page."""
+    from determinism import searching_little
+
     from zbpipe.frameworks.installation import uninstall
 
     failures = {}
     for page in PAGES:
-        failures[page] = run_python(page)
+        with searching_little():
+            failures[page] = run_python(page)
         uninstall()
     print(json.dumps(failures), file=sys.stderr)
 

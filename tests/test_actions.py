@@ -274,7 +274,9 @@ def test_late_receives_change_the_place_of_no_message_among_the_others(schedule:
 
 
 @pytest.mark.parametrize("name", sorted(algorithm.name for algorithm in registry.schedules().values()))
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (3, 7), (4, 8), (8, 32)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(1, 2), (2, 3), (3, 7), (4, 8), pytest.param(8, 32, marks=pytest.mark.long)]
+)
 def test_all_ways_to_receive(name: str, ranks: int, microbatches: int) -> None:
     receive_in_all_ways(generate(name, ranks, microbatches))
 
@@ -328,6 +330,7 @@ def test_numbers_without_end_are_refused_by_name() -> None:
         check_table("0F0,0SEND_F" + 9999 * "9", "x")
 
 
+@pytest.mark.long
 def test_actions_that_stand_there_often_take_no_endless_time() -> None:
     table = ",".join(["0F0", "0SEND_F0"] * 30_000) + "\n" + ",".join(["1RECV_F0", "1F0"] * 30_000)
     assert {finding.rule for finding in validate_lowered(parse(table))} == {"doubled", "missing"}

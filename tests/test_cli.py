@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import click
 import pytest
-from commands import answer, json_of, run
+from commands import answer, at_small_size, json_of, run
 from pages import page_data
 
 import zbpipe
@@ -572,7 +572,7 @@ def test_the_examples_in_the_help_work(here: Path, command: str) -> None:
     assert examples
     for example in examples:
         assert example.split()[0] == command
-        answer(example)
+        answer(shlex.join(at_small_size(shlex.split(example))))
 
 
 def test_without_a_command_the_help_is_shown() -> None:

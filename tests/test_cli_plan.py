@@ -170,14 +170,6 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
     assert "a plan for TorchTitan's even split takes" in printed
 
 
-def test_the_commands_of_the_page_work(here: Path) -> None:
-    lines = blocks("docs/costs-file.md", "sh")[0].code.splitlines()
-    commands = [line.partition("#")[0].strip() for line in lines]
-    assert len(commands) == 3
-    for command in commands:
-        answer(command.removeprefix("zbpipe plan"))
-
-
 # What goes wrong
 
 
@@ -255,7 +247,7 @@ def test_only_the_search_needs_its_libraries() -> None:
 # What torch makes of it
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tmp_path: Path) -> None:
     """For uneven stages and little memory, so that it is none of the schedules with a name."""
     placement = Placement.v(num_ranks)

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import documents
 import pytest
 import torch
 from click.testing import CliRunner
+from commands import at_small_size
 from compatibility import PAGE, read, render, without_patches
 from documents import PAGES, ROOT, Block, blocks
 
@@ -65,6 +67,7 @@ def failures(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.xdist_group("python of the pages")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
     assert not failures[page], failures[page]
@@ -82,7 +85,7 @@ def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
     # seconds to import; tests/test_titan_estimate.py runs what reads its configs.
     options = ["--help"] if words[1:2] == ["playground"] or "--module" in words else []
-    result = CliRunner().invoke(cli.main, [*words[1:], *options])
+    result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
 
 
@@ -164,6 +167,7 @@ def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest
         PROGRAMS[words[0]](words, folder)
 
 
+@pytest.mark.long
 def test_titans_arguments() -> None:
     """TorchTitan reads them, after zbpipe has taken its own."""
     pytest.importorskip("torchtitan")
@@ -204,7 +208,7 @@ def _keys(tree: Any) -> set[str]:
     return {key for key, value in tree.items() for key in (key, *_keys(value))}
 
 
-def test_the_reference_has_everything() -> None:
+def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     """The names of the package, the commands, the options of a job."""
     api = (ROOT / "docs/api.md").read_text()
     documented = re.findall(r"^::: zbpipe\.(\w+)$", api, re.MULTILINE)
@@ -213,8 +217,9 @@ def test_the_reference_has_everything() -> None:
     assert sorted((*documented, *classes)) == sorted({*zbpipe.__all__, "testing"})
     page = (ROOT / "docs/command-line.md").read_text()
     assert [name for name in cli.main.commands if f"zbpipe {name}" not in page] == []
-    options = subprocess.run([sys.executable, ROOT / "docs/_options.py"], capture_output=True, text=True, check=True)
-    assert (ROOT / "docs/options.md").read_text() == options.stdout, "python docs/_options.py > docs/options.md"
+    runpy.run_path(str(ROOT / "docs/_options.py"))
+    printed = capsys.readouterr().out
+    assert (ROOT / "docs/options.md").read_text() == printed, "python docs/_options.py > docs/options.md"
 
 
 def test_every_relative_link_leads_to_a_file() -> None:

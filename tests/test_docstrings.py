@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import zbpipe
+from zbpipe.planner import stages
 from zbpipe.schedule import registry
 
 ROOT = Path(zbpipe.__file__).parent
 MODULES = sorted(
     ".".join(("zbpipe", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for path in ROOT.rglob("*.py")
-    if path.stem != "__main__"
+    if ">>> " in path.read_text()
 )
 SHOWN = (
     "schedule.ir",
@@ -49,6 +50,7 @@ def imported(name: str) -> ModuleType:
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(stages, "default_budget", lambda *_: 2e5)
     result = doctest.testmod(imported(name), extraglobs={"zbpipe": zbpipe}, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import commands
 import pytest
 import torch
+from determinism import draw_fewer
 from documents import blocks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -80,7 +81,7 @@ def test_pairs_that_wait_are_a_part_of_the_memory() -> None:
     assert zbh1.memory.total == pytest.approx(most + ParameterBytes().total(1) * 2000)
 
 
-@settings(max_examples=25)
+@draw_fewer(2)
 @given(testing.runnable_schedules(), st.data())
 def test_parts_add_up_to_the_peak(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(testing.cost_models(schedule.placement))

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from determinism import draw_fewer
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Placement, Schedule, cli, generate, plan, simulate, testing, validate
@@ -23,6 +24,8 @@ from zbpipe.planner.request import Request
 from zbpipe.planner.robust import with_slack
 from zbpipe.planner.stages import problem_of
 from zbpipe.simulator.jitter import Jitter, StepTimes, step_times
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 ONE = generate("GPipe", 1, 1)
 """An F and a B, which takes 2 seconds."""
@@ -38,6 +41,7 @@ def test_where_nothing_varies_it_is_the_simulator(schedule: Schedule, data: st.D
     assert seconds(schedule, costs, Jitter(), draws=3) == pytest.approx(simulate(schedule, costs).makespan)
 
 
+@draw_fewer(2)
 @given(testing.runnable_schedules(), st.data())
 def test_what_is_always_slow_is_as_if_the_costs_said_so(schedule: Schedule, data: st.DataObject) -> None:
     """Slow ranks and links; and a plan's slack counts the same."""
@@ -107,8 +111,8 @@ def test_other_orders_have_the_same_luck() -> None:
     assert gpipe == pytest.approx(usual)
 
 
+@draw_fewer(2)
 @given(testing.runnable_schedules())
-@settings(max_examples=20)
 def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
     usual = simulate(schedule, (1, 1, 1)).makespan
     times = step_times(schedule, (1, 1, 1), Jitter(ops=0.2, delay=0.1), draws=4000)
@@ -190,6 +194,7 @@ def test_a_robust_plan_is_the_best_that_is_known() -> None:
     assert found.lower_bound <= found.makespan
 
 
+@pytest.mark.long
 def test_a_robust_plan_may_lose_only_so_much_without_jitter() -> None:
     costs = partial(CostModel.uniform, f=1, i=1.2, w=0.8, comm=0.02)
     free, bound = (
@@ -211,8 +216,8 @@ RANKS_VARY = Jitter(burst=0.3, burst_factor=2, burst_delay=0.5, slow_ranks={0: 1
 """Where all ops of a rank vary alike, a B takes what its I and its W take."""
 
 
+@draw_fewer(2)
 @given(st.data())
-@settings(max_examples=20, deadline=None)
 def test_annealing_counts_what_the_simulation_counts(data: st.DataObject) -> None:
     """The mean and the deviation over its draws; the order keeps to the limits; both engines do the same."""
     placement = data.draw(testing.placements(max_ranks=3).filter(lambda each: each.num_ranks > 1))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from determinism import draw_fewer
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from titan_jobs import require_titan
 
@@ -21,8 +22,7 @@ from zbpipe.costs.model import least_room
 from zbpipe.planner.partition import split_layers
 from zbpipe.planner.request import PLACEMENTS, Request
 
-LITTLE = 1e5
-patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LITTLE = 3e4
 
 
 def llm(blocks: int, head: float) -> LayerCosts:
@@ -57,7 +57,7 @@ def work(split: Split, placement: Placement, costs: LayerCosts) -> list[float]:
     ]
 
 
-@settings(patient, max_examples=40)
+@draw_fewer(4)
 @given(
     costs=layer_costs,
     ranks=st.integers(1, 4),

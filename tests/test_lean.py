@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from determinism import searching_little
-from hypothesis import HealthCheck, given, settings
+from determinism import draw_fewer, searching_little
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
@@ -22,7 +22,6 @@ from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
 
 LEAN = {"ZBVLean": "ZBV", "ZBH1Lean": "ZBH1", "VHalfLean": "VHalf", "VMinLean": "VMin"}
-patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 
 
 def order(schedule: Schedule) -> list[list[tuple[int, str, int]]]:
@@ -41,7 +40,6 @@ def keeps_to(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> b
 # --- the passes ---
 
 
-@settings(patient, max_examples=60)
 @given(schedules(max_ranks=5, max_microbatches=10), st.data())
 def test_leanest_takes_least(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
@@ -53,7 +51,6 @@ def test_leanest_takes_least(schedule: Schedule, data: st.DataObject) -> None:
         assert all(least <= peak * (1 + 1e-9) for least, peak in zip(limits, peaks(other, costs), strict=True))
 
 
-@settings(patient, max_examples=100)
 @given(schedules(max_ranks=5, max_microbatches=10), st.floats(1, 3), st.data())
 def test_within_keeps_to_limits_and_order(schedule: Schedule, more: float, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
@@ -64,7 +61,7 @@ def test_within_keeps_to_limits_and_order(schedule: Schedule, more: float, data:
     assert keeps_to(fitted, costs, limits)
 
 
-@settings(patient, max_examples=40)
+@draw_fewer(2)
 @given(schedules(max_ranks=5, max_microbatches=10), st.data())
 def test_within_leaves_alone_what_fits(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
@@ -89,7 +86,6 @@ def test_w_waits_as_long_as_there_is_room() -> None:
 # --- the search ---
 
 
-@settings(patient, max_examples=40)
 @given(schedules(max_ranks=4, max_microbatches=8), st.floats(1, 4), st.data())
 def test_the_search_fits_any_placement_costs_and_limit(form: Schedule, more: float, data: st.DataObject) -> None:
     """With room for one microbatch at its leanest it comes to an end: no rank fills up with what cannot go on."""
@@ -109,8 +105,8 @@ def test_the_search_fits_any_placement_costs_and_limit(form: Schedule, more: flo
 def test_lean_schedules_fit_any_costs(name: str) -> None:
     """Never longer than the form with the least memory, within its memory or the limit, and the same each time."""
 
-    @settings(patient, max_examples=15)
-    @given(st.integers(1, 6), st.integers(1, 12), st.data())
+    @draw_fewer(4)
+    @given(st.integers(1, 5), st.integers(1, 9), st.data())
     def check(ranks: int, microbatches: int, data: st.DataObject) -> None:
         form = generate(LEAN[name], ranks, microbatches)
         costs = data.draw(cost_models(form.placement))
@@ -129,7 +125,10 @@ def test_lean_schedules_fit_any_costs(name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", Checkpointing)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 8), (4, 16), (7, 9), (8, 24)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"),
+    [(1, 3), (2, 8), (4, 16), *(pytest.param(*size, marks=pytest.mark.long) for size in [(7, 9), (8, 24)])],
+)
 def test_in_1f1bs_memory_and_shorter(ranks: int, microbatches: int, checkpointing: Checkpointing) -> None:
     """Those two take 1F1B's memory under every checkpointing, and no step is longer than 1F1B's."""
 
@@ -167,7 +166,13 @@ FIGURES = {
 """At most."""
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), FIGURES)
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        pytest.param(*each, marks=[] if "ZBVLean" in each or "selective" in each else pytest.mark.long)
+        for each in FIGURES
+    ],
+)
 def test_figures(name: str, checkpointing: str) -> None:
     costs = typical_costs(resolve(name).place(4), checkpointing)
     found = simulate(generate(name, 4, 16, costs=costs), costs)
@@ -191,7 +196,8 @@ def test_more_memory_makes_steps_shorter() -> None:
 def test_default_costs_are_selective() -> None:
     for name in LEAN:
         costs = typical_costs(resolve(name).place(3), "selective")
-        assert generate(name, 3, 7) == generate(name, 3, 7, costs=costs)
+        with searching_little():
+            assert generate(name, 3, 7) == generate(name, 3, 7, costs=costs)
 
 
 def test_a_limit_below_one_microbatch() -> None:

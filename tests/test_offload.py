@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from commands import answer, run
-from hypothesis import given, settings
+from determinism import draw_fewer
+from hypothesis import given
 from hypothesis import strategies as st
 from pages import page_data, page_ops
 
@@ -153,7 +154,6 @@ def with_copies(schedule: Schedule, data: st.DataObject) -> Schedule:
 
 
 @given(st.data())
-@settings(max_examples=50)
 def test_copies_keep_to_their_rules_in_time(data: st.DataObject) -> None:
     schedule = with_copies(data.draw(runnable_schedules()), data)
     assert validate(schedule) == []
@@ -188,8 +188,8 @@ def test_torchs_lists_have_no_copies() -> None:
 # The pass
 
 
+@draw_fewer(2)
 @given(st.data())
-@settings(max_examples=50)
 def test_nothing_waits_for_an_offload(data: st.DataObject) -> None:
     schedule = data.draw(runnable_schedules())
     costs = data.draw(cost_models(schedule.placement))

@@ -17,6 +17,8 @@ from zbpipe.views import style
 from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 PHONE, DESKTOP = (390, 844), (1280, 800)
 MIDDLE = """
 const [rank, n] = arguments, {start, end} = picture.timeline.ranks[rank].ops;
@@ -71,8 +73,7 @@ def settled(browser: Browser) -> list[float]:
     return [begin, end]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone-dark", "desktop-light"])
 def test_a_page_draws_each_op_in_its_colour(
     browser: Browser, tmp_path: Path, shown: Timeline, size: tuple[int, int], dark: bool
 ) -> None:
@@ -165,6 +166,7 @@ def test_tables_tell_what_the_picture_shows(browser: Browser, tmp_path: Path, sh
     ]
 
 
+@pytest.mark.long
 def test_a_large_page_is_small_and_draws_what_is_in_view(browser: Browser, tmp_path: Path, big: Timeline) -> None:
     opened(browser, tmp_path, big)
     assert (tmp_path / "page.html").stat().st_size < 2e6

@@ -14,7 +14,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from determinism import draw_fewer
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import Cell, cells
 
@@ -41,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("short_search")
 
 LITTLE = 2e5
 """A budget for tests that look at whether plans are right, not at how good they are."""
-patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def microbatches_of(number: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ def held(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
     return simulate(schedule, costs).peak_memory
 
 
-@settings(patient, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_no_schedule_beats_the_bound_for_the_memory_that_it_takes(data: st.DataObject) -> None:
     """Whatever a schedule holds at most is a limit that it keeps to."""
@@ -75,7 +75,7 @@ def test_no_schedule_beats_the_bound_for_the_memory_that_it_takes(data: st.DataO
     assert period_bound(*arguments) <= period(schedule, costs) * (1 + 1e-9)
 
 
-@settings(patient, max_examples=30)
+@draw_fewer(2)
 @given(st.data())
 def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
     placement = data.draw(placements(max_ranks=4))
@@ -92,7 +92,6 @@ def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
         assert length == pytest.approx(tested.length(order), rel=1e-6)
 
 
-@settings(patient, max_examples=60)
 @given(st.data())
 def test_list_scheduling_never_gets_stuck_where_one_microbatch_fits(data: st.DataObject) -> None:
     """Ops that only F takes memory for, and limits with hardly any room to spare: an F too early would end it."""
@@ -170,7 +169,7 @@ exact_cases = st.tuples(
 )
 
 
-@settings(patient, max_examples=40)
+@draw_fewer(4)
 @given(exact_cases, st.booleans(), st.data())
 def test_the_exact_solver_finds_nothing_below_the_bound(
     case: tuple[Placement, int, float], by_period: bool, data: st.DataObject
@@ -217,7 +216,7 @@ def test_the_exact_solver_finds_what_the_search_missed() -> None:
 # --- plans ---
 
 
-@settings(patient, max_examples=25)
+@draw_fewer(2)
 @given(st.data())
 def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
     placement = data.draw(placements(max_ranks=4))
@@ -235,7 +234,7 @@ def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
 
 
-@settings(patient, max_examples=15)
+@draw_fewer(4)
 @given(st.sampled_from(["1F1B", "ZBH1", "Interleaved1F1B", "ZBV", "VHalf", "VMin"]), st.data())
 def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: str, data: st.DataObject) -> None:
     known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
@@ -245,7 +244,7 @@ def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: st
     assert found.makespan <= simulate(known, costs).makespan * (1 + 1e-9)
 
 
-@settings(patient, max_examples=15)
+@draw_fewer(4)
 @given(st.sampled_from(["ZBH1", "ZBV", "VHalf", "VMin"]), st.sampled_from(Transport), st.data())
 def test_nor_are_they_where_messages_wait_for_each_other(name: str, transport: Transport, data: st.DataObject) -> None:
     known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
@@ -270,7 +269,14 @@ def test_a_transport_can_ask_for_another_schedule() -> None:
     assert chosen("shared with compute") == ("single", "nearest")
 
 
-@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 4], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=[] if cell.comm and cell.times[1] > 1 else pytest.mark.long)
+        for cell in cells()
+        if cell.ranks == 4
+    ],
+)
 def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
     """The whole grid, with 8 ranks, too, is `benchmarks/planner.py`."""
     budget = 1e7 if fastest().compiled else 3e5
@@ -282,7 +288,14 @@ def test_no_peer_is_better_on_four_ranks(cell: Cell) -> None:
     assert found.lower_bound <= cell.peer
 
 
-@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.ranks == 8 and cell.limit == 5.5], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=[] if cell.times == (1, 1.2, 0.8) else pytest.mark.long)
+        for cell in cells()
+        if cell.ranks == 8 and cell.limit == 5.5
+    ],
+)
 def test_no_peer_is_better_on_eight_ranks_without_further_arguments(cell: Cell) -> None:
     """Where the peers' V-Half is on the bound or next to it."""
     if not fastest().compiled:
@@ -343,7 +356,9 @@ def test_the_bound_of_the_period_knows_what_other_ranks_do_meanwhile() -> None:
     assert bound == pytest.approx(3.5 + 0.7 + (96 - 8 * 0.8) + 4.2 + 0.4)
 
 
-@pytest.mark.parametrize(("placement", "gap"), [("single", 0.001), ("v", 0.001), ("wave", 0.01)])
+@pytest.mark.parametrize(
+    ("placement", "gap"), [("single", 0.001), ("v", 0.001), pytest.param("wave", 0.01, marks=pytest.mark.long)]
+)
 def test_plans_come_within_a_percent_of_the_best_period(placement: str, gap: float) -> None:
     pytest.importorskip("numba")
     limit = 16 if placement == "single" else 8
@@ -364,7 +379,7 @@ def test_with_queues_the_longest_time_of_a_rank_stands_for_the_period() -> None:
     assert found.period == found.timeline.longest_rank_span
 
 
-@settings(patient, max_examples=30)
+@draw_fewer(4)
 @given(st.data())
 def test_the_inner_loops_never_count_less_than_the_period(data: st.DataObject) -> None:
     """On loops and Vs they count the longest time from a rank's first op to its last."""
@@ -425,12 +440,12 @@ def test_machine_code_gives_the_same_results(freed_by_i: float) -> None:
     assert results(fastest()) == results(PLAIN)
 
 
-@settings(patient, max_examples=40)
+@draw_fewer(2)
 @given(st.data())
 def test_justifying_keeps_orders_sound_and_within_the_limit_and_makes_none_longer(data: st.DataObject) -> None:
     placement = data.draw(placements(max_ranks=4))
     limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 99.0]))
-    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 8)), limit)
+    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 5)), limit)
     scheduler = ListScheduler(tested, PLAIN)
     for before, order in scheduler.by_kind():
         length, justified = scheduler.justify(order)
@@ -546,7 +561,7 @@ def test_justifying_fills_gaps_from_both_ends() -> None:
     assert " ".join(map(str, tested.schedule("", justified).ops[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
 
 
-@settings(patient, max_examples=20)
+@draw_fewer(2)
 @given(st.data())
 def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) -> None:
     placement = data.draw(placements(max_ranks=3))
@@ -561,7 +576,6 @@ def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) 
     assert length == pytest.approx(tested.length(better), rel=1e-6)
 
 
-@settings(patient, max_examples=40)
 @given(schedules(max_ranks=5, max_microbatches=8) | runnable_schedules(), st.booleans())
 def test_orders_and_schedules_are_the_same_thing(schedule: Schedule, merges: bool) -> None:
     """With an I and a W for each B where a B saves nothing."""

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import pytest
 from browser import Browser, running_browser
 from click.testing import CliRunner
+from determinism import searching_little
 from pages import page_data, page_ops
 
 from zbpipe import Schedule, cli, generate, simulate, validate
@@ -24,12 +25,14 @@ from zbpipe.views.playground import answers, page
 from zbpipe.views.playground.answers import Setting, answer_plan, answer_simulation, presets
 from zbpipe.views.playground.server import ADDRESS, server
 
+of_the_export = pytest.mark.xdist_group("exported playground")
+
 SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_searches() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, searching_little():
         patch.setattr(answers, "PLAN_BUDGET", 2e4)
         yield
 
@@ -169,6 +172,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@of_the_export
 def test_an_exported_page_holds_the_answers_to_all_its_sliders(exported: Path) -> None:
     data = page_data(exported.read_text())
     assert len(data["answers"]) == 2 * 2
@@ -186,6 +190,7 @@ def shown(browser: Browser) -> list[str]:
     return list(browser.run("return pictures.map(({figures}) => figures.textContent)"))
 
 
+@of_the_export
 def test_the_page_in_a_browser(address: str, exported: Path) -> None:
     with running_browser() as browser:
         for where in (address + "/", exported):

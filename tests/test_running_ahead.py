@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from determinism import draw_fewer
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zbpipe
@@ -64,7 +65,7 @@ def test_the_period_lies_between_running_freely_and_waiting(
     assert period(schedule, costs, (0,) * ranks) == pytest.approx(synchronous)
 
 
-@settings(max_examples=50)
+@draw_fewer(2)
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
 def test_the_period_is_what_many_steps_take_and_the_validation_holds_up_nothing(
     name: str, ranks: int, microbatches: int, data: st.DataObject

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 from broken import Broken, broken_schedules
-from hypothesis import HealthCheck, given, settings
+from determinism import draw_fewer
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate
@@ -18,11 +19,6 @@ from zbpipe.simulator.timeline import Idle, Timeline
 from zbpipe.testing import cost_models, runnable_schedules, schedules
 
 pytestmark = pytest.mark.usefixtures("short_search")
-
-# The searched schedules and the random orders take a while to draw; a busy machine is no failure.
-patient = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-sixty = settings(patient, max_examples=60)
-thirty = settings(patient, max_examples=30)
 
 
 class Run(NamedTuple):
@@ -101,7 +97,6 @@ def starts(timeline: Timeline) -> dict[Event, float]:
     return {(span.step, span.op): span.start for spans in timeline.spans for span in spans}
 
 
-@sixty
 @given(runs())
 def test_a_plain_simulator_gets_the_same_times(run: Run) -> None:
     timeline = run.simulate()
@@ -109,7 +104,7 @@ def test_a_plain_simulator_gets_the_same_times(run: Run) -> None:
     assert all(span.end == span.start + length(run.costs, (0, span.op)) for spans in timeline.spans for span in spans)
 
 
-few_steps = settings(patient, max_examples=20)
+few_steps = draw_fewer(2)
 
 
 @few_steps
@@ -123,7 +118,6 @@ def test_a_plain_simulator_gets_the_same_times_over_steps(
     assert starts(timeline) == plain_starts(run, num_steps, synchronous)
 
 
-@sixty
 @given(runs(), st.integers(1, 3), st.booleans())
 def test_every_rank_runs_its_list_without_overlap(run: Run, num_steps: int, synchronous: bool) -> None:
     timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
@@ -135,7 +129,6 @@ def test_every_rank_runs_its_list_without_overlap(run: Run, num_steps: int, sync
     assert timeline.longest_rank_span <= timeline.makespan
 
 
-@sixty
 @given(runs())
 def test_time_is_either_busy_or_idle(run: Run) -> None:
     timeline = run.simulate()
@@ -145,7 +138,6 @@ def test_time_is_either_busy_or_idle(run: Run) -> None:
     assert sum(timeline.busy) == run.schedule.num_microbatches * sum(map(sum, (run.costs.f, run.costs.i, run.costs.w)))
 
 
-@sixty
 @given(runs())
 def test_nothing_beats_the_lower_bound(run: Run) -> None:
     timeline = run.simulate()
@@ -154,7 +146,6 @@ def test_nothing_beats_the_lower_bound(run: Run) -> None:
     assert 0 <= timeline.bubble < 1
 
 
-@thirty
 @given(st.integers(1, 16), st.integers(1, 64))
 def test_the_lower_bound_is_reached(ranks: int, microbatches: int) -> None:
     """ZBV at equal times has no bubble but the start skew, and that is all that the bound leaves."""
@@ -164,7 +155,6 @@ def test_the_lower_bound_is_reached(ranks: int, microbatches: int) -> None:
         assert timeline.lower_bound == timeline.makespan
 
 
-@thirty
 @given(schedules(ranks=1, stages_per_rank=3, max_microbatches=2), st.data())
 def test_on_one_rank_the_lower_bound_is_its_work(schedule: Schedule, data: st.DataObject) -> None:
     timeline = Run(schedule, data.draw(cost_models(schedule.placement))).simulate()
@@ -172,7 +162,6 @@ def test_on_one_rank_the_lower_bound_is_its_work(schedule: Schedule, data: st.Da
     assert timeline.bubble == 0
 
 
-@sixty
 @given(runs(), st.data())
 def test_dearer_is_never_faster(run: Run, data: st.DataObject) -> None:
     more = data.draw(st.integers(1, 80)) / 8
@@ -195,7 +184,6 @@ def test_dearer_is_never_faster(run: Run, data: st.DataObject) -> None:
     assert all(dearer_start >= starts(cheaper)[event] for event, dearer_start in starts(dearer).items())
 
 
-@sixty
 @given(runs())
 def test_the_critical_path_has_no_gap(run: Run) -> None:
     timeline = run.simulate()
@@ -208,7 +196,6 @@ def test_the_critical_path_has_no_gap(run: Run) -> None:
     assert all(span in timeline.spans[rank_of[span.op.stage]] for span in path)
 
 
-@sixty
 @given(runs(), st.data())
 def test_what_is_on_the_critical_path_counts(run: Run, data: st.DataObject) -> None:
     """The stage of an op on the path made slower in that kind of work delays the whole step by as much, or more."""
@@ -219,7 +206,6 @@ def test_what_is_on_the_critical_path_counts(run: Run, data: st.DataObject) -> N
     assert Run(run.schedule, exchange(run.costs, name, slower)).simulate().makespan >= timeline.makespan + 1
 
 
-@sixty
 @given(runs(), st.integers(1, 2))
 def test_memory_is_taken_and_given_back(run: Run, num_steps: int) -> None:
     timeline = run.simulate(num_steps=num_steps, synchronous=False)
@@ -253,7 +239,6 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     return whole + halves - freed + (working[op.stage] if isinstance(working, tuple) else working)
 
 
-@sixty
 @given(runs(), st.integers(1, 4))
 def test_steps_in_a_row(run: Run, num_steps: int) -> None:
     one_step = run.simulate().makespan
@@ -366,7 +351,6 @@ def test_a_schedule_without_microbatches_takes_no_time() -> None:
     assert (timeline.makespan, timeline.bubble, timeline.busy) == (0, 0, (0, 0))
 
 
-@thirty
 @given(broken_schedules(["deadlock"]))
 def test_a_deadlock_is_refused(broken: Broken) -> None:
     costs = CostModel.uniform(broken.schedule.placement)

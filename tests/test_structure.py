@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def imports(tree: ast.AST) -> set[str]:
     return {name for child in ast.iter_child_nodes(tree) for name in imports(child)}
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """By module the modules of zbpipe that it imports. (What `zbpipe` loads late, it loads by name.)"""
     found = {name: imports(ast.parse(path.read_text())) for name, path in FILES.items()}

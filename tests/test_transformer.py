@@ -59,7 +59,10 @@ def expected(checkpointing: Checkpointing) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("checkpointing", Checkpointing)
+@pytest.mark.parametrize(
+    "checkpointing",
+    [pytest.param(each, marks=[] if each is Checkpointing.SELECTIVE else pytest.mark.long) for each in Checkpointing],
+)
 def test_a_stage_takes_what_the_arithmetic_says(checkpointing: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(titans_policy())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from broken import RULES, Broken, broken_schedules
+from determinism import draw_fewer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,6 @@ from zbpipe.testing import cost_models, runnable_schedules, schedules
 pytestmark = pytest.mark.usefixtures("short_search")
 
 Rows = list[list[Op]]
-# The searched schedules take a while to draw; a busy machine is no failure.
-patient = settings(suppress_health_check=[HealthCheck.too_slow])
 any_schedule = schedules(max_ranks=6, max_microbatches=10)
 
 
@@ -37,7 +36,7 @@ any_order = runnable_schedules().filter(lambda s: s.num_ranks > 1 and s.num_micr
 def test_one_fault_gets_one_name_at_its_place(rule: Rule, base: st.SearchStrategy[Schedule] | None) -> None:
     """And nothing else is made of it."""
 
-    @settings(patient, max_examples=60, suppress_health_check=list(HealthCheck))
+    @settings(draw_fewer(2), suppress_health_check=list(HealthCheck))
     @given(broken_schedules([rule], base))
     def check(broken: Broken) -> None:
         findings = validate(broken.schedule)
@@ -59,7 +58,6 @@ def test_a_half_beside_a_full_backward_is_no_deadlock(half: str) -> None:
     assert [(f.rule, str(f.op)) for f in validate(schedule)] == [("foreign", half)]
 
 
-@patient
 @given(any_schedule, st.data())
 def test_backwards_before_what_feeds_them(schedule: Schedule, data: st.DataObject) -> None:
     """W before I, or I or B before F."""
@@ -92,7 +90,6 @@ def test_each_circle_is_told_once_and_those_who_merely_wait_are_not() -> None:
     assert [finding.rule for finding in validate(Schedule.from_csv(table))] == ["deadlock"]
 
 
-@patient
 @given(any_schedule, st.sampled_from([0.0, 0.5, 1.0, -0.5, -1.0]), st.sampled_from([0.0, 0.25, 2.0]))
 def test_memory_is_measured_as_the_simulator_does(schedule: Schedule, freed: float, working: float) -> None:
     """At the peak nothing is wrong; below it, every rank that needs more is named, with the op that takes it over."""
@@ -159,6 +156,7 @@ def test_ops_that_stand_there_often_take_no_endless_time() -> None:
     assert {finding.rule for finding in validate(Schedule("x", Placement.loop(2), 1, rows))} == {"doubled", "missing"}
 
 
+@pytest.mark.long
 def test_memory_is_counted_in_time_that_grows_with_the_table() -> None:
     schedule = generate("GPipe", 1, 40_000)
     assert validate(schedule, 40_000) == []
