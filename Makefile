@@ -60,6 +60,10 @@ test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Pytho
 
 long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against plain autograd, TorchTitan with everything turned on, ...
 	$(PYTEST) -m long
+	$(PYTEST) --hypothesis-profile=thorough $(PROPERTIES:%=tests/test_%.py)
+
+# More examples, and the commands of all pages at their sizes.
+PROPERTIES := actions cli docs jitter layer_costs lean offload planner running_ahead schedules simulation soundness testing transport validation
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -q -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility

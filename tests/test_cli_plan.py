@@ -261,7 +261,8 @@ def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tm
     assert_like_reference(per_rank, 2 * num_ranks, (6,))
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from titan_jobs import assert_trains_alike, require_titan
 
@@ -285,6 +286,7 @@ def test_torchtitan_trains_an_exported_plan(num_ranks: int, request: pytest.Fixt
     assert f"Using zbpipe's pipeline schedule {table} with 4 microbatches" in job.log
 
 
+@pytest.mark.long
 def test_torchtitan_trains_a_model_that_is_cut_as_planned(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from titan_jobs import assert_trains_alike, pipeline, require_titan
 

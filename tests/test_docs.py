@@ -67,7 +67,6 @@ def failures(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.xdist_group("python of the pages")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
     assert not failures[page], failures[page]

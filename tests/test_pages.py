@@ -17,8 +17,6 @@ from zbpipe.views import style
 from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 PHONE, DESKTOP = (390, 844), (1280, 800)
 MIDDLE = """
 const [rank, n] = arguments, {start, end} = picture.timeline.ranks[rank].ops;
@@ -73,7 +71,15 @@ def settled(browser: Browser) -> list[float]:
     return [begin, end]
 
 
-@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone-dark", "desktop-light"])
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [
+        pytest.param(PHONE, True, id="phone, dark"),
+        pytest.param(DESKTOP, False, id="desktop, light"),
+        pytest.param(PHONE, False, id="phone, light", marks=pytest.mark.long),
+        pytest.param(DESKTOP, True, id="desktop, dark", marks=pytest.mark.long),
+    ],
+)
 def test_a_page_draws_each_op_in_its_colour(
     browser: Browser, tmp_path: Path, shown: Timeline, size: tuple[int, int], dark: bool
 ) -> None:

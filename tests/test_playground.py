@@ -25,8 +25,6 @@ from zbpipe.views.playground import answers, page
 from zbpipe.views.playground.answers import Setting, answer_plan, answer_simulation, presets
 from zbpipe.views.playground.server import ADDRESS, server
 
-of_the_export = pytest.mark.xdist_group("exported playground")
-
 SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
 
 
@@ -172,7 +170,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@of_the_export
 def test_an_exported_page_holds_the_answers_to_all_its_sliders(exported: Path) -> None:
     data = page_data(exported.read_text())
     assert len(data["answers"]) == 2 * 2
@@ -190,7 +187,6 @@ def shown(browser: Browser) -> list[str]:
     return list(browser.run("return pictures.map(({figures}) => figures.textContent)"))
 
 
-@of_the_export
 def test_the_page_in_a_browser(address: str, exported: Path) -> None:
     with running_browser() as browser:
         for where in (address + "/", exported):
