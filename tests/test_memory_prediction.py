@@ -69,11 +69,9 @@ def test_what_waits_is_counted_layer_by_layer() -> None:
     assert stage.needs(0, OpKind.I) == 4 + 6
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "checkpointing",
-    [pytest.param("none", marks=pytest.mark.long), "selective", pytest.param("full", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_what_ranks_are_said_to_hold_is_what_they_hold(
     checkpointing: Checkpointing,
 ) -> None:
