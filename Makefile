@@ -31,7 +31,7 @@ WORKERS := 3
 SPREAD := -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)
 
-quick: $(VENV)/dev  ## what tells most in a minute and a half, without TorchTitan
+quick: $(VENV)/dev  ## what tells most in half a minute, without TorchTitan
 	$(PYTEST) $(QUICK:%=tests/test_%.py) $(OF_SCHEDULES:%=tests/test_schedules.py::test_%)
 
 # The other tests need no torch, or TorchTitan.
