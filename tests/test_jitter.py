@@ -119,10 +119,10 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Jitter(ops=-0.1), "jitter's ops = -0.1 has to be 0 or more"),
+        (lambda: Jitter(ops=-0.1), "jitter cannot have ops = -0.1: give a number from 0"),
         (lambda: Jitter(burst=1.5), "burst = 1.5 is a chance: give at most 1"),
         (lambda: Jitter(burst_factor=0), "a jitter's factor of 0"),
-        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan has to be 0 or more"),
+        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan: give a number from 0"),
         (lambda: Jitter(ops=0.1, factors=(1.0,)), "exclude each other"),
         (lambda: Jitter.parse("ops=0.1,lag=2"), "'lag=2' is not understood; it takes ops=X, links=X, delay=X"),
         (lambda: Jitter.parse("slow-rank=1"), "'slow-rank=1' is not understood"),
@@ -145,7 +145,7 @@ def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
 
 
 def test_what_is_something_else() -> None:
-    with pytest.raises(TypeError, match="jitter's ops = 'much' is no number"):
+    with pytest.raises(TypeError, match="jitter cannot have ops = 'much': give a number from 0"):
         Jitter(ops="much")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]

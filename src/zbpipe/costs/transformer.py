@@ -22,6 +22,7 @@ From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled 
 """
 
 
+_SEQ_LEN = 8192
 _COMM = 0.01
 """Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.default_costs`."""
 
@@ -38,11 +39,7 @@ class Checkpointing(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
-        """The one of that name.
-
-        Raises:
-            ValueError: there is none; the message has the names.
-        """
+        """The one of that name; a ValueError with the names if there is none."""
         try:
             return cls(text)
         except ValueError:
@@ -135,21 +132,19 @@ class Block:
                 return 3 * hidden + self.dim * (2 if checkpointing is Checkpointing.FULL else 1)
             case OpKind.I:
                 return saved + 3 * hidden + self.dim - max(kept, self.kept_by_i(tp))
-            case OpKind.W:
-                return 0.0
             case OpKind.B:
                 return saved + 2 * hidden + self.dim - kept
             case _:
                 return 0.0
 
-    def recomputed(self, checkpointing: Checkpointing | str, seq_len: int = 8192) -> float:
+    def recomputed(self, checkpointing: Checkpointing | str) -> float:
         """The share of F's floating-point operations that I repeats. The attention is causal, and costs half.
 
         >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
         >>> [block.recomputed(each) for each in Checkpointing]
         [0.0, 0.3, 1.0]
         """
-        attention = seq_len * self.queries
+        attention = _SEQ_LEN * self.queries
         products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
         match Checkpointing.parse(checkpointing):
             case Checkpointing.NONE:

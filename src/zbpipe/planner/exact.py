@@ -31,15 +31,8 @@ class Proof:
     """Seconds below which no schedule can be."""
 
 
-def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict[str, float]]:
-    """Improve the order and the bounds, for every placement on which something better may exist.
-
-    Args:
-        found: by name of the placement the best known order, which the solver starts from.
-        effort: for each placement, in CP-SAT's deterministic seconds.
-
-    Returns:
-        The best order, and the bounds by name of the placement.
+def prove(found: Mapping[str, Found]) -> tuple[Found, dict[str, float]]:
+    """The best order and the bounds by name of the placement, improved from the best known order on each of them.
 
     Raises:
         ValueError: OR-Tools is not installed.
@@ -50,7 +43,7 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
         problem = each.problem
         if bounds[name] >= best.length * (1 - ROUNDING):
             continue
-        proof = solve(problem, each.order, effort)
+        proof = solve(problem, each.order)
         bounds[name] = max(bounds[name], proof.lower_bound)
         if proof.order is not None and problem.fits(problem.schedule("", proof.order)):
             length = problem.length(proof.order)
@@ -60,11 +53,7 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
 
 
 def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof:
-    """Search for the shortest makespan or period until it is proven, or for `effort` deterministic seconds.
-
-    Raises:
-        ValueError: OR-Tools is not installed.
-    """
+    """Search for the shortest makespan or period until it is proven, or for `effort` deterministic seconds."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:

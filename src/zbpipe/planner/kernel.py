@@ -281,11 +281,12 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     lists = link(job, start)
     order, gone = lists.order, lists.gone
     end, backup, tail = [0.0] * total, [0.0] * total, [0.0] * total
+    lag = [job.lag[op // job.microbatches] for op in range(total)]
     path = [0 for _ in range(0)]
     replay(job, lists, end, backup, tail, 0, total - 1, total - 1, NEVER)
     look_ahead(job, lists, tail, 0, total - 1)
     length = measure(job, lists.last, end)
-    critical_ops(job, lists, end, path)
+    critical_ops(job, lists, end, lag, path)
     best, best_order, best_gone = length, list(order), list(gone)
     done = 0
     while done < work and best > target:
@@ -299,7 +300,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         done += until - move.left
         if good and measure(job, lists.last, end) <= allowed:
             length = measure(job, lists.last, end)
-            critical_ops(job, lists, end, path)
+            critical_ops(job, lists, end, lag, path)
             done += len(path) + look_ahead(job, lists, tail, move.early, move.right)
             if length < best * (1 - 1e-9):
                 best = length
@@ -677,12 +678,7 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
     Known as forward-backward improvement in project scheduling with limited resources: ops that move to the end open
-    gaps at the start that others can fill, and the other way round.
-
-    Args:
-        job: what is scheduled.
-        mirrored: the same in reversed time.
-        order: a sound order within the limits.
+    gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
 
     Returns:
         A length that is no greater, and the ops in the order of their starts.
@@ -702,15 +698,7 @@ def mirror(order: Ints, microbatches: int) -> list[int]:
 
 
 def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
-    """Run each op in turn as soon as possible, also before ops of its rank that are placed already.
-
-    Args:
-        job: what is scheduled.
-        order: a sound order within the limits.
-
-    Returns:
-        A length that is no greater, and the ops in the order of their starts.
-    """
+    """Run each op in turn as soon as possible, also before ops of its rank that are placed already; as `justify`."""
     total, microbatches = len(order), job.microbatches
     ops, gone, seconds, takes, needs = unfold(job, order)
     begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
@@ -840,8 +828,8 @@ def measure(job: Job, last: Ints, end: Floats) -> float:
     return longest
 
 
-def critical_ops(job: Job, lists: Lists, end: Floats, path: list[int]) -> None:
-    """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
+def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: list[int]) -> None:
+    """Fill `path` with ops that each wait for the next in it, from the one that ends last on; `lag` is by op."""
     before, last = lists.before, lists.last
     microbatches = job.microbatches
     worst, longest = 0, -1.0
@@ -856,7 +844,7 @@ def critical_ops(job: Job, lists: Lists, end: Floats, path: list[int]) -> None:
         feeder = job.feeder[node]
         source = op + (feeder - node) * microbatches if feeder >= 0 else -1
         previous = before[op]
-        if previous < 0 or (source >= 0 and end[source] + job.lag[node] > end[previous]):
+        if previous < 0 or (source >= 0 and end[source] + lag[op] > end[previous]):
             previous = source
         op = previous
 

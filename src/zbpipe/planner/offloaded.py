@@ -9,7 +9,6 @@ from zbpipe.costs.baseline import CostsOf
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.schedule import registry
-from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.offloading import LimitTooSmallError, Offload, offload, require_host
 from zbpipe.simulator.simulation import simulate
@@ -30,9 +29,6 @@ def plan_offloaded(
         what: may be copied.
         search: for a plan that offloads nothing.
         costs_of: any placement's stages; None where the search cuts them.
-
-    Raises:
-        ValueError: nothing fits, with the least that would do; or the costs do not tell the way to the host.
     """
     if request.limits is None:
         return _with_copies(search(request), request, what)
@@ -72,20 +68,13 @@ def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
         costs = costs_of(placement)
         bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
         for algorithm in registry.schedules().values():
-            schedule = _generate(algorithm, placement, request.microbatches, costs_of)
+            try:
+                schedule = algorithm.make_on(placement, request.microbatches, costs)
+            except Exception:  # a broken function of an installed package is no reason to end the search
+                continue
             if schedule is not None:
                 timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)
                 yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
-
-
-def _generate(
-    algorithm: registry.Algorithm, placement: Placement, microbatches: int, costs_of: CostsOf
-) -> Schedule | None:
-    """The named schedule on this placement, None if there is none."""
-    try:
-        return algorithm.make_on(placement, microbatches, costs_of(placement))
-    except Exception:  # a broken function of an installed package is no reason to end the search
-        return None
 
 
 def _with_copies(plan: Plan, request: Request, what: Offload) -> Plan:

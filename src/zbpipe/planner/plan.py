@@ -189,10 +189,10 @@ def _costs_of(costs: Any) -> CostsOf:
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 
-    def called(placement: Placement) -> CostModel:
+    def call(placement: Placement) -> CostModel:
         try:
             return as_cost_model(costs(placement), placement)
         except TypeError as error:
             raise TypeError(f"the function given as costs, called with a placement: {error}") from error
 
-    return called
+    return call

@@ -49,7 +49,7 @@ class Problem:
         """By stage, whether a full backward can help: it needs less memory than I and then W, and memory is limited."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
-            len(self.costs.least_backward(stage)) == 1 and self.limits[rank] < most[rank]
+            self.costs.saves_by_b(stage) and self.limits[rank] < most[rank]
             for stage, rank in enumerate(self.placement.rank_of)
         )
 
@@ -61,10 +61,11 @@ class Problem:
         """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
-        _, exponent = frexp(max(*costs.f, *costs.i, *costs.w))
+        seconds = [costs.seconds(stage, kind) for stage in stages for kind in KINDS]
+        _, exponent = frexp(max(seconds))
 
-        def exact(seconds: float) -> float:
-            return ldexp(round(ldexp(seconds, 30 - exponent)), exponent - 30)
+        def exact(time: float) -> float:
+            return ldexp(round(ldexp(time, 30 - exponent)), exponent - 30)
 
         def transfer(sender: int, receiver: int) -> float:
             return exact(costs.transfer(rank_of[sender], rank_of[receiver]))
@@ -86,7 +87,7 @@ class Problem:
                 (transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage), 0.0)
                 for stage in stages
             ),
-            seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
+            seconds=[exact(time) for time in seconds],
             takes=[costs.adds(stage, kind) for stage in stages for kind in KINDS],
             needs=[costs.needs(stage, kind) for stage in stages for kind in KINDS],
             full=_flat(
@@ -133,11 +134,7 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W.
-
-        Raises:
-            ValueError: the schedule is not valid.
-        """
+        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W."""
         num_stages = self.placement.num_stages
         rows = [list(self._as_run(ops)) for ops in schedule]
         loop = EventLoop(rows, lambda op: inputs(op, num_stages))
@@ -188,7 +185,7 @@ class Problem:
         for stage, rank in enumerate(self.placement.rank_of):
             now += transfer(stage - 1, stage) if stage else 0.0
             first.setdefault(rank, now)
-            now += exact(self.costs.f[stage])
+            now += exact(self.costs.seconds(stage, OpKind.F))
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:

@@ -56,20 +56,7 @@ _SEED, ANNEALING_SEED = 1, 2
 def plan_robust(
     request: Request, jitter: Jitter, quantile: float, most_loss: float, costs_of: CostsOf, progress: Progress
 ) -> Plan:
-    """The schedule within the limits whose step times have the least `quantile`.
-
-    Args:
-        request: with placements that all have costs.
-        jitter: what varies.
-        quantile: between 0 and 1.
-        most_loss: by how much of the shortest step known its step may be longer where nothing varies; from 0 on.
-        costs_of: the costs of a placement's stages.
-        progress: called with the share of the work that is done, and the shortest time so far.
-
-    Raises:
-        ValueError: a quantile outside of 0 to 1, a loss below 0, an objective or a transport that jitter is not
-            simulated for, or a limit too small for even one microbatch.
-    """
+    """The schedule within the limits whose step times have the least `quantile`; see `zbpipe.plan`."""
     if not 0 < quantile < 1:
         raise ValueError(f"quantile = {quantile!r} has to be between 0 and 1, for example 0.95")
     if not most_loss >= 0:
@@ -200,16 +187,10 @@ def _row(usual: float, sampled: Seconds | float) -> list[float]:
 def with_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
     """The costs with all that is known to be slow, and links slowed by `slack` times their expected delay.
 
-        >>> placement = Placement.loop(2)
-        >>> slower = with_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)
-        >>> slower.transfer(0, 1)
-        0.5
-
-    Args:
-        placement: of the stages.
-        costs: of the stages.
-        jitter: what varies.
-        slack: from 0 on.
+    >>> placement = Placement.loop(2)
+    >>> slower = with_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)
+    >>> slower.transfer(0, 1)
+    0.5
     """
     ranks = range(placement.num_ranks)
     factor = [jitter.slow_ranks.get(rank, 1.0) for rank in placement.rank_of]

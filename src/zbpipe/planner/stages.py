@@ -27,15 +27,9 @@ _MOST_CANDIDATES = 64
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages.
+    """The best schedule found for these stages; all placements of the request have costs.
 
-    Args:
-        request: with placements that all have costs.
-        costs_of: the costs of a placement's stages.
-        progress: called with the share of the budget that is used, and the shortest time so far.
-
-    Raises:
-        ValueError: stages that are too many, or a limit too small for even one microbatch.
+    ValueError for stages that are too many, or a limit too small for even one microbatch.
     """
     problems = [
         problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
@@ -64,11 +58,7 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
 
 
 def problem_of(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
-    """The search's problem on one placement.
-
-    Raises:
-        ValueError: stages that are too many, or a limit too small for even one microbatch.
-    """
+    """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
@@ -103,7 +93,7 @@ def _shortest(candidates: Sequence[Found], transport: Transport, objective: Obje
 
 
 def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-    """Every named schedule that has one of the placements, made lean to keep to the limits: its order, and its name."""
+    """Make every named schedule on its placement, lean to keep to the limits: its problem, its order, and its name."""
     for problem in problems:
         for algorithm in registry.schedules().values():
             # Searched with less effort than this search makes, which takes as long: the lean schedules begin with the

@@ -101,12 +101,7 @@ class EventLoop(Generic[T]):
 
 @dataclass
 class Clock(Generic[T]):
-    """When items run. Times are numbers, or whatever else can be added and compared.
-
-    >>> clock = Clock([0, 0], lambda rank, item: 2, lambda giver, taker: 0.5)
-    >>> [(item, end) for _, item, _, end in clock.run([(0, "a", []), (1, "b", ["a"]), (0, "c", ["b"])])]
-    [('a', 2), ('b', 4.5), ('c', 7.0)]
-    """
+    """When items run. Times are numbers, or whatever else can be added and compared."""
 
     free: list[Any]
     """By rank from when on it is free."""
@@ -124,12 +119,7 @@ class Clock(Generic[T]):
     def run(
         self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
     ) -> Iterator[tuple[int, T, Any, Any]]:
-        """Rank, item, start and end of all turns.
-
-        Args:
-            turns: of an `EventLoop`.
-            gate: by rank a number of items, and the earliest time at which all later items start.
-        """
+        """Rank, item, start and end of all turns; `gate`: how many items of each rank may start before which time."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
         beside = self.beside
         lanes: dict[Hashable, Any] = {}

@@ -32,19 +32,11 @@ MOST_WORK = 2**18
 
 
 def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
-    """Refuse what would take gigabytes or hours, before anything is made of that size.
+    """Raise ValueError for what would take gigabytes or hours, before anything is made of that size.
 
-        >>> require_size("a plan", num_stages=4096)
-        Traceback (most recent call last):
-        ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
-
-    Args:
-        what: for the message.
-        num_stages: on all ranks together.
-        num_microbatches: from 1 on.
-
-    Raises:
-        ValueError: more than 1024 stages, or microbatches times stages beyond 2**18.
+    >>> require_size("a plan", num_stages=4096)
+    Traceback (most recent call last):
+    ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
     """
     if num_stages > MOST_STAGES:
         raise ValueError(f"{what} has {num_stages} stages, but at most {MOST_STAGES} are possible: use fewer")
@@ -56,14 +48,11 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
 
 
 def require_whole(least: int | None = None, /, **numbers: object) -> tuple[int, ...]:
-    """The numbers as Python's own, such as 4 for numpy.int64(4).
+    """The numbers as Python's own, such as 4 for numpy.int64(4); ValueError for others, or less than `least`.
 
-        >>> require_whole(1, ranks=2.5)
-        Traceback (most recent call last):
-        ValueError: ranks has to be a whole number from 1 on, got 2.5
-
-    Raises:
-        ValueError: the first of them that is no whole number, or is below `least`, by its name.
+    >>> require_whole(1, ranks=2.5)
+    Traceback (most recent call last):
+    ValueError: ranks has to be a whole number from 1 on, got 2.5
     """
     found = []
     for name, number in numbers.items():
@@ -161,10 +150,6 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
         [['1F0'], ['2I0', '2B0']]
-
-    Args:
-        op: of any stage and microbatch.
-        num_stages: of the whole pipeline.
     """
     stage, kind, microbatch = op
     if kind is F:
@@ -182,12 +167,8 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
 def users(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The ops that `op` feeds, `inputs` the other way round. Of an I and a B a schedule has one.
 
-        >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
-        ['1W0', '0I0', '0B0', '1OI0']
-
-    Args:
-        op: of any stage and microbatch.
-        num_stages: of the whole pipeline.
+    >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
+    ['1W0', '0I0', '0B0', '1OI0']
     """
     stage, kind, microbatch = op
     found: list[Op] = []
@@ -336,7 +317,7 @@ class Schedule:
             raise TypeError(
                 f"schedule {self.name}: num_microbatches has to be a whole number, got {self.num_microbatches!r}"
             )
-        object.__setattr__(self, "ops", _frozen(self.ops, self.name))
+        object.__setattr__(self, "ops", _freeze(self.ops, self.name))
 
     @property
     def num_ranks(self) -> int:
@@ -436,19 +417,11 @@ class Schedule:
 
     @classmethod
     def from_actions(cls, rows: Sequence[Sequence[tuple[int, str, int]]], name: str) -> Schedule:
-        """The ops among the actions (stage, kind, microbatch) of each rank.
-
-            >>> print(Schedule.from_actions([[(0, "F", 0), (0, "SEND_F", 0), (0, "B", 0)]], "mine"))
-            rank 0: 0F0 0B0
-
-        Raises:
-            ValueError: as `from_csv`.
-        """
+        """The ops among the actions (stage, kind, microbatch) of each rank; refused as in `from_csv`."""
         if not rows:
             raise ValueError(f"schedule {name}: the table is empty")
-        kinds = KINDS
         return cls.from_rows(
-            [[Op(stage, kinds[kind], number) for stage, kind, number in row if kind in kinds] for row in rows], name
+            [[Op(stage, KINDS[kind], number) for stage, kind, number in row if kind in KINDS] for row in rows], name
         )
 
     @classmethod
@@ -462,7 +435,7 @@ class Schedule:
             TypeError: something else than ops in the lists.
             ValueError: as `from_csv`, or a number below zero.
         """
-        rows = _frozen(rows, name)
+        rows = _freeze(rows, name)
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
@@ -496,19 +469,15 @@ class Schedule:
         return cls(name, placement, num_microbatches, rows)
 
 
-def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ...]:
-    """The rows as tuples of ops.
-
-    Raises:
-        TypeError: there is something else in them; an op whose kind is text would compare as equal and run as another.
-    """
+def _freeze(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ...]:
+    """The rows as tuples of ops, nothing else: an op whose kind is text would compare as equal and run as another."""
     try:
         frozen = tuple(map(tuple, rows))
     except TypeError:
         raise TypeError(f"schedule {name}: ops has to be one list of ops a rank, got {reprlib.repr(rows)}") from None
     for rank, row in enumerate(frozen):
         for position, op in enumerate(row):
-            if fault := _fault(op):
+            if fault := _find_fault(op):
                 raise TypeError(
                     f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, {fault}: make one with"
                     " zbpipe.Op.parse('3F0')"
@@ -516,7 +485,7 @@ def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
     return frozen
 
 
-def _fault(op: object) -> str | None:
+def _find_fault(op: object) -> str | None:
     if type(op) is not Op:
         return "which is no zbpipe.Op"
     if type(op.kind) is not OpKind:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, log1p, sqrt
+from math import log1p, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.costs.model import CostModel, Placeable, as_cost_model, set_fields
+from zbpipe.costs.model import CostModel, Placeable, amount, as_cost_model, set_fields
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
@@ -68,8 +68,8 @@ class Jitter:
             self,
             slow_ranks=FrozenDict(_numbers("slow_ranks", self.slow_ranks)),
             slow_links=FrozenDict({_link(*ranks): seconds for ranks, seconds in links.items()}),
-            factors=tuple(_number("factors", factor) for factor in self.factors),
-            **{name: _number(name, getattr(self, name)) for name in _WORDS.values()},
+            factors=tuple(amount("jitter", "factors", factor) for factor in self.factors),
+            **{name: amount("jitter", name, getattr(self, name)) for name in _WORDS.values()},
         )
         if self.burst > 1:
             raise ValueError(f"jitter's burst = {self.burst:g} is a chance: give at most 1")
@@ -147,16 +147,8 @@ class Jitter:
 _WORDS = {name.replace("_", "-"): name for name in ("ops", "links", "delay", "burst", "burst_factor", "burst_delay")}
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise TypeError(f"jitter's {name} = {value!r} is no number")
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"jitter's {name} = {value:g} has to be 0 or more")
-    return float(value)
-
-
 def _numbers(name: str, values: Mapping[Any, Any]) -> dict[Any, float]:
-    return {key: _number(f"{name}[{key}]", value) for key, value in values.items()}
+    return {key: amount("jitter", f"{name}[{key}]", value) for key, value in values.items()}
 
 
 def _link(one: int, other: int) -> tuple[int, int]:

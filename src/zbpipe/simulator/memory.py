@@ -56,13 +56,7 @@ class Held:
 
 
 def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]:
-    """By rank, of what its `peak_bytes` consist.
-
-    >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), freed_by_i=0.5, message_bytes=1e8)
-    >>> held = peak_parts(zbpipe.simulate(zbpipe.generate("ZBH1", 2, 4), costs))[0]
-    >>> held.activations, held.waiting, held.messages
-    (6000000000.0, 0.0, 300000000.0)
-    """
+    """By rank, of what its `peak_bytes` consist."""
     if rows is None:
         rows = rows_of(timeline)
     messages, costs = messages_held(rows), timeline.costs

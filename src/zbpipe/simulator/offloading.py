@@ -24,11 +24,7 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(StrEnum):
-    """What may go to the host.
-
-    >>> Offload.parse(True)
-    <Offload.ALL: 'all'>
-    """
+    """What may go to the host."""
 
     PAIRS = "pairs"
     """Deferred gradients: x and dY of each linear layer, from I to W."""
@@ -57,11 +53,7 @@ class Offload(StrEnum):
 
 
 class LimitTooSmallError(ValueError):
-    """No copies that cost no time keep to the limit. `least` is what the rank that exceeds it the most holds then.
-
-    >>> LimitTooSmallError("rank 0 may hold 1", least=2).least
-    2
-    """
+    """No copies that cost no time keep to the limit. `least` is what the rank that exceeds it the most holds then."""
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)

@@ -37,13 +37,12 @@ def add_messages(schedule: Schedule) -> Rows:
     The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
     receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
 
+    Copies to the host and back have no place in torch's lists, and are left out.
+
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
         0F0 0SEND_F0 0RECV_B0 0B0
         1RECV_F0 1F0 1B0 1SEND_B0
-
-    Args:
-        schedule: a valid one; copies to the host and back have no place in torch's lists, and are left out.
     """
     schedule = schedule.computations
     rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
@@ -96,15 +95,12 @@ def default_costs(placement: Placement) -> CostModel:
 
     This little time puts messages that would start at the same time into the order in which they are needed. Without
     it V-Half loses 13 % in one queue where messages do take time.
-
-        >>> default_costs(Placement.loop(2)).transfer(0, 1)
-        0.01
     """
     return CostModel.uniform(placement, comm=0.01)
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
+    """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
 
     torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
     rank, and with all messages of a rank in one queue it can hang.
@@ -127,25 +123,22 @@ def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
-    """Each receive moved to where its rank is when the message starts.
+    """Move each receive to where its rank is when the message starts.
 
     All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
     messages follow this order of the ops that make them, and a receive comes before all ops that are later in it than
     the one that makes its message; or behind one of them, but before that one's own send and before the op that needs
     it. So nothing can wait in a circle, whatever the times are in truth.
 
-    Args:
-        rows: with early receives.
-        timeline: of the same schedule.
-        share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
-            behind it.
+    If more than `share` of the computation that runs when the message starts is over by then, the receive goes behind
+    it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
     """By receive when the computation runs whose result it gets."""
 
-    def moved(row: tuple[Action, ...]) -> Iterator[Action]:
+    def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
         made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
@@ -173,7 +166,7 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
                     yield waiting.popleft()[1]
             yield each
 
-    return tuple(tuple(moved(row)) for row in rows)
+    return tuple(tuple(move_receives(row)) for row in rows)
 
 
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
@@ -183,11 +176,6 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
     If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
     without waits see `add_waits`.
-
-        >>> from zbpipe.simulator.actions import parse
-        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
-        >>> print(*free_sends_early(rows, Placement.loop(2))[0])
-        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
@@ -227,9 +215,6 @@ def add_waits(rows: Rows) -> Rows:
         >>> from zbpipe.simulator.actions import parse
         >>> print(*add_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
         0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
-
-    Args:
-        rows: with messages.
     """
     return tuple((*row, *_missing_waits(row)) for row in rows)
 
@@ -241,11 +226,7 @@ def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
 
 
 def wait_of(send: Action) -> Action:
-    """The wait for a send.
-
-    >>> print(wait_of(Action(0, "SEND_F", 3)))
-    0WAIT_SEND_F3
-    """
+    """The wait for a send."""
     return Action(send.stage, WAIT_OF[send.kind], send.microbatch)
 
 
@@ -283,12 +264,7 @@ def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
 
 
 def sort_by_end(timeline: Timeline) -> Iterator[Op]:
-    """All ops of one step by when they end, and in a tie none before one whose result it takes.
-
-    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
-    >>> print(*sort_by_end(timeline))
-    0F0 1F0 1B0 0B0
-    """
+    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
     schedule, spans = timeline.schedule.computations, timeline.spans
     if all(span.start < span.end for row in spans for span in row):
         # Then all ends before whatever takes its result, and the order of the ends is the order.

@@ -123,12 +123,7 @@ def _frozen(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference.
-
-    >>> schedule = zbpipe.generate("ZBV", 4, 8)
-    >>> print(best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE))
-    timed
-    """
+    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference."""
     best = None if transport is Transport.IDEAL else _shortest(schedule, costs, transport)
     return _PREFERRED[0] if best is None or best.receives is None else best.receives
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
@@ -19,11 +19,7 @@ from zbpipe.simulator.lower_bound import lower_bound
 
 
 class Span(NamedTuple):
-    """One op on a rank, from `start` to `end` in seconds.
-
-    >>> Span(Op.parse("3F0"), start=1.0, end=2.0).step
-    0
-    """
+    """One op on a rank, from `start` to `end` in seconds."""
 
     op: Op
     start: float
@@ -33,11 +29,7 @@ class Span(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when.
-
-    >>> zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1)).idle[1]
-    Idle(warmup=1.0, steady=0.0, cooldown=2.0)
-    """
+    """Seconds in which a rank has nothing to do, by when."""
 
     warmup: float
     """Before its first backward."""
@@ -163,10 +155,7 @@ class Timeline:
         The unit is a rank's share of one microbatch: what all its stages keep of one.
         """
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
-        shares = (
-            sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
-            for rank in range(len(self.spans))
-        )
+        shares = rank_shares(self.schedule.placement, self.costs)
         return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
 
     @cached_property
