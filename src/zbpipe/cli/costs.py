@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import parse_with
+from zbpipe.cli.base import options, parse_with
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
 from zbpipe.costs.model import MOST, is_amount
 
@@ -176,7 +176,7 @@ def _bandwidth(context: click.Context, option: click.Parameter, value: float | N
 
 def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     """The options, which the command gets as one argument `costs`; the default of `--costs` is `times`."""
-    options = (
+    add_options = options(
         click.option(
             "--costs",
             metavar="F,I,W",
@@ -236,10 +236,7 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
                 chosen = typical(costs, comm, checkpointing, host_bandwidth)
             return command(costs=chosen, **others)
 
-        wrapped: Any = with_costs
-        for option in reversed(options):
-            wrapped = option(wrapped)
-        return wrapped  # type: ignore[no-any-return]
+        return add_options(with_costs)  # type: ignore[return-value]
 
     return add
 

@@ -94,12 +94,7 @@ def show(
     timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
     written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
     if not written:
-        from rich.console import Console
-
-        from zbpipe.views.grid import grid
-
-        console = Console(highlight=False)
-        console.print(grid(timeline, console.width, console.height))
+        timeline.show()
     click.echo(summary(timeline))
     click.echo(f"drawn with {costs.words}")
     for file in written:

@@ -63,21 +63,16 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
-    lines more, for its copies out to the host and in again. Large timelines are condensed
-    to one line per rank, as high in each column as the rank is busy then.
+    lines more, for its copies out to the host and in again. Large timelines are condensed to one line per rank, as high
+    in each column as the rank is busy then.
 
-        >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
-        >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
-        rank 0 F0F1····B0  ··B1
-
-    Args:
-        timeline: what to show.
-        width: columns of the terminal.
-        height: its lines.
+    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
+    >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
+    rank 0 F0F1····B0  ··B1
     """
     label = len(f"rank {timeline.schedule.num_ranks - 1} ")
     columns = max(width - label - len(number(timeline.makespan)), 20)
-    scale = _fitting(timeline, columns, height)
+    scale = _fit(timeline, columns, height)
     if _lines(timeline, scale) > _MOST_SCREENS * height:
         lines = _overview(timeline, columns, width, label)
     else:
@@ -91,12 +86,15 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
     rows = [
         (name, _cells(spans, scale, colours))
         for rank, computed in enumerate(timeline.spans)
-        for name, spans in ((f"rank {rank} ", computed), *_lanes(timeline, rank, label))
+        for name, spans in (
+            (f"rank {rank} ".ljust(label), computed),
+            *((f"{name} ".rjust(label), spans) for name, spans in lanes(timeline, rank)),
+        )
     ]
     for begin in range(0, scale.columns, scale.band):
         end = min(begin + scale.band, scale.columns)
         for name, row in rows:
-            yield Text(name.ljust(label)).append_text(_line(row[begin:end]))
+            yield Text(name).append_text(_line(row[begin:end]))
         yield Text(" " * label + _axis(timeline, scale, begin, end), "dim")
 
 
@@ -127,7 +125,7 @@ def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
 
 
 def _level(shares: dict[OpKind, float]) -> _Cell:
-    """Of a column in which each kind runs for such a share of the time."""
+    """The cell of a column in which each kind runs for such a share of the time."""
     busy = sum(shares.values())
     level = min(round(busy * len(_LEVELS)), len(_LEVELS))
     if not level:
@@ -136,11 +134,7 @@ def _level(shares: dict[OpKind, float]) -> _Cell:
     return _LEVELS[level - 1], paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
 
 
-def _lanes(timeline: Timeline, rank: int, label: int) -> Iterator[tuple[str, tuple[Span, ...]]]:
-    return ((f"{name} ".rjust(label), spans) for name, spans in lanes(timeline, rank))
-
-
-def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
+def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
     """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
     shortest = shortest_to_show(timeline)

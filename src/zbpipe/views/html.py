@@ -12,6 +12,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import (
@@ -42,9 +43,6 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
     It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
     two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and tell of each box. Tables say
     the same. `drawn_with` says in words which costs these are.
-
-        >>> "4 ranks, 8 microbatches" in html(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
-        True
     """
     sizes = size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
@@ -80,11 +78,7 @@ def _variables() -> str:
 
 
 def pack(data: Any) -> str:
-    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back.
-
-    >>> pack([1])
-    'eNqLNowFAAHTAOo='
-    """
+    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(zlib.compress(text, 9)).decode()
 
@@ -118,9 +112,9 @@ def _tick(timeline: Timeline) -> float:
 
 def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
     costs, placement = timeline.costs, timeline.schedule.placement
-    found = []
+    shares, found = rank_shares(placement, costs), []
     for stage, rank in enumerate(placement.rank_of):
-        share = sum(costs.activations[each] for each in placement.stages_on(rank)) or 1.0
+        share = shares[rank] or 1.0
         taken = costs.needs(stage, kind)
         found.append((taken / share, (taken - costs.adds(stage, kind)) / share))
     return found

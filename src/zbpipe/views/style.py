@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
 from zbpipe.simulator.timeline import Span, Timeline
 
@@ -97,11 +98,7 @@ def paint(kind: OpKind, nth: int, of: int) -> Paint:
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3.
-
-    >>> round(contrast("#000000", "#ffffff"))
-    21
-    """
+    """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3."""
     darker, lighter = sorted((_luminance(one), _luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -130,11 +127,7 @@ def nth_stage(placement: Placement) -> tuple[int, ...]:
 
 
 def most_stages(placement: Placement) -> int:
-    """How many stages the rank with the most has.
-
-    >>> most_stages(Placement.v(2))
-    2
-    """
+    """How many stages the rank with the most has."""
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -154,11 +147,7 @@ def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], 
 
 
 def number(value: float) -> str:
-    """With at most six digits.
-
-    >>> number(25.5), number(4.0)
-    ('25.5', '4')
-    """
+    """With at most six digits: `25.5`, `4`."""
     return f"{value:.6g}"
 
 
@@ -168,20 +157,12 @@ def memory(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """In percent; a share that rounding took below zero counts as zero.
-
-    >>> percent(0.0588)
-    '5.9%'
-    """
+    """In percent, `5.9%`; a share that rounding took below zero counts as zero."""
     return f"{max(share, 0.0):.1%}"
 
 
 def count_noun(count: int, thing: str) -> str:
-    """A count with its noun.
-
-    >>> count_noun(1, "rank"), count_noun(8, "microbatch")
-    ('1 rank', '8 microbatches')
-    """
+    """A count with its noun: `1 rank`, `8 microbatches`."""
     plural = "es" if thing.endswith("ch") else "s"
     return f"{count} {thing}{'' if count == 1 else plural}"
 
@@ -205,18 +186,13 @@ def outcome(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: the schedule, its size, and its outcome.
-
-    >>> print(summary(zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1))))
-    1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)
-    """
+    """One line: `1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)`."""
     return f"{timeline.schedule.name}, {size(timeline)}: {outcome(timeline)}"
 
 
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """(from when on, how much) activations `rank` holds, in its share of one microbatch; one entry per moment."""
-    stages = timeline.schedule.placement.stages_on(rank)
-    share = sum(timeline.costs.activations[stage] for stage in stages) or 1.0
+    share = rank_shares(timeline.schedule.placement, timeline.costs)[rank] or 1.0
     # Of several changes at one moment only the outcome is to be seen.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]
 

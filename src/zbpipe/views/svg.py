@@ -67,14 +67,11 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     thousands. Further timelines are below the first one, all on one time scale, so that a shorter step is a shorter
     picture. Where ranks offload, thin boxes below an op's show the copies out to the host, and below these the copies
     in again. The picture is dark where the reader prefers that.
-
-        >>> svg(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).startswith("<svg")
-        True
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
     if not below:
-        return pictures[0].text()
+        return "\n".join([*pictures[0].lines(), ""])
     width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
     tops = accumulate((picture.height for picture in pictures), initial=0.0)
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
@@ -89,9 +86,6 @@ class _Picture:
     width: float
     height: float
     content: list[str]
-
-    def text(self) -> str:
-        return "\n".join([*self.lines(), ""])
 
     def lines(self, y: float = 0.0) -> list[str]:
         """As an element of its own, `y` below the top of what holds it."""
@@ -108,7 +102,8 @@ def _opening(width: float, height: float) -> str:
 
 def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture:
     scale = _Scale(per_second, timeline.makespan or 1.0)
-    headings = _headings(timeline, drawn_with)
+    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
+    headings = outcome(timeline), size(timeline) + (f"; {costs}" if costs else "")
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
     width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in headings))
     width = max(width, legend_width)
@@ -161,11 +156,6 @@ def _theme(theme: Theme) -> Iterator[str]:
     yield f".zbp .ground{{fill:{theme.idle}}} .zbp .stripe{{fill:{theme.stripe}}}"
     yield f".zbp text{{fill:{theme.ink}}} .zbp .faint{{fill:{theme.faint}}}"
     yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
-
-
-def _headings(timeline: Timeline, drawn_with: str) -> tuple[str, str]:
-    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
-    return outcome(timeline), size(timeline) + (f"; {costs}" if costs else "")
 
 
 def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:

@@ -48,8 +48,8 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
         print_table(runs)
         announce_emulated()
         with ConsoleProgress() as progress:
-            progress.started("8 ranks that sleep", ROUNDS * len(SCHEDULES))
-            emulated = emulate(on_step=progress.ran)
+            progress.start("8 ranks that sleep", ROUNDS * len(SCHEDULES))
+            emulated = emulate(on_step=progress.count)
     except DemoError as error:
         raise click.ClickException(str(error)) from None
     print_emulated(emulated)

@@ -44,11 +44,11 @@ class Run:
 class Progress(Protocol):
     """Shows how far the demo is."""
 
-    def started(self, what: str, steps: int) -> None: ...
+    def start(self, what: str, steps: int) -> None: ...
 
-    def stepped(self, step: int, loss: float) -> None: ...
+    def step(self, step: int, loss: float) -> None: ...
 
-    def ended(self, failed: bool) -> None: ...
+    def end(self, failed: bool) -> None: ...
 
 
 def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds: int = ROUNDS) -> list[Run]:
@@ -80,17 +80,17 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds:
 
 
 def _make_seed_checkpoint(folder: Path, progress: Progress) -> Path:
-    progress.started("seed checkpoint", 0)
+    progress.start("seed checkpoint", 0)
     checkpoint = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
     outcome = train_on_cpu(checkpoint, num_ranks=1, folder=folder, timeout=_TIMEOUT)
-    progress.ended(outcome.error is not None)
+    progress.end(outcome.error is not None)
     if outcome.error is not None:
         raise DemoError(f"TorchTitan could not make the seed checkpoint: {outcome.error}")
     return folder / "checkpoint" / "step-0"
 
 
 def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progress) -> JobOutcome:
-    progress.started(folder.name, steps)
+    progress.start(folder.name, steps)
     outcome = train_on_cpu(
         [
             *("--training.steps", str(steps)),
@@ -102,9 +102,9 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
         num_ranks=RANKS,
         folder=folder,
         timeout=_TIMEOUT,
-        on_step=lambda step: progress.stepped(step["step"], step["loss_metrics/global_avg_loss"]),
+        on_step=lambda step: progress.step(step["step"], step["loss_metrics/global_avg_loss"]),
     )
-    progress.ended(outcome.error is not None)
+    progress.end(outcome.error is not None)
     return outcome
 
 

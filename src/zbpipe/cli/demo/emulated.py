@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zbpipe.cli.demo.launch import run_watched
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Op
 from zbpipe.schedule.registry import resolve
@@ -107,26 +105,12 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
 def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:
     """The steps in their order."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
-    settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    deadline = time.monotonic() + _TIMEOUT
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
-        )
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                on_step(len(list(folder.glob("step-*"))))
-                time.sleep(0.2)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode:
+    code = run_watched(command, folder / "log", 1, _TIMEOUT, lambda: on_step(len(list(folder.glob("step-*")))))
+    if code != 0:
+        how = f"took more than {_TIMEOUT:.0f} seconds" if code is None else f"ended with {code}"
         end = " ".join((folder / "log").read_text().split())[-500:]
-        raise DemoError(f"the ranks with stages that sleep ended with {process.returncode}: {end}")
-    steps = sorted(folder.glob("step-*"))
-    on_step(len(steps))
-    return [json.loads(step.read_text()) for step in steps]
+        raise DemoError(f"the ranks with stages that sleep {how}: {end}")
+    return [json.loads(step.read_text()) for step in sorted(folder.glob("step-*"))]
 
 
 # What runs in the processes.

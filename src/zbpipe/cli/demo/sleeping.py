@@ -7,11 +7,9 @@ torch's executor, and both ways to split the backward.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -113,25 +111,6 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
             raise AssertionError(f"{op} slept {slept}")
 
 
-def message_seconds(messages: int = 100) -> float:
-    """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
-    rank, taken = dist.get_rank(), []
-    for number in range(messages if rank < 2 else 0):
-        sender = number % 2
-        sent_at = torch.zeros(1, dtype=torch.float64)
-        if rank == sender:
-            # As in a pipeline, the receiver has been waiting for some time, and is asleep.
-            sleep_until(time.monotonic() + 0.005)
-            sent_at[0] = time.monotonic()
-            dist.send(sent_at, 1 - rank)
-        else:
-            dist.recv(sent_at, sender)
-            taken.append(time.monotonic() - sent_at.item())
-    median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
-    dist.broadcast(median, 0)
-    return median.item()
-
-
 class Runner:
     """One schedule on this rank, ready to run steps.
 
@@ -157,8 +136,6 @@ class Runner:
         """Of the last step."""
         self.start = 0.0
         """Of the last step, in seconds of `time.monotonic`."""
-        self.within: list[float] = []
-        self.between: list[float] = []
         for stage in stages:
             follow(stage, self.ran)
         batch = torch.ones(microbatches, 1)
@@ -179,18 +156,8 @@ class Runner:
         taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
         gc.enable()
         check(self.ran, self.ops, self.costs, self.torchs)
-        self.within += [each.end - each.start - sum(seconds for _, seconds in each.slept) for each in self.ran]
-        self.between += [after.start - before.end for before, after in pairwise(self.ran)]
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return taken.item()
-
-    @property
-    def overhead(self) -> float:
-        """Seconds of this rank for an op beside its sleep: within it, and from it to the next.
-
-        Medians, because some ops wait for a message first.
-        """
-        return statistics.median(self.within) + statistics.median(self.between)
 
     def _run(self) -> None:
         self.schedule.step(*self.arguments, target=self.target, return_outputs=False)

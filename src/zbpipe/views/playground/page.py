@@ -61,11 +61,7 @@ def make_served_page() -> str:
 
 
 def make_exported_page(progress: Callable[[float], None] = lambda share: None) -> str:
-    """The page that needs no server: it has the answers for all stops of its sliders.
-
-    Args:
-        progress: called with the share of the work that is done.
-    """
+    """The page that needs no server: it has the answers for all stops of its sliders."""
     settings = list(_exported_settings())
     answers = {}
     for n, setting in enumerate(settings):

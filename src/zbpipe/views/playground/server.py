@@ -15,18 +15,7 @@ ADDRESS = "127.0.0.1"
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """One that listens on this machine's own address, to be started by `serve_forever`.
-
-    >>> with server() as started:
-    ...     started.server_address[0]
-    '127.0.0.1'
-
-    Args:
-        port: 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """One that listens on this machine's own address, to be started by `serve_forever`; port 0 takes a free one."""
     return ThreadingHTTPServer((ADDRESS, port), _Handler)
 
 
@@ -35,11 +24,7 @@ _simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxs
 
 
 def answer(path: str, query: str) -> tuple[int, str, str]:
-    """Status, content type and text for a request.
-
-    >>> answer("/nothing", "")
-    (404, 'application/json', '{"error": "there is no /nothing here: open /"}')
-    """
+    """Status, content type and text for a request."""
     if path == "/":
         return 200, "text/html; charset=utf-8", make_served_page()
     if path not in ("/schedule", "/plan"):
