@@ -26,16 +26,11 @@ def usual_costs(placement: Placement) -> CostModel:
 
 
 def room(
-    name: str,
-    placement: Placement,
-    costs: CostModel,
-    microbatches: int,
-    limit: MemoryLimit | None = None,
+    name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None = None
 ) -> tuple[float, ...]:
     """What each rank may hold: the limit, or a little more than 1F1B's worst rank holds.
 
-    Raises:
-        ValueError: the limit is too small for even one microbatch of the schedule called `name`.
+    ValueError if the limit is too small for even one microbatch of the schedule called `name`.
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
@@ -46,12 +41,8 @@ def room(
 def best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> Schedule:
     """The shortest that a short search finds within `limits`, from lean forms of `seeds`. Of equals the leanest.
 
-    Args:
-        name: of the result.
-        seeds: valid schedules, all with the same placement and as many microbatches.
-        costs: of their stages.
-        limits: what each rank may hold, in the unit of `costs.activations`. A rank on which one microbatch alone takes
-            more may hold that.
+    The seeds have one placement and as many microbatches. A rank may hold what one microbatch takes alone, whatever
+    its limit.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
@@ -67,12 +58,6 @@ def within_share(name: str, form: Schedule, share: float, costs: CostModel) -> S
     """The best within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
 
     What ops need only while they run is not shared: a rank runs one op at a time.
-
-    Args:
-        name: of the result.
-        form: the paper's schedule.
-        share: of 1F1B's activations that it is to hold.
-        costs: of its stages.
     """
     ranks = form.num_ranks
     peak = memory_of_1f1b(costs, ranks, ranks)

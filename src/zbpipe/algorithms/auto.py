@@ -21,20 +21,12 @@ def auto(
 ) -> Schedule:
     """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
 
-    With all that is to be measured: on every stage some microbatches run I, then W.
+    With all that is to be measured: on every stage some microbatches run I, then W. By default costs are typical ones,
+    without what ops need while they run, which would be a guess.
 
     >>> print(auto(2, 4))
     rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
-
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the 2p stages; default: typical ones, without what ops need while they run, which would be a guess.
-        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
-
-    Raises:
-        ValueError: a limit that is too small for even one microbatch.
     """
     placement = Placement.v(ranks)
     costs = costs or replace(typical_costs(placement, "full"), working={})

@@ -23,18 +23,11 @@ def zbh1_lean(
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 
-        >>> print(zbh1_lean(2, 2))
-        rank 0: 0F0 0F1 0B0 0I1 0W1
-        rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
+    Costs and limit are by default those of ZBVLean.
 
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the stages; default: typical ones under selective checkpointing.
-        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
-
-    Raises:
-        ValueError: a limit that is too small for even one microbatch.
+    >>> print(zbh1_lean(2, 2))
+    rank 0: 0F0 0F1 0B0 0I1 0W1
+    rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
     """
     placement = Placement.loop(ranks)
     costs = costs or usual_costs(placement)

@@ -20,12 +20,7 @@ USABLE = 0.85
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, and the node that it is in.
-
-    >>> h100 = find("h100")
-    >>> round(h100.sustained / 1e12), h100.gpus_per_node
-    (396, 8)
-    """
+    """A GPU, and the node that it is in."""
 
     name: str
     peak: float
@@ -60,14 +55,11 @@ class Device:
         """Bytes per second of a collective, for each GPU of a group.
 
         A group that spans nodes uses the cards of all its GPUs in a node side by side: what comes into a node once is
-        handed on inside.
+        handed on inside. `apart` is how many places there are from one of its GPUs to the next, as ranks are numbered
+        node by node.
 
-            >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
-            (450.0, 50.0)
-
-        Args:
-            gpus: of the group.
-            apart: how many places there are from one of its GPUs to the next, as ranks are numbered node by node.
+        >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
+        (450.0, 50.0)
         """
         if gpus * apart <= self.gpus_per_node:
             return self.inside
@@ -158,15 +150,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def find(name: str) -> Device:
-    """The device of that name, in any case.
-
-    >>> find("mi300x").gib
-    192
-
-    Raises:
-        TypeError: no string.
-        ValueError: there is none; the message has the names.
-    """
+    """The device of that name, in any case; ValueError with the names if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"a device is named by a string, for example 'H100', got {name!r}")
     known = {each.lower(): device for each, device in DEVICES.items()}

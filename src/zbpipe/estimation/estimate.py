@@ -169,11 +169,7 @@ class _Job:
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        """Of the stages: measured, or counted.
-
-        Raises:
-            ValueError: the measured costs do not cover this number of stages.
-        """
+        """Of the stages: measured, or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, placement, split)
@@ -183,11 +179,7 @@ class _Job:
         return self.measured.on(placement)
 
     def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:
-        """By rank what the weights leave, less some messages; None where no device sets a limit.
-
-        Raises:
-            ValueError: a rank's weights alone do not fit.
-        """
+        """By rank what the weights leave, less some messages; None where no device sets a limit."""
         if self.rates is None:
             return None
         workload = self.workload

@@ -29,11 +29,7 @@ class Sharded(NamedTuple):
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
-    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering.
-
-    Raises:
-        ValueError: the step's microbatches cannot be shared equally by all these GPUs.
-    """
+    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering."""
     degrees = workload.degrees
     alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
     costs = rates.layer_costs(alone)

@@ -46,12 +46,7 @@ class JobMemory:
 
 
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
-    """What each rank of a job needs with the job's own schedule.
-
-    Args:
-        workload: of the job, on its degrees.
-        limit: for schedules that fit themselves to one. With `Auto` a plan may use it all.
-    """
+    """What each rank of a job needs with the job's own schedule. With `Auto` a plan may use all of the limit."""
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)

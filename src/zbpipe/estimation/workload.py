@@ -145,8 +145,7 @@ class Workload:
     def on(self, degrees: Degrees) -> Workload:
         """The same step on other degrees: as many tokens, so more or fewer microbatches.
 
-        Raises:
-            ValueError: the job is not known on others, or its batch cannot be shared so.
+        ValueError if the job is not known on others, or its batch cannot be shared so.
         """
         if degrees == self.degrees:
             return self
@@ -166,11 +165,7 @@ class Workload:
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None)
 
     def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
-        """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans.
-
-        Raises:
-            ValueError: fewer layers than stages, or too much weight at the ends.
-        """
+        """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans."""
         if self.cut is not None and len(self.cut) == placement.num_stages:
             return split_of(self.cut)
         if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
@@ -245,16 +240,7 @@ def _neighbours(placement: Placement) -> Sequence[tuple[int, int]]:
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
-    """The device's rates, with what the user knows better.
-
-    Args:
-        device: out of the table.
-        tflops: 1e12 operations per second that training sustains.
-        link: 1e9 bytes per second between nodes, or a pair (inside, between).
-
-    Raises:
-        ValueError: a number that is not above 0, or another number of them.
-    """
+    """The device's rates, with what the user knows better: see `zbpipe.estimate` for `tflops` and `link`."""
     bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):

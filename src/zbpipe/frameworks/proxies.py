@@ -32,11 +32,7 @@ class Proxy(ABCMeta):
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
-        """The schedule instead of an object of this class. The arguments are those of torch's class.
-
-        Raises:
-            ValueError: stages that do not fit the schedule, or options that do not fit the job.
-        """
+        """The schedule instead of an object of this class. The arguments are those of torch's class."""
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -58,12 +54,7 @@ class Proxy(ABCMeta):
 
 
 def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.PipelineSchedule]:
-    """The class that frameworks get for a schedule.
-
-    Args:
-        algorithm: of the schedule.
-        options: for the schedule, besides what the framework gives.
-    """
+    """The class that frameworks get for a schedule, with `options` besides what the framework gives."""
     base = pipelining.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
     content = {"algorithm": algorithm, "options": options, "__module__": __name__}
     proxy = Proxy(algorithm.class_name, (base,), content)

@@ -31,11 +31,7 @@ HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
 
 
 def parse_config(arguments: list[str]) -> Any:
-    """TorchTitan's config from its command line.
-
-    Raises:
-        ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
-    """
+    """TorchTitan's config from its command line. What its parser prints goes to standard error."""
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
         arguments = [_NO_CUDA_GRAPHS, *arguments]  # which it refuses in a pipeline, and which make no difference here
     try:
@@ -57,9 +53,6 @@ def sizes(config: Any, fsdp: int) -> Sizes:
 
     A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds the
     gradients up in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
-
-    Raises:
-        ValueError: the job would run in float32 for want of FSDP.
     """
     training = config.training
     stored = _SIZES[training.dtype]
@@ -96,11 +89,7 @@ def build_on_meta(config: Any) -> Model:
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would.
-
-    Raises:
-        ValueError: the compiler decides what is kept.
-    """
+    """Wrap the blocks of a model as the job would; a ValueError where the compiler decides what is kept."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):

@@ -78,13 +78,8 @@ _reported: dict[type, _Reported] = {}
 def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
     """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
 
-    If a job builds another pipeline and calls this again, the metrics are those of the new one.
-
-    Args:
-        pipeline: of the job's schedule.
-        processor: TorchTitan's `MetricsProcessor`.
-        rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
-        to_come: steps from the one that TorchTitan asks about to the next one that runs.
+    If a job builds another pipeline and calls this again, the metrics are those of the new one. `to_come` is the number
+    of steps from the one that TorchTitan asks about to the next one that runs.
     """
     is_wrapped = processor in _reported
     _reported[processor] = _Reported(ref(pipeline), rank_with_loss)

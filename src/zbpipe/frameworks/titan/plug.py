@@ -190,8 +190,7 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
 def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Callable[..., Any]]:
     """Functions that replace TorchTitan's, to cut the model and to place the stages as the schedule says.
 
-    Raises:
-        ValueError: the user cuts the model into another number of stages, or leaves out a module.
+    ValueError if the user cuts the model into another number of stages, or leaves out a module.
     """
     placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
     by_hand = job.parallelism.module_fqns_per_model_part
@@ -203,11 +202,11 @@ def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Cal
     generate, split = map(_find_name, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
     whole = layer_split.Model(model, job.model_config, job.training.seq_len)
     titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
-    cut = layer_split.cutting(titans_cut, placement, job.parallelism, whole, job.checkpointing)
+    cut = layer_split.make_cut(titans_cut, placement, job.parallelism, whole, job.checkpointing)
     # TorchTitan gives a rank one or two stages; a schedule may have more.
     helpers: dict[str, Callable[..., Any]] = {generate: lambda _, *more: cut(placement.num_stages, *more)}
     if not is_placed_by_frameworks(algorithm, placement):
-        helpers[split] = _splitting(titans_split, placement)
+        helpers[split] = _make_split(titans_split, placement)
     return helpers
 
 
@@ -239,7 +238,7 @@ def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None
         )
 
 
-def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     """TorchTitan's function that builds the stages of a rank, for stages in any placement."""
 
     def split(
@@ -284,13 +283,7 @@ _SILENT = logging.Logger("silent", logging.CRITICAL)
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Fit the schedule of this rank to TorchTitan, compare those of all ranks, and log TorchTitan's metrics of it.
 
-    Args:
-        schedule: of this rank.
-        name: the value of TorchTitan's schedule field.
-        job: TorchTitan's.
-
-    Raises:
-        PipelineError: on all ranks of the job, if their schedules differ.
+    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
     """
     if isinstance(schedule, RegisteredSchedule):
         _complete_zbpipes(schedule, job)
