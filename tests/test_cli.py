@@ -482,8 +482,8 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBV -p 2 -m 2 --costs 1,1,nan", "'1,1,nan'"),
         ("show ZBV -p 2 -m 2 --costs=-1,1,1", "'-1,1,1'"),
         ("show ZBV -p 2 -m 2 --costs 0,0,0", "'0,0,0'"),
-        ("show ZBV -p 2 -m 2 --comm -1", "-1.0 is no amount"),
-        ("show ZBV -p 2 -m 2 --comm inf", "inf is no amount"),
+        ("show ZBV -p 2 -m 2 --comm -1", "comm = -1.0: give a number from 0"),
+        ("show ZBV -p 2 -m 2 --comm inf", "comm = inf: give a number from 0"),
         ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is no amount: write 1.2x"),
         ("compare -p 2 -m 2 --memory-limit 2GiB", "'2GiB' is in bytes, but nothing here was measured in bytes"),
         (

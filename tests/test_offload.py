@@ -357,4 +357,4 @@ def test_the_command_line_offloads(tmp_path: Path) -> None:
     assert zbpipe.generate(str(table), 2, 8).has_copies
     assert "offload for I" in answer(f"show {table} -p 2 -m 8 --checkpointing none --host-bandwidth 2")
     assert "--host-bandwidth" in run(f"{asked} --offload all").output
-    assert "write a number above zero" in run(f"{asked} --host-bandwidth 0").output
+    assert "give a number above 0" in run(f"{asked} --host-bandwidth 0").output

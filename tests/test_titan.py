@@ -710,7 +710,7 @@ def refusals_of_a_model() -> list[str]:
         training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
         args, kwargs = given_to_a_model(parallelism, training)
         with pytest.raises(ValueError, match=r"stages|module") as refused:
-            plug.pipeline_with(cut, Options())(model, *args, **kwargs)
+            plug.make_pipelining(cut, Options())(model, *args, **kwargs)
         said.append(str(refused.value))
     return said
 

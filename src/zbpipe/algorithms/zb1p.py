@@ -7,7 +7,7 @@ gradients, and so a long step.
 
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.model import CostModel
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -21,4 +21,4 @@ def zb1p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Sched
     rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     seeds = [zbh1(ranks, microbatches)]
-    return best_within("ZB1P", Placement.loop(ranks), microbatches, ranks, costs, seeds)
+    return find_best_within("ZB1P", Placement.loop(ranks), microbatches, ranks, costs, seeds)

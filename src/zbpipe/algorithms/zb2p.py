@@ -6,7 +6,7 @@ Like ZB1P with at most 2p activations, deferred gradients included: for memory t
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.algorithms.zbh2 import zbh2
 from zbpipe.costs.model import CostModel
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -22,4 +22,4 @@ def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahe
     rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     seeds = [zbh1(ranks, microbatches), zbh2(ranks, microbatches)]
-    return best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)
+    return find_best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)

@@ -5,10 +5,11 @@ For jobs that cannot place their stages in a V; ZBVLean is shorter. As in ZB-H1 
 none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 """
 
-from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms._lean import find_best, resolve_limits
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -30,6 +31,6 @@ def zbh1_lean(
     rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
     """
     placement = Placement.loop(ranks)
-    costs = costs or usual_costs(placement)
-    limits = room("ZBH1Lean", placement, costs, microbatches, memory_limit)
-    return best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)
+    costs = costs or typical_costs(placement)
+    limits = resolve_limits("ZBH1Lean", placement, costs, microbatches, memory_limit)
+    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)

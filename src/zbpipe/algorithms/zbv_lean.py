@@ -7,12 +7,13 @@ but with checkpointing deferred gradients take more memory than these. Here W wa
 
 from collections.abc import Sequence
 
-from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms._lean import find_best, resolve_limits
 from zbpipe.algorithms.dualpipe_v import dualpipe_v
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -37,11 +38,11 @@ def zbv_lean(
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
     placement = Placement.v(ranks)
-    costs = costs or usual_costs(placement)
-    limits = room("ZBVLean", placement, costs, microbatches, memory_limit)
-    return shortest("ZBVLean", ranks, microbatches, costs, limits)
+    costs = costs or typical_costs(placement)
+    limits = resolve_limits("ZBVLean", placement, costs, microbatches, memory_limit)
+    return find_shortest("ZBVLean", ranks, microbatches, costs, limits)
 
 
-def shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
     """The shortest found in a V within these limits, or within what one microbatch alone takes."""
-    return best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)
+    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from zbpipe.cli.base import options, parse_with
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
-from zbpipe.costs.model import MOST, is_amount
+from zbpipe.costs.model import MOST, Link, amount, is_amount
 
 if TYPE_CHECKING:
     from zbpipe.costs.baseline import CostsOf
@@ -56,11 +56,7 @@ class Costs:
         return True
 
     def ranks(self, given: int | None) -> int | None:
-        """The given number of ranks, or the cost file's.
-
-        Raises:
-            ValueError: the cost file is for another number.
-        """
+        """The given number of ranks, which has to fit the cost file, or the file's own."""
         if self.job is None:
             return given
         if given is None:
@@ -104,14 +100,12 @@ def equal() -> Costs:
     return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
 
 
-def typical(times: Times | None, comm: float, checkpointing: str, host_bandwidth: float | None = None) -> Costs:
+def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
     """Of a transformer with these times, or its typical ones."""
-    from zbpipe.costs.model import Link
     from zbpipe.costs.transformer import typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times
-    host = None if host_bandwidth is None else Link(bandwidth=host_bandwidth)
-    copies = "" if host_bandwidth is None else f"; {host_bandwidth:.6g} to the host"
+    copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
     how = "without checkpointing" if checkpointing == "none" else f"with {checkpointing} checkpointing"
     return Costs(
@@ -129,13 +123,16 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file, unless other options contradict it."""
     from zbpipe.costs.file import load_costs
 
-    reasons = {"costs": "times", "comm": "the times of messages", "checkpointing": "the memory of its checkpointing"}
-    reasons["host_bandwidth"] = "room for it, as bandwidth under [host]"
-    for name, what in reasons.items():
+    reasons = {
+        "costs": ("--costs", "times"),
+        "comm": ("--comm", "the times of messages"),
+        "checkpointing": ("--checkpointing", "the memory of its checkpointing"),
+        "host": ("--host-bandwidth", "room for it, as bandwidth under [host]"),
+    }
+    for name, (option, what) in reasons.items():
         if is_given(context, name):
-            option = name.replace("_", "-")
             raise click.UsageError(
-                f"--{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
+                f"{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
                 context,
             )
     job = load_costs(file)
@@ -158,20 +155,6 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
             f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
         )
     return times
-
-
-def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Check `--comm`."""
-    if not is_amount(value):
-        raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
-    return value
-
-
-def _bandwidth(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """Check `--host-bandwidth`."""
-    if value is not None and not (is_amount(value) and value >= 1 / MOST):
-        raise click.BadParameter(f"{value} is no bandwidth; write a number above zero, for example 0.5")
-    return value
 
 
 def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
@@ -197,15 +180,16 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
         click.option(
             "--comm",
             type=float,
-            callback=_seconds,
+            callback=parse_with(partial(amount, "a transfer", "comm")),
             default=0.0,
             show_default=True,
             help="Seconds that a transfer between two ranks takes.",
         ),
         click.option(
             "--host-bandwidth",
+            "host",
             type=float,
-            callback=_bandwidth,
+            callback=parse_with(lambda bandwidth: Link(bandwidth=bandwidth)),
             metavar="X",
             help="For schedules that offload: how much goes to a rank's host per unit of time, and as much back. 1 is"
             " what F keeps of a rank's share of one microbatch.",
@@ -225,15 +209,12 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
             costs: Times | None,
             checkpointing: str,
             comm: float,
-            host_bandwidth: float | None,
+            host: Link | None,
             costs_file: Path | None,
             **others: Any,
         ) -> Any:
             context = click.get_current_context()
-            if costs_file:
-                chosen = _from_file(costs_file, context)
-            else:
-                chosen = typical(costs, comm, checkpointing, host_bandwidth)
+            chosen = _from_file(costs_file, context) if costs_file else typical(costs, comm, checkpointing, host)
             return command(costs=chosen, **others)
 
         return add_options(with_costs)  # type: ignore[return-value]

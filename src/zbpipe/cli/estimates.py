@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from html import escape
 from typing import Any
 
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
-from zbpipe.estimation.result import Estimate, Step
+from zbpipe.estimation.result import Estimate, Memory, Step
 from zbpipe.views.html import fill
 from zbpipe.views.report import table
 from zbpipe.views.style import percent
 from zbpipe.views.svg import svg
 
 _HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
-_PARTS = {
-    "weights": "weights",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "waiting": "deferred",
-    "buffers": "buffers",
-    "working": "working",
-    "logits": "logits",
-}
+_PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Of a rank's memory, with a head for people."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
@@ -178,7 +171,7 @@ _LETTER, _LINE = 6.5, 12
 """Of a name beside a point, not less than in any font."""
 
 
-def _readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
+def _choose_readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
     """Names with their places beside these points, the first ones first, without those that would cover another."""
     taken: list[tuple[float, float, float]] = []
     for name, x, y in points:
@@ -220,7 +213,9 @@ def plot(found: Estimate) -> str:
             kind = "fits" if step.fits else "over"
             tip = escape(f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB")
             yield f'<circle class="{kind}" {at} r="5"><title>{tip}</title></circle>'
-        for name, left, base in _readable((step.schedule, x(step.seconds), y(step.memory.total)) for step in steps):
+        for name, left, base in _choose_readable(
+            (step.schedule, x(step.seconds), y(step.memory.total)) for step in steps
+        ):
             yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
 
     inside = "\n".join(marks())

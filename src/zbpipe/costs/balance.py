@@ -23,9 +23,6 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
         >>> block, head = zbpipe.costs.Layer(("block",), 1, 1, 1, 1), zbpipe.costs.Layer(("head",), 3, 3, 3, 1)
         >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))
         (3, 3, 3, 1)
-
-    Raises:
-        ValueError: fewer layers than stages.
     """
     best = even_sizes(len(costs.layers), placement.num_stages)
     until = (0.0, *accumulate(layer.seconds for layer in costs.layers))

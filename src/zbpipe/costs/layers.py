@@ -117,11 +117,7 @@ class LayerCosts:
         return join_stages(CostModel(**columns, **shared), split)
 
     def even(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
-
-        Raises:
-            ValueError: fewer layers than stages.
-        """
+        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default."""
         return self.stages(split_of(even_sizes(len(self.layers), placement.num_stages)))
 
     def modules(self, split: Split) -> list[list[str]]:
@@ -177,18 +173,11 @@ def split_of(sizes: Sequence[int]) -> Split:
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here.
+    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here, or
+    as many as `ends` says. ValueError for fewer layers than stages, or an end that counts as more than a stage has.
 
-        >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
-        ((3, 2, 2), (4, 3, 2))
-
-    Args:
-        num_layers: with embedding and head.
-        num_stages: into which they are cut.
-        ends: as how many layers embedding and head count.
-
-    Raises:
-        ValueError: fewer layers than stages, or an end that counts as more than a stage has.
+    >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
+    ((3, 2, 2), (4, 3, 2))
     """
     require_enough(num_layers, num_stages)
     first, last = ends

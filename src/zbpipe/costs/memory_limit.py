@@ -58,13 +58,7 @@ class MemoryLimit:
 
     @classmethod
     def parse(cls, given: MemoryLimitLike | None, *, costs_are_known: bool = True) -> Self | None:
-        """The limit that is written so; None is no limit.
-
-        Raises:
-            TypeError: neither a number nor text, nor a list of these.
-            ValueError: text or a number that is no limit, a list of several units, or a unit that needs costs where
-                none are known.
-        """
+        """The limit that is written so; None is no limit. Without known costs, units that need some are refused."""
         if given is None:
             return None
         found = given if isinstance(given, cls) else cls._new(given)
@@ -94,11 +88,6 @@ class MemoryLimit:
 
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
         """By rank what it may hold, in the unit of the costs' activations.
-
-        Args:
-            costs: of the stages, of layers, or a function that gives those of a placement.
-            ranks: pipeline ranks.
-            microbatches: of a step.
 
         Raises:
             ValueError: another number of limits than ranks, bytes where nothing is measured in bytes, or a multiple of

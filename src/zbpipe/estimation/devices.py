@@ -29,14 +29,14 @@ class Device:
     """Of the peak that training sustains."""
     inside: float
     """Bytes per second from a GPU to the others of its node, in one direction."""
-    between: float
-    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
     gib: float
     """Of memory, as torch sees it."""
     source: str
     """Of the maker's figures."""
     share_from: str
     """Where the sustained share comes from."""
+    between: float = 50e9
+    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
     gpus_per_node: int = 8
     latency: float = 2e-5
     """Seconds that a message takes beyond its bytes."""
@@ -84,7 +84,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=989.4e12,
                 share=0.40,
                 inside=450e9,
-                between=50e9,
                 gib=79,
                 source=f"NVIDIA H100 data sheet (SXM5): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
                 share_from=_MEASURED,
@@ -94,7 +93,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=989.4e12,
                 share=0.42,
                 inside=450e9,
-                between=50e9,
                 gib=139,
                 source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
                 share_from="as H100, with more memory bandwidth",
@@ -104,7 +102,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=2250e12,
                 share=0.40,
                 inside=900e9,
-                between=50e9,
                 gib=178,
                 source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
                 f" with sparsity; {_NVLINK}",
@@ -115,7 +112,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=1307.4e12,
                 share=0.35,
                 inside=448e9,
-                between=50e9,
                 gib=192,
                 source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
@@ -126,7 +122,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=1307.4e12,
                 share=0.37,
                 inside=448e9,
-                between=50e9,
                 gib=256,
                 source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
@@ -137,7 +132,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=2516.6e12,
                 share=0.35,
                 inside=537.6e9,
-                between=50e9,
                 gib=288,
                 source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"
                 f" {_NICS}",

@@ -54,7 +54,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        memories = tuple(_with_plan(memories, placement, costs, workload, limit or AS_1F1B))
+        memories = tuple(_add_plan(memories, placement, costs, workload, limit or AS_1F1B))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
 
@@ -66,7 +66,7 @@ def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, li
     return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)
 
 
-def _with_plan(
+def _add_plan(
     memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
 ) -> Iterator[Memory]:
     """The same with all that a plan may hold, where that is more: it counts as activations."""

@@ -32,11 +32,7 @@ class Proof:
 
 
 def prove(found: Mapping[str, Found]) -> tuple[Found, dict[str, float]]:
-    """The best order and the bounds by name of the placement, improved from the best known order on each of them.
-
-    Raises:
-        ValueError: OR-Tools is not installed.
-    """
+    """The best order and the bounds by name of the placement, improved from the best known order on each of them."""
     best = min(found.values(), key=lambda each: each.length)
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
     for name, each in sorted(found.items(), key=lambda pair: pair[1].length):
@@ -94,7 +90,7 @@ class _Model:
             op: self.model.new_bool_var("") for node in nodes if job.full[node] < NEVER for op in self.ops(node)
         }
         """By I whose backward may be a B, whether it is one. Its W starts at any time then, and takes none."""
-        self.end = {op: self.ending(op) for op in self.start}
+        self.end = {op: self.end_of(op) for op in self.start}
         for rank in range(job.ranks):
             mine = [node for node in nodes if job.rank[node] == rank]
             self.model.add_no_overlap(
@@ -124,7 +120,7 @@ class _Model:
         node = op // self.microbatches
         return self.full.get(op - self.microbatches if node % 3 == 2 else op)
 
-    def ending(self, op: int) -> Any:
+    def end_of(self, op: int) -> Any:
         """When the op ends."""
         node, full = op // self.microbatches, self.full_of(op)
         if full is None:
@@ -150,7 +146,9 @@ class _Model:
     def limit_memory(self, problem: Problem, rank: int) -> None:
         """What a rank holds from F to W, from F to I, from I to W, or while an op runs, is never above its limit."""
         stages = problem.placement.stages_on(rank)
-        fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage, problem.merges[stage])]
+        fillings = [
+            filling for stage in stages for filling in _list_fillings(problem.costs, stage, problem.merges[stage])
+        ]
         unit = _unit([filling.size for filling in fillings])
         held, sizes = [], []
         for since, until, size, full in fillings:
@@ -213,7 +211,7 @@ class _Filling(NamedTuple):
     """Whether only with a B, or only without one."""
 
 
-def _fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
+def _list_fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
     """All that take anything."""
     f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
     size, waits = costs.activations[stage], costs.waits(stage)

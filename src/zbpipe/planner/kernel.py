@@ -291,7 +291,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     done = 0
     while done < work and best > target:
         done += 10
-        move, seed = some_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, merges, seed)
         if move.kind == NONE:
             continue
         seed = seed * 48271 % 2147483647
@@ -314,7 +314,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     return best, fold(job, best_order, best_gone), done
 
 
-def some_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
+def pick_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
     """Change something about an op of `path`, where B `merges` I and W also which of them it is; and the next seed."""
     seed = seed * 48271 % 2147483647
     op = path[seed % len(path)]
@@ -733,7 +733,7 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
         while following >= 0:
             held[following] += takes[op]
             following = after[following]
-    return length, fold(job, in_time(job, ops, gone, first, after, begin, end), gone)
+    return length, fold(job, sort_by_start(job, ops, gone, first, after, begin, end), gone)
 
 
 def earliest_gap(
@@ -770,7 +770,7 @@ def earliest_gap(
     return best
 
 
-def in_time(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
+def sort_by_start(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
     """The ops of all ranks by their starts; of equal starts the earlier end first, then as before.
 
     A W that is part of a B comes right behind its I.
@@ -847,39 +847,3 @@ def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: list[in
         if previous < 0 or (source >= 0 and end[source] + lag[op] > end[previous]):
             previous = source
         op = previous
-
-
-HELPERS = (
-    loads,
-    earliest,
-    rooms,
-    skip_gone,
-    choose,
-    left_free,
-    mirror,
-    squeeze,
-    earliest_gap,
-    in_time,
-    unfold,
-    fold,
-    link,
-    some_move,
-    go,
-    flip,
-    make_room,
-    undo,
-    reach_later,
-    reach_earlier,
-    shift,
-    merge,
-    part,
-    put,
-    take_out,
-    put_in,
-    weigh,
-    replay,
-    look_ahead,
-    measure,
-    critical_ops,
-)
-"""The functions that the engine's call."""

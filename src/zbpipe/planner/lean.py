@@ -15,11 +15,11 @@ from zbpipe.costs.model import ROUNDING, CostModel, highest
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 
 
-def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
+def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
     """The form of `schedule` with the least memory: all backwards whole, or I with its W right after it.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-4)
-        >>> print(leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
+        >>> print(make_leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
         rank 0: 0F0 0F1 0B0 0B1
 
     The order of its F, and of its I and B, stays; copies to the host and back are left out.
@@ -37,17 +37,17 @@ def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
     return replace(schedule, ops=tuple(tuple(row(ops)) for ops in schedule))
 
 
-def within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
     """`schedule` with every W in its place, or sooner where there is no room for deferred gradients.
 
     Where even the W that wait already leave no room for I, B takes the place of I and W. So the result keeps to the
-    limits if `leanest(schedule, costs)` does.
+    limits if `make_leanest(schedule, costs)` does.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
         >>> some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
-        >>> print(within(some, costs, limits=[4]))
+        >>> print(fit_within(some, costs, limits=[4]))
         rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2
-        >>> print(within(some, costs, limits=[3]))
+        >>> print(fit_within(some, costs, limits=[3]))
         rank 0: 0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2
 
     The order of its F, and of its I and B, stays; copies to the host and back are left out.

@@ -31,7 +31,7 @@ def plan_offloaded(
         costs_of: any placement's stages; None where the search cuts them.
     """
     if request.limits is None:
-        return _with_copies(search(request), request, what)
+        return _add_copies(search(request), request, what)
     found: list[Plan] = []
     refusals: list[ValueError] = []
     bounds: dict[str, float] = {}
@@ -39,7 +39,7 @@ def plan_offloaded(
         require_host(plan.timeline.costs)
         bounds |= plan.bounds
         try:
-            found.append(_with_copies(plan, request, what))
+            found.append(_add_copies(plan, request, what))
         except LimitTooSmallError as error:
             refusals.append(error)
     if not found:
@@ -77,7 +77,7 @@ def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
                 yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
 
 
-def _with_copies(plan: Plan, request: Request, what: Offload) -> Plan:
+def _add_copies(plan: Plan, request: Request, what: Offload) -> Plan:
     transport, costs = plan.timeline.transport, plan.timeline.costs
     schedule = offload(plan.schedule, costs, request.limits, what=what, transport=transport)
     if not schedule.has_copies:

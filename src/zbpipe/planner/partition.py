@@ -13,7 +13,7 @@ from zbpipe.costs.transport import Transport
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
-from zbpipe.planner.stages import fits, plan_stages, problem_of
+from zbpipe.planner.stages import fits, make_problem, plan_stages
 from zbpipe.schedule.ir import Placement
 
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
@@ -74,9 +74,9 @@ def split_layers(
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
     trials = _Trials(request, layers, placement, tries)
     best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
-    while better := trials.better_neighbour(best, progress):
+    while better := trials.find_better_neighbour(best, progress):
         best = better
-    return split_of(trials.winner())
+    return split_of(trials.pick_winner())
 
 
 class _Trials:
@@ -95,7 +95,7 @@ class _Trials:
         stages = self.costs.stages(split_of(sizes))
         if not fits(self.placement, stages, self.request.limits):
             return inf
-        return problem_of(self.request, "", self.placement, stages).lower_bound
+        return make_problem(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: Sizes) -> float:
         """Seconds that a short search reaches."""
@@ -103,7 +103,7 @@ class _Trials:
             self.known[sizes] = self._search(sizes, _EFFORT)
         return self.known[sizes]
 
-    def better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
+    def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
         """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
         length = self.length(sizes)
         neighbours = move_layer(sizes, *self._heavy_and_light(sizes))
@@ -115,7 +115,7 @@ class _Trials:
                 return each
         return None
 
-    def winner(self) -> Sizes:
+    def pick_winner(self) -> Sizes:
         """The best after a longer search."""
         finalists = sorted(self.known, key=self.length)[:_FINALISTS]
         return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))

@@ -34,11 +34,8 @@ def advise_placement(
     wave, are not tried, either: of a stage only the sum over its layers is measured, and the embedding and the head
     would go to one half of theirs. A plan for `LayerCosts` knows both halves.
 
-    Args:
-        microbatches: of a step.
-        job: measured costs of stages, with their placement, and with limits of memory.
-        here: seconds of a step as the job places its stages now.
-        budget: as for `zbpipe.plan`.
+    `job` has measured costs of stages, their placement, and limits of memory; `here` is the seconds of a step as the
+    job places its stages now.
     """
     stages, current = _require_stages(job)
     ranks = current.num_ranks

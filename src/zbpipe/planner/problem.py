@@ -141,9 +141,9 @@ class Problem:
         order = [number for _, op, _ in loop for number in self._numbers(op)]
         if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
-        return self.in_time(order)
+        return self.sort_by_start(order)
 
-    def one_by_one(self) -> list[int]:
+    def list_one_by_one(self) -> list[int]:
         """An order that fits wherever one does: each microbatch alone."""
         stages = range(self.placement.num_stages)
         return [
@@ -156,7 +156,7 @@ class Problem:
             for number in self._numbers(Op(stage, kind, microbatch))
         ]
 
-    def in_time(self, order: list[int]) -> list[int]:
+    def sort_by_start(self, order: list[int]) -> list[int]:
         """The same schedule, with its ops sorted by when they start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 

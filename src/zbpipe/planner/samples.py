@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpipe.costs.model import ROUNDING
-from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, critical_ops, fold, link, some_move, undo
+from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, critical_ops, fold, link, pick_move, undo
 
 Rows = Sequence[Floats]
 
@@ -70,7 +70,7 @@ def anneal_in_samples(
             critical_ops(job, lists, [row[sample] for row in end], [row[sample] for row in samples.lag], path)
             done += len(path)
         tries += 1
-        move, seed = some_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, merges, seed)
         done += 10
         if move.kind == NONE:
             continue
@@ -151,7 +151,3 @@ def copy_from(lists: Lists, left: int, source: Rows, target: list[list[float]]) 
         ends, row = source[lists.order[position]], target[lists.order[position]]
         for sample in range(len(row)):
             row[sample] = ends[sample]
-
-
-HELPERS = (retime, judge, copy_from)
-"""The functions that `anneal_in_samples` calls, besides those of `kernel`."""

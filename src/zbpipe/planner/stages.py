@@ -10,7 +10,7 @@ from zbpipe.costs.model import CostModel, least_room, most_room, require_room, t
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import prove
-from zbpipe.planner.lean import within
+from zbpipe.planner.lean import fit_within
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
@@ -32,7 +32,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     ValueError for stages that are too many, or a limit too small for even one microbatch.
     """
     problems = [
-        problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
+        make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
@@ -42,7 +42,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     if request.exact:
         found, proven = prove(search.by_placement)
         bounds |= proven
-    found, timeline = _shortest([found, *search.kept], request.transport, request.objective)
+    found, timeline = _find_shortest([found, *search.kept], request.transport, request.objective)
     return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, FrozenDict(bounds))
 
 
@@ -57,7 +57,7 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
     return limits is None or not too_small(least_room(placement, costs), limits)
 
 
-def problem_of(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
+def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
     """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     limits = request.limits or (inf,) * request.ranks
@@ -68,7 +68,7 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
     return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period")
 
 
-def _shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
+def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
     """The candidate with the shortest step under the transport; with the ideal one the first, which is the best."""
 
     def timeline_of(found: Found) -> Timeline:
@@ -112,7 +112,7 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], 
             return None
         if problem.fits(schedule):
             return problem.order(schedule), algorithm.name
-        lean = within(schedule, problem.costs, problem.limits)
+        lean = fit_within(schedule, problem.costs, problem.limits)
         return (problem.order(lean), f"{algorithm.name} made lean") if problem.fits(lean) else None
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None

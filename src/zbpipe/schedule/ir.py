@@ -107,13 +107,10 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """The op written as `text`, as torch writes it: stage, kind, microbatch, for instance `3F0`.
+        """The op written as `text`, as torch writes it: stage, kind, microbatch. ValueError for anything else.
 
-            >>> Op.parse("3F0").stage
-            3
-
-        Raises:
-            ValueError: `text` is anything else.
+        >>> Op.parse("3F0").stage
+        3
         """
         action = tables.parse_action(text.strip()) if isinstance(text, str) else None
         if action is None or action[0] is None or action[1] not in KINDS:
@@ -226,13 +223,10 @@ class Placement:
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
-        """Round and round: stage s on rank s modulo `num_ranks`.
+        """Round and round: stage s on rank s modulo `num_ranks`, with at most 1024 stages.
 
-            >>> Placement.loop(2, stages_per_rank=2).rank_of
-            (0, 1, 0, 1)
-
-        Raises:
-            ValueError: what is no whole number from 1 on, or more than 1024 stages.
+        >>> Placement.loop(2, stages_per_rank=2).rank_of
+        (0, 1, 0, 1)
         """
         _require_placeable(num_ranks, stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
@@ -241,11 +235,8 @@ class Placement:
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
         """Down the ranks and up again, in turn; with an even `stages_per_rank` rank 0 has the first and the last stage.
 
-            >>> Placement.v(3).rank_of
-            (0, 1, 2, 2, 1, 0)
-
-        Raises:
-            ValueError: what is no whole number from 1 on, or more than 1024 stages.
+        >>> Placement.v(3).rank_of
+        (0, 1, 2, 2, 1, 0)
         """
         _require_placeable(num_ranks, stages_per_rank)
         down = tuple(range(num_ranks))
@@ -267,11 +258,7 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, in ascending order.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """The stages of one rank, in ascending order; a ValueError if there is no such rank."""
         (rank,) = require_whole(rank=rank)
         if not 0 <= rank < self.num_ranks:
             raise ValueError(
@@ -374,7 +361,7 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture with a second for each of F, I and W, in notebooks."""
-        page: str = painter().in_a_notebook(self)
+        page: str = painter().draw_in_notebook(self)
         return page
 
     def to_csv(self) -> str:
@@ -426,14 +413,10 @@ class Schedule:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
-        """A schedule from one sequence of ops per rank, with the placement that the ops show.
+        """A schedule from one sequence of ops per rank, with the placement that the ops show; refused as in `from_csv`.
 
-            >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
-            1
-
-        Raises:
-            TypeError: something else than ops in the lists.
-            ValueError: as `from_csv`, or a number below zero.
+        >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
+        1
         """
         rows = _freeze(rows, name)
         rank_of: dict[int, int] = {}

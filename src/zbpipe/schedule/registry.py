@@ -98,9 +98,7 @@ class Algorithm:
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
         """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
 
-        Raises:
-            ValueError: fewer than one rank, a number of ranks or stages that this schedule does not run on, or more
-                than 1024 stages.
+        ValueError for numbers of ranks or stages that this schedule does not run on, or more than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)

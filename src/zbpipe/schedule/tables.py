@@ -61,7 +61,7 @@ def read(table: str) -> list[list[Cell]]:
                         f"{at}: {part!r} has {'no' if action[0] is None else 'a'} stage, unlike the cells before it:"
                         " write the stage in all cells, or in none if each rank has one stage"
                     )
-    return [list(_with_stages(row, rank)) for rank, row in enumerate(rows)]
+    return [list(_add_stages(row, rank)) for rank, row in enumerate(rows)]
 
 
 def cells(table: str) -> list[list[str]]:
@@ -105,7 +105,7 @@ def _parts(cell: str) -> Iterator[str]:
     return (part.strip() for part in parts if part.strip().lower() not in ("", "none"))
 
 
-def _with_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
+def _add_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
     weights = {microbatch for _, kind, microbatch in row if kind == "W"}
     for stage, kind, microbatch in row:
         if stage is not None:

@@ -123,14 +123,7 @@ def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, 
 
 
 def parse(table: str) -> Rows:
-    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other.
-
-        >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
-        0UNSHARD 0F1 0B0
-
-    Raises:
-        ValueError: a cell is no action.
-    """
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other."""
     return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
 
 
@@ -139,22 +132,13 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, everything that is wrong with it and its communication, and how it was read.
 
-        >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
-        >>> print(*findings)
-        missing: rank 1, 1RECV_F0: the message is never received
-        >>> how
-        'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
+    The last is empty if the cells are the ops. ValueError for what is no table.
 
-    Args:
-        table: torch's CSV.
-        name: for the schedule.
-        memory_limit: as for `validate`.
-
-    Returns:
-        The last is empty if the cells are the ops.
-
-    Raises:
-        ValueError: it is no such table.
+    >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+    >>> print(*findings)
+    missing: rank 1, 1RECV_F0: the message is never received
+    >>> how
+    'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
     """
     rows = parse(table)
     schedule = Schedule.from_actions(rows, name)
@@ -188,12 +172,7 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message meant for another receive: the numbers get wrong without an error.
-
-    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
-    >>> print(*find_mixed_up_messages(rows))
-    order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
-    """
+    """Receives that take a message meant for another receive: the numbers get wrong without an error."""
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 

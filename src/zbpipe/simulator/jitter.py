@@ -87,18 +87,12 @@ class Jitter:
         return self.slow_links.get(_link(one, other), 0.0)
 
     @classmethod
-    def measured(cls, timelines: Iterable[Timeline]) -> Jitter:
-        """What varied in measured steps: each op's seconds, by the median of its stage and kind.
+    def from_timelines(cls, timelines: Iterable[Timeline]) -> Jitter:
+        """What varied in steps that `zbpipe.Profiler` measured: each op's seconds, by the median of its stage and kind.
 
-            >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
-            >>> set(Jitter.measured([timeline]).factors)
-            {1.0}
-
-        Args:
-            timelines: of one or more steps, as `zbpipe.Profiler` measures them.
-
-        Raises:
-            ValueError: no op took any time.
+        >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
+        >>> set(Jitter.from_timelines([timeline]).factors)
+        {1.0}
         """
         seconds: dict[tuple[int, int, Any], list[float]] = {}
         for number, timeline in enumerate(timelines):
@@ -113,11 +107,8 @@ class Jitter:
     def parse(cls, text: str) -> Jitter:
         """From the words of the command line.
 
-            >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
-            FrozenDict({(0, 1): 0.3})
-
-        Raises:
-            ValueError: unknown words, or numbers that cannot be.
+        >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
+        FrozenDict({(0, 1): 0.3})
         """
         numbers: dict[str, Any] = {}
         ranks: dict[int, float] = {}

@@ -35,12 +35,7 @@ class Offload(StrEnum):
 
     @classmethod
     def parse(cls, given: object) -> Self | None:
-        """The one called `given`; `True` is all, and `False` and None are nothing.
-
-        Raises:
-            TypeError: neither text nor True or False.
-            ValueError: there is no such name.
-        """
+        """The one called `given`; `True` is all, and `False` and None are nothing."""
         known = ", ".join(repr(each.value) for each in cls)
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
@@ -120,11 +115,7 @@ def offload(
 
 
 def require_host(costs: CostModel) -> None:
-    """Refuse costs that do not tell how long copies take.
-
-    Raises:
-        ValueError: with what to give.
-    """
+    """Refuse costs that do not tell how long copies take."""
     if costs.host is None:
         raise ValueError(
             "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
@@ -246,7 +237,7 @@ class _Rank:
 
 
 def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
-    """Copies out as soon as they can run, which take so long."""
+    """Copies out as soon as they can run, each with its seconds."""
     free = 0.0
     for thing, long in sorted(zip(chosen, seconds, strict=True), key=lambda each: each[0].made):
         start = max(free, thing.since)

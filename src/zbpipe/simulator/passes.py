@@ -74,10 +74,7 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
         >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
-    Args:
-        rows: with torch's early receives.
-        receives: where to.
-        timeline: of the same schedule, for `Receives.TIMED` and `Receives.NEAREST`.
+    `rows` have torch's early receives; the timeline of the same schedule is for `Receives.TIMED` and `NEAREST`.
     """
     match receives:
         case Receives.EARLY:
@@ -178,10 +175,10 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     without waits see `add_waits`.
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
-    return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
+    return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
 
 
-def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
+def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
     waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
     """By receiver: the place in its own row where it posts the receive, and the wait."""
@@ -211,18 +208,10 @@ def add_waits(rows: Rows) -> Rows:
     """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
 
     torch before 2.15 has none in its lists, and `add_messages` has none, either. `free_sends_early` moves them.
-
-        >>> from zbpipe.simulator.actions import parse
-        >>> print(*add_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
-        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
-    return tuple((*row, *_missing_waits(row)) for row in rows)
-
-
-def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
-    there = set(row)
-    waits = (wait_of(each) for each in row if each.kind in SENDS)
-    return (wait for wait in waits if wait not in there)
+    there = {each for row in rows for each in row}
+    waits = ([wait_of(each) for each in row if each.kind in SENDS] for row in rows)
+    return tuple((*row, *(wait for wait in mine if wait not in there)) for row, mine in zip(rows, waits, strict=True))
 
 
 def wait_of(send: Action) -> Action:
@@ -235,18 +224,13 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
     An op's input counts from its receive to the op's start; then it is a part of the op's activations or working
     memory. Its result counts from its end to the wait for its send, or until the next stage takes it on the same rank.
-    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes.
+    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes. A send without a wait is held to the end:
+    see `add_waits` and `free_sends_early`.
 
-        >>> from zbpipe.simulator.actions import parse
-        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
-        >>> messages_held(rows)
-        ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
-
-    Args:
-        rows: with messages. A send without a wait is held to the end: see `add_waits` and `free_sends_early`.
-
-    Returns:
-        By rank, for each action of its list in order.
+    >>> from zbpipe.simulator.actions import parse
+    >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+    >>> messages_held(rows)
+    ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
     """
     last = max((each.stage for row in rows for each in row), default=0)
     return tuple(tuple(_held(row, last)) for row in rows)

@@ -77,7 +77,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        page: str = painter().in_a_notebook(self)
+        page: str = painter().draw_in_notebook(self)
         return page
 
     def show(self) -> None:
@@ -85,19 +85,11 @@ class Timeline:
         painter().show(self)
 
     def svg(self, file: str | Path) -> None:
-        """Draw it into an SVG file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Draw it into an SVG file."""
         painter().write_svg(self, file)
 
     def html(self, file: str | Path) -> None:
-        """Write a page to zoom, pan and point at, which needs no network and no other file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a page to zoom, pan and point at, which needs no network and no other file."""
         painter().write_html(self, file)
 
     @cached_property

@@ -113,16 +113,7 @@ def _is_sound(schedule: Schedule) -> bool:
 
 
 def find_order(schedule: Schedule) -> tuple[Turn, ...]:
-    """`schedule.order`, with all ops in it.
-
-        >>> find_order(Schedule.from_csv("0W0,0F0,0I0"))
-        Traceback (most recent call last):
-        ValueError: schedule csv cannot run, 1 finding(s):
-          order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 2
-
-    Raises:
-        ValueError: some op can never run, or runs again; with all findings.
-    """
+    """`schedule.order`, with all ops in it; a ValueError with all findings if some op never runs, or runs again."""
     if len({op for _, op, _ in schedule.order}) < sum(map(len, schedule)):
         require_valid(schedule)
         raise ValueError(f"schedule {schedule.name} cannot run")
@@ -250,11 +241,7 @@ def find_deadlocks(
     """Run all rows without a clock, and report which ranks end up waiting for each other in a circle.
 
     Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
-
-    Args:
-        rows: what each rank does.
-        places: ranks and positions of every item.
-        dependencies: of an item, groups of items of which one each has to be over before it.
+    `places` are the ranks and positions of every item, `dependencies` groups of which one each has to be over.
     """
 
     def from_other_ranks(item: N) -> Iterator[tuple[N, ...]]:

@@ -11,18 +11,7 @@ from rich.text import Text
 
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.views.style import (
-    KIND_WORDS,
-    Paint,
-    kinds,
-    lanes,
-    most_stages,
-    number,
-    paint,
-    paints,
-    shortest_to_show,
-    ticks,
-)
+from zbpipe.views import style
 
 IDLE = "·"
 _BETWEEN_TICKS = 10
@@ -71,7 +60,7 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     rank 0 F0F1····B0  ··B1
     """
     label = len(f"rank {timeline.schedule.num_ranks - 1} ")
-    columns = max(width - label - len(number(timeline.makespan)), 20)
+    columns = max(width - label - len(style.number(timeline.makespan)), 20)
     scale = _fit(timeline, columns, height)
     if _lines(timeline, scale) > _MOST_SCREENS * height:
         lines = _overview(timeline, columns, width, label)
@@ -82,13 +71,13 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
     """All ops, and a time axis below each band."""
-    colours = paints(timeline)
+    colours = style.paints(timeline)
     rows = [
         (name, _cells(spans, scale, colours))
         for rank, computed in enumerate(timeline.spans)
         for name, spans in (
             (f"rank {rank} ".ljust(label), computed),
-            *((f"{name} ".rjust(label), spans) for name, spans in lanes(timeline, rank)),
+            *((f"{name} ".rjust(label), spans) for name, spans in style.lanes(timeline, rank)),
         )
     ]
     for begin in range(0, scale.columns, scale.band):
@@ -106,8 +95,15 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[
         for rank, spans in enumerate(timeline.spans)
     ]
     lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
-    keys = [Text.assemble(("██", paint(kind, 0, 1).fill), f" mostly {KIND_WORDS[kind]}") for kind in kinds(timeline)]
-    words = (f"a column: {number(timeline.makespan / columns)}", "its height: how busy the rank is", "all ops: --html")
+    keys = [
+        Text.assemble(("██", style.paint(kind, 0, 1).fill), f" mostly {style.KIND_WORDS[kind]}")
+        for kind in style.kinds(timeline)
+    ]
+    words = (
+        f"a column: {style.number(timeline.makespan / columns)}",
+        "its height: how busy the rank is",
+        "all ops: --html",
+    )
     rest = [Text("██ a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
     return lines + _pack([*keys, *rest], width)
 
@@ -131,13 +127,13 @@ def _level(shares: dict[OpKind, float]) -> _Cell:
     if not level:
         return IDLE, ""
     kind = max(shares, key=lambda kind: shares[kind])
-    return _LEVELS[level - 1], paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
+    return _LEVELS[level - 1], style.paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
     """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
-    shortest = shortest_to_show(timeline)
+    shortest = style.shortest_to_show(timeline)
     # Boxes get narrower, down to nothing, if the picture would be endless.
     shortest = max(shortest, timeline.makespan * (with_number + 1) / _MOST_COLUMNS)
     scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
@@ -153,13 +149,13 @@ def _lines(timeline: Timeline, scale: _Scale) -> int:
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
-    """So many columns for the shortest box; bands are about equal, and whole boxes wide if all have one length."""
+    """The shortest box is `box` columns wide; bands are about equal, and whole boxes wide if all have one length."""
     columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
     bands = -(-columns // (width // box * box))
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
 
 
-def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], Paint]) -> list[_Cell]:
+def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], style.Paint]) -> list[_Cell]:
     cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
     for span in spans:
         begin, end = scale.column(span.start), scale.column(span.end)
@@ -175,27 +171,29 @@ def _label(op: Op, width: int) -> str:
 
 def _line(cells: list[_Cell]) -> Text:
     line = Text()
-    for style, run in groupby(cells, key=lambda cell: cell[1]):
-        line.append("".join(letter for letter, _ in run), style)
+    for look, run in groupby(cells, key=lambda cell: cell[1]):
+        line.append("".join(letter for letter, _ in run), look)
     return line
 
 
 def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
     """The times below the columns from `begin` to `end`; the end of the timeline has one, too."""
     axis = ""
-    for time in ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
+    for time in style.ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
         column = scale.column(time)
         if begin <= column < end or column == end == scale.columns:
-            axis = axis.ljust(column - begin) + number(time)
+            axis = axis.ljust(column - begin) + style.number(time)
     return axis
 
 
 def _legend(timeline: Timeline) -> Iterator[Text]:
     """Which colour and letter is what, and which shade is which stage of a rank."""
-    stages = most_stages(timeline.schedule.placement)
-    for kind in kinds(timeline):
-        shades = (paint(kind, nth, stages) for nth in range(stages))
-        yield Text.assemble(*((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {KIND_WORDS[kind]}")
+    stages = style.most_stages(timeline.schedule.placement)
+    for kind in style.kinds(timeline):
+        shades = (style.paint(kind, nth, stages) for nth in range(stages))
+        yield Text.assemble(
+            *((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {style.KIND_WORDS[kind]}"
+        )
     yield Text.assemble((IDLE, "dim"), " idle")
     if stages > 1:
         yield Text("paler: later stages of a rank")

@@ -15,23 +15,7 @@ from typing import Any
 from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.views.style import (
-    DARK,
-    KIND_WORDS,
-    LIGHT,
-    UNIT_OF_ACTIVATIONS,
-    Theme,
-    kinds,
-    lanes,
-    memory,
-    most_stages,
-    nth_stage,
-    number,
-    outcome,
-    paint,
-    percent,
-    size,
-)
+from zbpipe.views import style
 
 _TICKS = 2**32
 """Of a makespan: whole numbers pack well, and six digits of the shortest op stay true."""
@@ -44,12 +28,12 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
     two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and tell of each box. Tables say
     the same. `drawn_with` says in words which costs these are.
     """
-    sizes = size(timeline) + (f"; {drawn_with}" if drawn_with else "")
+    sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
         "page.html",
         title=escape(timeline.schedule.name),
         size=escape(sizes),
-        outcome=outcome(timeline),
+        outcome=style.outcome(timeline),
         ranks="\n".join(_table(timeline)),
         data=pack(drawing(timeline)),
     )
@@ -70,11 +54,11 @@ def _read(name: str) -> str:
 def _variables() -> str:
     """The colours of both themes, for CSS."""
 
-    def rules(theme: Theme) -> str:
+    def rules(theme: style.Theme) -> str:
         return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())
 
-    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {rules(DARK)} }} }}"
-    return f"  :root {{ color-scheme: light dark; {rules(LIGHT)} }}\n  {dark}"
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {rules(style.DARK)} }} }}"
+    return f"  :root {{ color-scheme: light dark; {rules(style.LIGHT)} }}\n  {dark}"
 
 
 def pack(data: Any) -> str:
@@ -90,16 +74,16 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     and frees at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
     """
     placement = timeline.schedule.placement
-    stages, present = most_stages(placement), kinds(timeline)
+    stages, present = style.most_stages(placement), style.kinds(timeline)
     places = {id(span): n for spans in timeline.spans for n, span in enumerate(spans)}
     return {
         "makespan": timeline.makespan,
         "tick": _tick(timeline),
-        "unitOfActivations": UNIT_OF_ACTIVATIONS,
+        "unitOfActivations": style.UNIT_OF_ACTIVATIONS,
         "stagesPerRank": stages,
-        "kinds": [[kind, KIND_WORDS[kind]] for kind in present],
-        "paints": [[paint(kind, nth, stages) for nth in range(stages)] for kind in present],
-        "nthStage": nth_stage(placement),
+        "kinds": [[kind, style.KIND_WORDS[kind]] for kind in present],
+        "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in present],
+        "nthStage": style.nth_stage(placement),
         "changes": [_changes(timeline, kind) for kind in present],
         "ranks": [_rank(timeline, rank, present) for rank in range(len(timeline.spans))],
         "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
@@ -141,7 +125,7 @@ def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str,
     return {
         "peak": timeline.peak_activations[rank],
         "ops": columns(timeline.spans[rank]),
-        "lanes": [columns(spans) for _, spans in lanes(timeline, rank)],
+        "lanes": [columns(spans) for _, spans in style.lanes(timeline, rank)],
     }
 
 
@@ -153,8 +137,8 @@ def _table(timeline: Timeline) -> Iterator[str]:
     yield f"<thead><tr>{head}</tr></thead><tbody>"
     for rank, busy in enumerate(timeline.busy):
         idle = max(timeline.makespan - busy, 0.0)
-        bubble = percent(idle / timeline.makespan if timeline.makespan else 0.0)
-        cells = (number(busy), number(idle), bubble, memory(timeline.peak_activations[rank]))
+        bubble = style.percent(idle / timeline.makespan if timeline.makespan else 0.0)
+        cells = (style.number(busy), style.number(idle), bubble, style.memory(timeline.peak_activations[rank]))
         row = "".join(f"<td>{cell}</td>" for cell in cells)
         yield f'<tr><th scope="row">{rank}</th>{row}</tr>'
     yield "</tbody></table>"

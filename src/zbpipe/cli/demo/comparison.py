@@ -54,14 +54,8 @@ class Progress(Protocol):
 def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds: int = ROUNDS) -> list[Run]:
     """Train with each of `SCHEDULES` in turns, on `RANKS` processes, all from one seed checkpoint.
 
-    Args:
-        steps: optimizer steps of each job.
-        progress: called at every step.
-        folder: where checkpoints and logs go; default: a temporary one.
-        rounds: jobs of each schedule; one that fails is not repeated.
-
-    Raises:
-        DemoError: TorchTitan is not installed, zbpipe does not know its version, or the seed checkpoint failed.
+    Checkpoints and logs go to `folder`, by default a temporary one. A schedule that fails is not trained again.
+    DemoError if the installed TorchTitan cannot be used, or the seed checkpoint failed.
     """
     try:
         find_installed()

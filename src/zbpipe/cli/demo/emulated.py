@@ -68,17 +68,10 @@ def emulate(
     rounds: int = ROUNDS,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> list[Emulated]:
-    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes.
+    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes; see the constants for the arguments.
 
-    Args:
-        ranks: of the pipeline.
-        microbatches: of a step.
-        seconds: that a rank sleeps for F, for I and for W of a microbatch.
-        rounds: measured steps of each schedule.
-        on_step: called with the number of measured steps so far.
-
-    Raises:
-        DemoError: a rank failed, or they took longer than two minutes; with the end of what they wrote.
+    `on_step` is called with the number of measured steps so far. DemoError, with the end of what the ranks wrote, if
+    one failed or they took longer than two minutes.
     """
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
         steps = _run(Path(folder), (ranks, microbatches, seconds, rounds), on_step)

@@ -76,12 +76,7 @@ def run_watched(
 ) -> int | None:
     """The exit code of a command that sees no accelerator; None if it took too long. All its processes are gone then.
 
-    Args:
-        command: to run.
-        log: the file for all that it prints.
-        threads: of each process.
-        timeout: seconds after which this ends it.
-        look: called while it runs, and when it is over.
+    All that it prints goes to `log`. `look` is called while it runs, and when it is over.
     """
     settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:

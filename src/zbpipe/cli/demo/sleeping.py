@@ -55,9 +55,9 @@ class SleepingLayer(nn.Linear):
         self._sleep(OpKind.F)
         # The batch needs no gradient. In a model there are more layers, and all but the very first compute dX.
         x = x if x.requires_grad else x.detach().requires_grad_()
-        return F.linear(self._sleeping(x, OpKind.I), self._sleeping(self.weight, OpKind.W))
+        return F.linear(self._sleep_in_backward(x, OpKind.I), self._sleep_in_backward(self.weight, OpKind.W))
 
-    def _sleeping(self, tensor: Tensor, kind: OpKind) -> Tensor:
+    def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
         """`tensor`, whose gradient takes its time. The I of a deferral hands on None where W will compute dW."""
         view = tensor.view_as(tensor)
         # torch has no types for it.
@@ -84,7 +84,7 @@ def follow(stage: PipelineStage, ran: list[Ran]) -> None:
     """Add to `ran` what `stage` runs from now on."""
     layer = cast(SleepingLayer, stage.submod)
 
-    def followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def run_followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         kind = OpKind.I if kwargs.get("full_backward") is False else usual
         layer.slept = []
         start = time.monotonic()
@@ -93,7 +93,7 @@ def follow(stage: PipelineStage, ran: list[Ran]) -> None:
         return result
 
     for kind, method in _METHODS.items():
-        setattr(stage, method, partial(followed, getattr(stage, method), kind))
+        setattr(stage, method, partial(run_followed, getattr(stage, method), kind))
 
 
 def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
@@ -112,14 +112,7 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
 
 
 class Runner:
-    """One schedule on this rank, ready to run steps.
-
-    Args:
-        source: its name, or the path of a CSV file.
-        costs: of its stages, in seconds.
-        microbatches: of a step.
-        receives: where they are posted; only for zbpipe's schedules.
-    """
+    """One schedule on this rank, by its name or the path of a CSV file, ready to run steps; costs are in seconds."""
 
     def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1

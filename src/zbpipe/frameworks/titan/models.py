@@ -17,7 +17,12 @@ from torchtitan.tools import utils as titan_utils
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import ParameterBytes
 from zbpipe.frameworks.titan.layer_split import Model
-from zbpipe.frameworks.titan.plug import HAS_JOB_CONFIG, checkpointing_of, use_causal_attention, with_causal_attention
+from zbpipe.frameworks.titan.plug import (
+    HAS_JOB_CONFIG,
+    ask_for_causal_attention,
+    checkpointing_of,
+    use_causal_attention,
+)
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
@@ -82,7 +87,7 @@ def build_on_meta(config: Any) -> Model:
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)  # where the model may come from
     spec = get_train_spec(config.model.name)
-    model_args = with_causal_attention(copy(spec.model_args[config.model.flavor]))
+    model_args = ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
     model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         return Model(spec.model_cls(model_args), model_args, config.training.seq_len)

@@ -90,7 +90,7 @@ def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[
 def _wrap(processor: Any, to_come: int) -> None:
     should_log, log = processor.should_log, processor.log
 
-    def armed_where_logged(self: Any, step: int) -> bool:
+    def arm_where_logged(self: Any, step: int) -> bool:
         if pipeline := _reported[processor].pipeline():
             pipeline.armed = should_log(self, step + to_come)
         is_logged: bool = should_log(self, step)
@@ -103,7 +103,7 @@ def _wrap(processor: Any, to_come: int) -> None:
         if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
             logger.info(describe(found))
 
-    processor.should_log = armed_where_logged
+    processor.should_log = arm_where_logged
     processor.log = log_with_pipeline
 
 

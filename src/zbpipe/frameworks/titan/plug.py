@@ -102,17 +102,17 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
             check(config, options)  # now, before the ranks meet
             if not HAS_JOB_CONFIG and config.model_spec is not None:
-                config.model_spec = _with_pipelining(config.model_spec, options)
+                config.model_spec = _add_pipelining(config.model_spec, options)
             return config
 
     return PluggedConfigManager
 
 
-def _with_pipelining(spec: Any, options: Options) -> Any:
+def _add_pipelining(spec: Any, options: Options) -> Any:
     """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it has pipelines at all."""
     if spec.pipelining_fn is None:
         return spec
-    return replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
+    return replace(spec, pipelining_fn=make_pipelining(spec.pipelining_fn, options))
 
 
 def _replace_train_specs(options: Options, on_cpu: bool) -> None:
@@ -122,7 +122,7 @@ def _replace_train_specs(options: Options, on_cpu: bool) -> None:
 
     def get_plugged_train_spec(name: str) -> Any:
         spec = get_train_spec(name)
-        return _with_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
+        return _add_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
 
     train_spec.get_train_spec = get_plugged_train_spec
 
@@ -160,7 +160,7 @@ def checkpointing_of(config: Any) -> Checkpointing:
     return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE
 
 
-def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
+def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
 
     It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
@@ -346,7 +346,9 @@ def adapt_to_cpu(config: Any) -> None:
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
         use_causal_attention(config.model_spec)
-        config.model_spec = replace(config.model_spec, parallelize_fn=cpu.summing(config.model_spec.parallelize_fn))
+        config.model_spec = replace(
+            config.model_spec, parallelize_fn=cpu.make_summing(config.model_spec.parallelize_fn)
+        )
 
 
 def use_causal_attention(model_spec: Any) -> None:
@@ -368,8 +370,8 @@ def _train_spec_on_cpu(spec: Any) -> Any:
 
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     torch.histc = _histogram
-    model_args = {flavor: with_causal_attention(args) for flavor, args in spec.model_args.items()}
-    return replace(spec, model_args=model_args, parallelize_fn=cpu.summing(spec.parallelize_fn))
+    model_args = {flavor: ask_for_causal_attention(args) for flavor, args in spec.model_args.items()}
+    return replace(spec, model_args=model_args, parallelize_fn=cpu.make_summing(spec.parallelize_fn))
 
 
 def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -380,7 +382,7 @@ def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 _titans_histogram = torch.histc
 
 
-def with_causal_attention(args: Any) -> Any:
+def ask_for_causal_attention(args: Any) -> Any:
     """A model's arguments with attention that the CPU and meta tensors have."""
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         return args
