@@ -488,7 +488,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("compare -p 2 -m 2 --memory-limit 2GiB", "'2GiB' is in bytes, but nothing here was measured in bytes"),
         (
             "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
-            "'1x' is a multiple of 1F1B's memory, which these costs do not tell: 3 stages cannot become 2",
+            "'1x' is a multiple of 1F1B's memory, which these costs do not show: 3 stages cannot become 2",
         ),
         ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, but nothing here was measured in bytes"),
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),

@@ -136,7 +136,7 @@ def test_what_costs_do_not_tell() -> None:
         with pytest.raises(ValueError, match="'2GiB' is in bytes, but nothing here was measured in bytes"):
             call()
     three = CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
-    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not tell: 3"):
+    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not show: 3"):
         zbpipe.plan(2, 4, three, "1x", placements=Placement((0, 1, 1)))
     with pytest.raises(ValueError, match="one number or one for each rank, got 1 for 2 ranks"):
         zbpipe.plan(2, 4, (1, 1, 1), ["1x"])

@@ -77,18 +77,12 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
     rows = [
         (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
-        for each, step in _best(searched)
+        for each in searched
+        if (step := each.on_these_degrees)
     ]
     yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
     yield ""
     yield from lines(best)
-
-
-def _best(searched: Sequence[Estimate]) -> Iterator[tuple[Estimate, Step]]:
-    for each in searched:
-        step = each.on_these_degrees
-        if step is not None:
-            yield each, step
 
 
 def record(found: Estimate) -> dict[str, Any]:
@@ -168,11 +162,11 @@ def _draw(found: Estimate) -> str:
 # All lengths are pixels.
 _WIDTH, _HEIGHT, _MARGIN, _LABEL = 760, 420, 64, 150
 _LETTER, _LINE = 6.5, 12
-"""Of a name beside a point, not less than in any font."""
+"""The width of a letter and the height of a line in any font, or a little more."""
 
 
 def _choose_readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
-    """Names with their places beside these points, the first ones first, without those that would cover another."""
+    """The names to write next to these points, with their places: those that cover no earlier one."""
     taken: list[tuple[float, float, float]] = []
     for name, x, y in points:
         left, right, base = x + 8, x + 8 + _LETTER * len(name), y + 4

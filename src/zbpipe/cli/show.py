@@ -104,7 +104,7 @@ def show(
 def _write_pictures(
     timeline: Timeline, drawn_with: str, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> list[Path]:
-    """Write the files that are named, and tell which."""
+    """Write the files that are named, and return them."""
     if svg_file is not None:
         from zbpipe.views.svg import svg
 

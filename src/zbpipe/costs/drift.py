@@ -47,7 +47,7 @@ class Drift:
 class DriftDetector:
     """Looks at the time of one step after the other.
 
-    The first `CALIBRATION` steps tell what is usual. After an alarm it begins anew, with what is usual then.
+    It learns the usual time from the first `CALIBRATION` steps, and anew after each alarm.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
     """
     changed = _largest(_changes(before, after, placement))
     if not changed:
-        return "no rank or link alone: all together, or what runs beside the pipeline"
+        return "no single rank or link: all of them, or other work on their machines"
     slower = [each.ratio > 1 for each in changed]
     if placement.num_ranks > 1 and sum(each.of_rank for each in changed) == placement.num_ranks and len({*slower}) == 1:
         return f"all ranks compute {fmean(each.ratio for each in changed if each.of_rank):.2f} times as long as before"

@@ -104,7 +104,7 @@ class MemoryLimit:
                 return memory_of_1f1b(costs, ranks, microbatches)
             except ValueError as error:
                 raise ValueError(
-                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not tell:"
+                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not show:"
                     f" {error}; write it in another way"
                 ) from None
         known = costs if isinstance(costs, CostModel) else one_stage_a_rank(costs, ranks)

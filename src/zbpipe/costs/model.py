@@ -115,12 +115,7 @@ def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: A
         raise TypeError(
             f"{what} cannot have host = {host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
         )
-    return {
-        "link": link,
-        "host": host,
-        "links": FrozenDict(links),
-        "message_bytes": amount(what, "message_bytes", message_bytes),
-    }
+    return {"links": FrozenDict(links), "message_bytes": amount(what, "message_bytes", message_bytes)}
 
 
 def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:

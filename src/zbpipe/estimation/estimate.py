@@ -184,9 +184,9 @@ class _Job:
             return None
         workload = self.workload
         usable = self.rates.device.usable_bytes
-        beside = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
+        messages = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
         each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
-        room = tuple(usable - count * each - beside for count in workload.parameters_by_rank(placement, split))
+        room = tuple(usable - count * each - messages for count in workload.parameters_by_rank(placement, split))
         if min(room) <= 0:
             raise ValueError(
                 f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are"

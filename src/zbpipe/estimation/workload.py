@@ -131,7 +131,7 @@ class Workload:
     ends: tuple[int, int] | None = None
     """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
     remade: Callable[[Degrees], Workload] | None = None
-    """The same job on other degrees; None where nothing can tell."""
+    """Makes the same job on other degrees; None where that is not possible."""
 
     @property
     def global_tokens(self) -> int:

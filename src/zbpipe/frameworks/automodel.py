@@ -1,4 +1,4 @@
-"""What NeMo AutoModel needs besides: it places stages by functions of its own, and reads the loss from one rank.
+"""Adapts NeMo AutoModel, which places stages by functions of its own, and reads the loss from one rank.
 
 All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel: when it
 asks for one of zbpipe's schedules, this replaces functions in its modules, and puts them back for torch's schedules.

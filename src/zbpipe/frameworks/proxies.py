@@ -73,9 +73,6 @@ def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
     """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
-    is_v = algorithm.placement == "v" if algorithm.table is None else _is_v(algorithm.table.placement)
+    table = algorithm.table
+    is_v = algorithm.placement == "v" or (table and table.placement == Placement.v(table.placement.num_ranks))
     return ScheduleZBVZeroBubble if is_v and algorithm.stages_per_rank == 2 else PipelineScheduleMulti
-
-
-def _is_v(placement: Placement) -> bool:
-    return placement == Placement.v(placement.num_ranks, 2)

@@ -704,6 +704,7 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
     begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
     before, after = [-1] * total, [-1] * total
     first, last = [-1] * job.ranks, [-1] * job.ranks
+    lists = Lists(ops, [0] * total, gone, seconds, takes, needs, before, after, held, first, last)
     length = 0.0
     for op in ops:
         if gone[op]:
@@ -715,47 +716,28 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
             ready = max(ready, end[op + (job.feeder[node] - node) * microbatches] + job.lag[node])
         if job.after[node] >= 0:
             ready = max(ready, end[op + (job.after[node] - node) * microbatches])
-        behind = earliest_gap(job, op, ready, last[rank], seconds[op], takes[op], needs, begin, end, held, before)
-        following = after[behind] if behind >= 0 else first[rank]
+        behind = earliest_gap(job, lists, op, ready, begin, end)
         begin[op] = max(ready, end[behind]) if behind >= 0 else ready
         end[op] = begin[op] + seconds[op]
         length = max(length, end[op] - job.origin[rank])
         held[op] = takes[op] + (held[behind] if behind >= 0 else 0.0)
-        before[op], after[op] = behind, following
-        if behind >= 0:
-            after[behind] = op
-        else:
-            first[rank] = op
-        if following >= 0:
-            before[following] = op
-        else:
-            last[rank] = op
+        put_in(lists, op, behind, rank)
+        following = after[op]
         while following >= 0:
             held[following] += takes[op]
             following = after[following]
-    return length, fold(job, sort_by_start(job, ops, gone, first, after, begin, end), gone)
+    return length, fold(job, sort_by_start(job, lists, begin, end), gone)
 
 
-def earliest_gap(
-    job: Job,
-    op: int,
-    ready: float,
-    latest: int,
-    seconds: float,
-    takes: float,
-    needs: Floats,
-    begin: Floats,
-    end: Floats,
-    held: Floats,
-    before: Ints,
-) -> int:
+def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, end: Floats) -> int:
     """The placed op of its rank after which `op` can start the earliest; -1 to be the first.
 
     Microbatches stay in their order, so that a stage sends as the next one receives.
     """
-    node = op // job.microbatches
+    needs, held, before = lists.needs, lists.held, lists.before
+    node, seconds, takes = op // job.microbatches, lists.seconds[op], lists.takes[op]
     limit = job.limit[job.rank[node]]
-    best = follower = latest
+    best = follower = lists.last[job.rank[node]]
     while follower >= 0 and begin[follower] >= ready + seconds and follower // job.microbatches != node:
         previous = before[follower]
         least = held[previous] if previous >= 0 else 0.0
@@ -770,15 +752,15 @@ def earliest_gap(
     return best
 
 
-def sort_by_start(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
+def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> list[int]:
     """The ops of all ranks by their starts; of equal starts the earlier end first, then as before.
 
     A W that is part of a B comes right behind its I.
     """
-    place = [0] * len(order)
+    order, place = lists.order, lists.place
     for position in range(len(order)):
         place[order[position]] = position
-    heads = list(first)
+    heads = list(lists.first)
     merged = [0] * len(order)
     position = 0
     while position < len(order):
@@ -791,8 +773,8 @@ def sort_by_start(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, b
         merged[position] = chosen
         position += 1
         node = chosen // job.microbatches
-        heads[job.rank[node]] = after[chosen]
-        if node % 3 == 1 and gone[chosen + job.microbatches]:
+        heads[job.rank[node]] = lists.after[chosen]
+        if node % 3 == 1 and lists.gone[chosen + job.microbatches]:
             merged[position] = chosen + job.microbatches
             position += 1
     return merged

@@ -183,7 +183,7 @@ def _keep_stages(request: Request, num_stages: int) -> Request:
 
 
 def _costs_of(costs: Any) -> CostsOf:
-    """The costs of any placement's stages, from all that can tell them."""
+    """A function that gives the costs of any placement's stages, from whatever the caller gave."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 

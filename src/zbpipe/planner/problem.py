@@ -176,9 +176,9 @@ class Problem:
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
         """By rank, when the first microbatch gets there if nothing holds it up.
 
-        From there on the inner loops count, so an order that they find can run again each time that so many seconds
-        are over: the period is no longer. To begin later is seldom of use, because then the first I are late, and there
-        may be no room for as many F before them.
+        The inner loops count from there on, so an order that they find can run again after each of its lengths: its
+        period is no longer. To begin later seldom helps: the first I are late then, and there may be no room for as
+        many F before them.
         """
         first: dict[int, float] = {}
         now = 0.0

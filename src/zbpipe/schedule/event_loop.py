@@ -111,7 +111,7 @@ class Clock(Generic[T]):
     """By dependency and item how long after the end of the one the other gets to know."""
     latest: Callable[[Any, Any], Any] = max
     """Of two times."""
-    beside: Callable[[T], Hashable] | None = None
+    lane_of: Callable[[T], Hashable] | None = None
     """The lane of an item that runs parallel to its rank's other ones; None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
     """By item."""
@@ -121,12 +121,12 @@ class Clock(Generic[T]):
     ) -> Iterator[tuple[int, T, Any, Any]]:
         """Rank, item, start and end of all turns; `gate`: how many items of each rank may start before which time."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
-        beside = self.beside
+        lane_of = self.lane_of
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
             start = free[rank]
-            lane = beside(item) if beside else None
+            lane = lane_of(item) if lane_of else None
             if lane is not None and (rank, lane) in lanes:
                 start = latest(start, lanes[rank, lane])
             if gate:

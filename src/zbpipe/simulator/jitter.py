@@ -1,7 +1,7 @@
 """How long steps take when times vary: simulated many times over, with random times.
 
 An op takes its time from the costs, times a random factor; a message arrives after the link's time and what the network
-adds. The order of the ops is the schedule's in every draw, as torch runs it. All draws are simulated at once, op by op.
+adds. Every sample has the schedule's order of ops, as torch runs it. All samples are simulated at once, op by op.
 """
 
 from __future__ import annotations

@@ -214,14 +214,14 @@ class _Room(NamedTuple):
 
 
 def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
-    def beside(*kinds: OpKind) -> float:
+    def room_during(*kinds: OpKind) -> float:
         return max(0.0, limit - min(costs.working_of(stage, kind) for stage in stages for kind in kinds))
 
     sizes = [costs.activations[stage] for stage in stages]
     first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
-    before_backward = max(0.0, min(limit - first, beside(OpKind.F)))
+    before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
     # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
-    rooms = [beside(OpKind.F), beside(OpKind.W), beside(OpKind.F, OpKind.I)]
+    rooms = [room_during(OpKind.F), room_during(OpKind.W), room_during(OpKind.F, OpKind.I)]
     if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
         rooms = [_whole(sizes, room) for room in rooms]
     after_forward, before_weight, for_kept = rooms
@@ -242,7 +242,7 @@ def _life(costs: CostModel, path: _Path, stage: int) -> float:
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:
-    """The most that things of these sizes can fill of the limit, where that is easy to tell."""
+    """The most that things of these sizes can fill of the limit, where that is easy to calculate."""
     if min(sizes) == max(sizes) > 0 and limit < inf:
         return floor(limit / sizes[0] + ROUNDING) * sizes[0]
     return limit

@@ -115,7 +115,7 @@ def offload(
 
 
 def require_host(costs: CostModel) -> None:
-    """Refuse costs that do not tell how long copies take."""
+    """Refuse costs without the way to the host's memory."""
     if costs.host is None:
         raise ValueError(
             "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
@@ -147,13 +147,6 @@ class _Thing(NamedTuple):
 
     def op(self, kind: OpKind) -> Op:
         return Op(self.stage, kind, self.microbatch)
-
-
-class _Back(NamedTuple):
-    """A copy back, and the position of the computation after which it is issued."""
-
-    thing: _Thing
-    after: int
 
 
 class _Rank:
@@ -208,10 +201,10 @@ class _Rank:
         rows[self.rank] = tuple(self._copies(chosen))
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
 
-    def _back(self, chosen: Sequence[_Thing]) -> list[_Back] | None:
-        """Copies back that are issued as late as they can; None if one would be late, or begin before it is there.
+    def _back(self, chosen: Sequence[_Thing]) -> list[tuple[_Thing, int]] | None:
+        """What comes back, each with the last computation after which its copy may be issued, however slow copies are.
 
-        All copies take as long as they may.
+        None if one would be late, or begin before it is there.
         """
         there = {span.op: span.end for span in _out(chosen, [thing.most for thing in chosen])}
         latest, found = inf, []
@@ -220,7 +213,7 @@ class _Rank:
             if latest < there[thing.op(thing.there)] * (1 - ROUNDING):
                 return None
             after = bisect_right(self.ends, latest * (1 + ROUNDING), hi=thing.taken) - 1
-            found.append(_Back(thing, max(after, thing.made)))
+            found.append((thing, max(after, thing.made)))
         return found[::-1]
 
     def _copies(self, chosen: Sequence[_Thing]) -> Iterator[Span]:

@@ -101,7 +101,7 @@ def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: in
         free,
         lambda rank, op: seconds[op.stage][op.kind],
         lambda giver, taker: lag[giver.stage, taker.stage],
-        beside=_direction if schedule.has_copies else None,
+        lane_of=_direction if schedule.has_copies else None,
     )
     for step in range(num_steps):
         gate = (ahead, max(free)) if step else None

@@ -120,7 +120,7 @@ class Timeline:
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """What a rank holds: (from when on, how much), in the unit of `costs.activations`.
 
-        It is the activations, and while an op runs what it needs besides (`costs.working`). What is offloaded counts
+        It is the activations, and the working memory of the op that runs (`costs.working`). What is offloaded counts
         until that copy ends, and from the start of the copy back.
         """
         held, profile = 0.0, [(0.0, 0.0)]

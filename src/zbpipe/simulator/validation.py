@@ -177,7 +177,7 @@ def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 
 def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
-    """What is offloaded comes back, and only that; a B leaves nothing to offload behind it."""
+    """Copies of which one direction is missing, or copies for a W that the schedule does not have."""
     b = Op(stage, OpKind.B, microbatch)
     for there, back in zip(OFFLOADS, RELOADS, strict=True):
         copies = [op for kind in (there, back) if (op := Op(stage, kind, microbatch)) in places]

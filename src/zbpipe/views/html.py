@@ -25,8 +25,8 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
     """The page: the grid of all ranks, the activations each holds over time below it, and the critical path on demand.
 
     It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
-    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and tell of each box. Tables say
-    the same. `drawn_with` says in words which costs these are.
+    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and describe each box. A table
+    has the ranks' numbers. `drawn_with` names the costs.
     """
     sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(

@@ -52,7 +52,7 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
     compared = ComparedSchedule.of(timeline, None, baseline)
     peaks = timeline.peak_memory
     rows = [
-        (f"rank {rank}", number(busy), *map(_without_rounding, idle), memory(peak))
+        (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(baseline)})" if baseline else ""
@@ -279,7 +279,3 @@ def _align(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[st
     for column, cell in enumerate(line):
         width = widths[column] if column < len(widths) else 0
         yield cell.ljust(width) if column < left else cell.rjust(width)
-
-
-def _without_rounding(time: float) -> str:
-    return number(round(time, 9))

@@ -18,7 +18,7 @@ SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
 RANKS = 2
 ACTIVATION_CHECKPOINT = "selective"  # TorchTitan's default
 ROUNDS = 2
-"""So many times each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
+"""How often each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
 WARM_UP = 2
 """Steps of a job that set everything up, and are left out of speed and bubble."""
 _TIMEOUT = 300.0

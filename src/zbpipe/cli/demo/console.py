@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -41,14 +41,12 @@ class ConsoleProgress:
         )
         self._task = TaskID(0)
 
-    def __enter__(self) -> ConsoleProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+    @classmethod
+    @contextmanager
+    def show(cls) -> Iterator[ConsoleProgress]:
+        progress = cls()
+        with progress._bars:
+            yield progress
 
     def start(self, what: str, steps: int) -> None:
         self._task = self._bars.add_task(what, total=steps or 1, note="starting")

@@ -8,11 +8,13 @@ torch.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,31 +118,17 @@ def main() -> None:
     from zbpipe.cli.demo import sleeping  # noqa: F401
 
     folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
-    pids = [_fork(rank, folder, int(ranks), int(microbatches), seconds, int(rounds)) for rank in range(int(ranks))]
-    codes = [os.waitstatus_to_exitcode(os.wait()[1])]
-    while len(codes) < len(pids) and not any(codes):
-        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
-    os._exit(int(any(codes)))  # `emulate` ends those that are left
+    job = folder, int(ranks), int(microbatches), seconds, int(rounds)
+    context = multiprocessing.get_context("fork")
+    forks = [context.Process(target=_run_rank, args=(rank, *job)) for rank in range(int(ranks))]
+    for fork in forks:
+        fork.start()
+    while any(fork.is_alive() for fork in forks) and not any(fork.exitcode for fork in forks):
+        wait([fork.sentinel for fork in forks if fork.exitcode is None])
+    os._exit(int(any(fork.exitcode for fork in forks)))  # `emulate` ends those that are left
 
 
-def _fork(rank: int, folder: Path, *job: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        _rank(rank, folder, *job)
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
+def _run_rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 

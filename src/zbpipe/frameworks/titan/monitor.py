@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -47,19 +47,15 @@ class PipelineMetrics(Watcher):
             self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
         planned, measured = timelines(schedule, self._record, self._links)
         self._record = None
+        steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {
             "zbpipe/step(s)": measured.makespan,
             "zbpipe/simulated_step(s)": planned.makespan,
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
-            **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in _optimizer_steps(schedule).items()},
+            **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in steps.items()},
         }
-
-
-def _optimizer_steps(schedule: pipelining.PipelineSchedule) -> Mapping[str, int]:
-    """How many of each kind there were, if zbpipe makes them."""
-    return schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
 
 
 class _Reported(NamedTuple):

@@ -255,7 +255,7 @@ def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Calla
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_place_in_loop):
+            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=lambda name: PipelineScheduleMulti):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
             parts.append(part)
@@ -270,10 +270,6 @@ def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
     So TorchTitan builds this stage and no other, whatever the rank.
     """
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
-
-
-def _place_in_loop(name: str) -> type[pipelining.PipelineSchedule]:
-    return PipelineScheduleMulti
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)

@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers GET, and nothing else."""
 
     def do_GET(self) -> None:
-        # A page from elsewhere may make its own name point here; that name then stands in Host.
+        # A page from another site may make its own name point here; Host has that name then.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
             self._send(*_json(403, {"error": f"this server answers at {ADDRESS} and localhost alone"}))
             return
