@@ -121,7 +121,7 @@ COUNT = _Count(min=1)
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """For the shell: schedules by name, in any case, and files."""
+    """What the shell completes: names of schedules, in any case, and files."""
     from zbpipe.schedule.registry import schedules
 
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]

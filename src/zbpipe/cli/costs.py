@@ -94,14 +94,14 @@ class Costs:
 
 
 def equal() -> Costs:
-    """F, I and W take equal time, and memory counts activations: what the papers draw."""
+    """Costs as in the papers: equal times, and memory in activations."""
     from zbpipe.costs.model import CostModel
 
     return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
 
 
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
-    """Of a transformer with these times, or its typical ones."""
+    """The costs of a transformer with these times, or with typical ones."""
     from zbpipe.costs.transformer import typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times

@@ -142,7 +142,7 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of TorchTitan and what it imports: they are about jobs that run."""
+    """Silence TorchTitan's warnings, which are about jobs that run."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

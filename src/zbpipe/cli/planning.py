@@ -201,7 +201,7 @@ def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
-    """For as long as the search runs, on a terminal only."""
+    """Show the progress of the search, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -31,10 +31,8 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     def unevenness(sizes: Sizes) -> tuple[float, float]:
         """The share of the rank with the most work, and the squared shares of stages: a V waits at its long stages."""
         shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
-        ranks = [0.0] * placement.num_ranks
-        for rank, share in zip(placement.rank_of, shares, strict=True):
-            ranks[rank] += share
-        return round(max(ranks), _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
+        most = max(placement.sum_by_rank(shares))
+        return round(most, _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
 
     while True:
         trial = min(move_layer(best, stages, stages), key=unevenness, default=best)

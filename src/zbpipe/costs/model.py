@@ -346,7 +346,7 @@ class CostModel:
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, what it holds at a time of a microbatch that it has alone, in the unit of `costs.activations`."""
+    """By rank, the peak of one microbatch that runs alone, in the unit of `costs.activations`."""
     return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -374,7 +374,7 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
-    """By rank, what it holds at no time, in whatever order it runs its ops, in the unit of `costs.activations`."""
+    """By rank, more than it ever holds in any order of its ops, in the unit of `costs.activations`."""
 
     def most(stages: tuple[int, ...]) -> float:
         kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
@@ -401,9 +401,7 @@ def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
 
 def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
     """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`."""
-    return tuple(
-        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
-    )
+    return placement.sum_by_rank(costs.activations)
 
 
 @runtime_checkable

@@ -74,7 +74,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of all GPUs that share the block.
+        """The number of parameters, over all GPUs that share the block.
 
         >>> LLAMA_3_8B.parameters
         218112000

@@ -48,7 +48,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Of its memory."""
+        """The bytes of its memory that a job can use."""
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:

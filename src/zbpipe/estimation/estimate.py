@@ -169,7 +169,7 @@ class _Job:
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        """Of the stages: measured, or counted."""
+        """The costs of the stages, measured or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, placement, split)
@@ -213,7 +213,7 @@ class _Job:
         return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
-        """For people."""
+        """Where the figures come from, in sentences."""
         if self.measured is not None:
             yield "times and activations: measured, from the cost file"
         else:

@@ -58,7 +58,7 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
-    """On each GPU, while `size` microbatches go through all layers at a time."""
+    """The memory of each GPU while `size` microbatches run at a time."""
     degrees, each = workload.degrees, workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]

@@ -60,7 +60,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 
 
 def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
-    """As the job makes it before anything is measured."""
+    """The schedule that the job makes before anything is measured."""
     ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
     made_for = usual_costs(placement, known) if algorithm.by_checkpointing and known is not None else None
     return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)

@@ -129,9 +129,8 @@ class _Trials:
 
     def _heavy_and_light(self, sizes: Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""
-        work = [0.0] * self.placement.num_ranks
-        for rank, stage in zip(self.placement.rank_of, split_of(sizes), strict=True):
-            work[rank] += sum(self.costs.layers[layer].seconds for layer in stage)
+        seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
+        work = self.placement.sum_by_rank(seconds)
         ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
         light, heavy = ranks[:_RANKS], ranks[-_RANKS:]
         return (

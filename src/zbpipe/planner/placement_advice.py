@@ -83,7 +83,7 @@ def uneven_stages(job: JobCosts) -> str:
     """
     costs, placement = _require_stages(job)
     seconds = [costs.seconds(stage, OpKind.F) + costs.seconds(stage, OpKind.B) for stage in range(costs.num_stages)]
-    ranks = [sum(seconds[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    ranks = placement.sum_by_rank(seconds)
     average = sum(seconds) / len(seconds)
     if not average or max(ranks) * len(ranks) <= _EVEN_ENOUGH * sum(ranks):
         return ""

@@ -208,7 +208,7 @@ class Problem:
         return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """With an I and a W for each B that cannot help."""
+        """The ops, with an I and a W for each B that cannot help."""
         for op in ops:
             if op.kind is OpKind.B and not self.merges[op.stage]:
                 yield op._replace(kind=OpKind.I)
@@ -217,7 +217,7 @@ class Problem:
                 yield op
 
     def _numbers(self, op: Op) -> tuple[int, ...]:
-        """In an order: of a B those of its I and its W, marked."""
+        """The numbers of an op in an order; a B has those of its I and its W, marked."""
         if op.kind is not OpKind.B:
             return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch

@@ -131,7 +131,7 @@ class Annealing:
         return self.sort_best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
 
     def sort_best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
-        """With their step times; of equal schedules the first."""
+        """The candidates and their step times, the shortest first; of equal schedules one."""
         others = {each.schedule: each for each in reversed(candidates)}
         times = [
             (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=samples, seed=_SEED))

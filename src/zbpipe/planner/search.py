@@ -57,7 +57,7 @@ class Effort:
 
     @classmethod
     def quick(cls, budget: float, num_ops: int) -> Effort:
-        """For budgets of a fraction of a second. Without heat, all machines find the same: logarithms may differ."""
+        """The effort for budgets of a fraction of a second. It uses no heat: logarithms may differ between machines."""
         affordable = int(_SHARE_OF_SHAPES * budget / (_LEAST_CLIMB * num_ops))
         climbs = min(max(affordable, 1), cls.climbs)
         return cls(climbs, rounds=min(climbs - 1, 1), heat=0.0)

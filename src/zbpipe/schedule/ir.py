@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from operator import index
 from typing import NamedTuple, TypeAlias
 
@@ -265,6 +265,15 @@ class Placement:
                 f"rank {rank} is outside a placement on {self.num_ranks} ranks: use 0 to {self.num_ranks - 1}"
             )
         return self._stages_by_rank[rank]
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """The pairs of ranks (from, to) between which messages go."""
+        return sorted({hop for a, b in pairwise(self.rank_of) if a != b for hop in ((a, b), (b, a))})
+
+    def sum_by_rank(self, values: Sequence[float]) -> tuple[float, ...]:
+        """By rank, the sum of what its stages have in `values`."""
+        return tuple(sum(values[stage] for stage in stages) for stages in self._stages_by_rank)
 
 
 def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:

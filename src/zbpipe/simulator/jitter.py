@@ -246,7 +246,7 @@ class RandomTimes:
         self._burst_of_link: dict[tuple[int, int], Seconds | float] = {}
 
     def seconds(self, op: Op, rank: int, usual: float) -> Seconds | float:
-        """Of `op` on `rank`, which takes `usual` seconds."""
+        """Seconds of `op` on `rank`, which takes `usual` seconds without jitter."""
         jitter = self._jitter
         factor = self._rank[rank]
         if usual and jitter.factors:
@@ -256,7 +256,7 @@ class RandomTimes:
         return usual * factor
 
     def transfer(self, op: Op, ranks: tuple[int, int], usual: float) -> Seconds | float:
-        """Of the message that `op` waits for, which takes `usual` seconds between these ranks."""
+        """Seconds of the message that `op` waits for, which takes `usual` seconds without jitter."""
         jitter = self._jitter
         link = _link(*ranks)
         seconds: Seconds | float = usual + jitter.late_by(*ranks)

@@ -99,7 +99,7 @@ class _Window(NamedTuple):
 
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
-    """From the first op of the rank with the stages `watched` to its last, for a rank whose stages are not before."""
+    """The time from the first op of the rank with the stages `watched` to its last, for a rank behind it or itself."""
     finish = (
         end + costs.seconds(stage, OpKind.W) if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
     )

@@ -56,7 +56,7 @@ class Held:
 
 
 def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]:
-    """By rank, of what its `peak_bytes` consist."""
+    """By rank, the parts of its `peak_bytes`."""
     if rows is None:
         rows = rows_of(timeline)
     messages, costs = messages_held(rows), timeline.costs
@@ -78,7 +78,7 @@ def rows_of(timeline: Timeline) -> Rows:
 
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
-    """Of one rank, from its actions and the number of messages that it holds while each of them runs."""
+    """A rank's peak, from its actions and the number of messages that it holds while each of them runs."""
     activations = waiting = 0.0
     worst = Held()
     for action, number in row:

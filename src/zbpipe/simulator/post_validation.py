@@ -203,7 +203,7 @@ _AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"
 
 
 def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Before computation `number`."""
+    """The actions before computation `number`, and the others."""
     computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
     position = next(islice(computations, number, None), len(row))
     return row[:position], row[position:]

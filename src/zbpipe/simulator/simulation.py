@@ -84,7 +84,7 @@ def simulate(
 
 
 def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
-    """With a transport in which messages wait for nothing."""
+    """Simulate a transport in which messages wait for nothing."""
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)

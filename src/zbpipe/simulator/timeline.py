@@ -114,7 +114,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """By rank."""
+        """By rank, when it idles."""
         return tuple(_idle(spans, self.makespan) for spans in self.spans)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
@@ -187,7 +187,7 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
-    """From its end to its beginning."""
+    """The critical path, from its end to its beginning."""
     places = {
         (span.step, span.op): (rank, position)
         for rank, spans in enumerate(timeline.spans)

@@ -109,7 +109,7 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[
 
 
 def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
-    """A cell per column."""
+    """A cell per column, as high as the rank is busy then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
         begin, end = span.start * scale.per_second, min(span.end * scale.per_second, scale.columns)
@@ -144,7 +144,7 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
-    """Of the picture, with a legend of four."""
+    """The number of lines of the picture, with a legend of four."""
     return scale.bands * (timeline.schedule.num_ranks * (3 if timeline.copies else 1) + 1) + 4
 
 
@@ -200,7 +200,7 @@ def _legend(timeline: Timeline) -> Iterator[Text]:
 
 
 def _pack(entries: Iterable[Text], width: int) -> list[Text]:
-    """As many entries on a line as fit."""
+    """Lines with as many entries as fit."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= width:

@@ -35,7 +35,7 @@ def write_html(timeline: Timeline, file: str | Path) -> None:
 
 
 def draw_in_notebook(thing: Schedule | Timeline) -> str:
-    """Its `repr`, and the picture below; a schedule with a second for each of F, I and W."""
+    """The `repr` and the picture below it; in that of a schedule F, I and W take a second each."""
     text = f"<code>{escape(repr(thing))}</code>"
     schedule = thing if isinstance(thing, Schedule) else thing.schedule
     if sum(map(len, schedule)) > _MOST_OPS:

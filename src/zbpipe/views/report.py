@@ -122,7 +122,7 @@ class ComparedSchedule:
 
     @property
     def peak(self) -> float:
-        """Of the worst rank, in the unit of the costs' activations."""
+        """What the worst rank holds at its peak, in the unit of the costs' activations."""
         return float(max(self.figures["peak_memory"]))
 
     @property
@@ -259,7 +259,7 @@ _LEGEND = (
 
 
 def longer(time: float, than: float) -> str:
-    """By how much: `+3.1%`; nothing where nothing takes time."""
+    """By how much a time is longer: `+3.1%`; nothing where nothing takes time."""
     return f"{time / than - 1:+.1%}" if than else ""
 
 

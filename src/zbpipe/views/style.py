@@ -104,7 +104,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def _luminance(colour: str) -> float:
-    """From 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
+    """The luminance, from 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
     parts = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
     linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -147,17 +147,17 @@ def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], 
 
 
 def number(value: float) -> str:
-    """With at most six digits: `25.5`, `4`."""
+    """A number with at most six digits: `25.5`, `4`."""
     return f"{value:.6g}"
 
 
 def memory(value: float) -> str:
-    """In the unit of the costs' activations: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
+    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
     return f"{value / 2**30:.3g} GiB" if value >= 2**20 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """In percent, `5.9%`; a share that rounding took below zero counts as zero."""
+    """A share in percent, `5.9%`; one that rounding took below zero counts as zero."""
     return f"{max(share, 0.0):.1%}"
 
 

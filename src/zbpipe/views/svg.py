@@ -72,7 +72,7 @@ class _Picture:
     content: list[str]
 
     def lines(self, y: float = 0.0) -> list[str]:
-        """As an element of its own, `y` below the top of what holds it."""
+        """The lines of the picture as an element of its own, `y` below the top of its parent."""
         shifted = f' y="{_px(y)}"' if y else ""
         return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
 
@@ -153,10 +153,7 @@ def _times(costs: CostModel, placement: Placement) -> str:
     """What a rank takes per microbatch, if that is the same on all of them."""
 
     def per_rank(times: tuple[float, ...]) -> set[str]:
-        return {
-            style.number(sum(times[stage] for stage in placement.stages_on(rank)))
-            for rank in range(placement.num_ranks)
-        }
+        return {style.number(seconds) for seconds in placement.sum_by_rank(times)}
 
     f, i, w = per_rank(costs.f), per_rank(costs.i), per_rank(costs.w)
     if len(f) + len(i) + len(w) > 3 or costs.links:
@@ -226,7 +223,7 @@ def _box(span: Span, nth: int, scale: _Scale, y: float, height: int = _BOX) -> s
 
 
 def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
-    """On its box, if that is wide enough."""
+    """The microbatch's number on its box, if that is wide enough."""
     begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
     microbatch = str(span.op.microbatch)
     if width >= len(microbatch) * _LETTER + 2:

@@ -101,7 +101,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def _print(table: Table) -> None:
-    """Each row on one line, however long, and nothing behind it."""
+    """Print each row on one line, however long, without trailing spaces."""
     wide = Console(highlight=False, width=10_000)
     with wide.capture() as capture:
         wide.print(table)

@@ -70,7 +70,7 @@ def emulate(
     rounds: int = ROUNDS,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> list[Emulated]:
-    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes; see the constants for the arguments.
+    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes that sleep `seconds` for each F, I and W.
 
     `on_step` is called with the number of measured steps so far. DemoError, with the end of what the ranks wrote, if
     one failed or they took longer than two minutes.

@@ -58,7 +58,7 @@ class SleepingLayer(nn.Linear):
         return F.linear(self._sleep_in_backward(x, OpKind.I), self._sleep_in_backward(self.weight, OpKind.W))
 
     def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
-        """`tensor`, whose gradient takes its time. The I of a deferral hands on None where W will compute dW."""
+        """`tensor`, with a sleep before its gradient. The I of a deferral hands on None where W will compute dW."""
         view = tensor.view_as(tensor)
         # torch has no types for it.
         view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class Runner:
             layer.seconds = {kind: costs.seconds(index, kind) for kind in layer.seconds}
 
     def seconds(self) -> float:
-        """Of one step, from a start common to all ranks to the end of the last one."""
+        """Run one step; returns the seconds from a common start to the end of the last rank."""
         self.ran.clear()
         gc.collect()
         gc.disable()  # as trainers do, who collect garbage between steps

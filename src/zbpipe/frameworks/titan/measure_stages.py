@@ -105,7 +105,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
 
 
 def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
-    """Of a step for memory, and of some for times."""
+    """The records of a step for memory, and of some for times."""
     made: list[StepRecord] = []
     schedule = build_pipeline_schedule(
         name,

@@ -113,7 +113,7 @@ def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
 
 
 def chunks_of_loss(config: Any) -> int:
-    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    """The number of parts in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
     return 0 if HAS_JOB_CONFIG else getattr(config.loss, "num_chunks", 0)
 
 

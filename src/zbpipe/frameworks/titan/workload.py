@@ -192,7 +192,7 @@ class _OnOneGpu:
         return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
-        """As counted, shared by tensor parallelism as a Llama block as wide is; or that block."""
+        """The counted bytes, shared by tensor parallelism like a Llama block of that width; else that block's."""
         alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
@@ -286,7 +286,7 @@ def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) ->
 
 
 def _tokens(config: Any) -> int:
-    """Of a microbatch."""
+    """Tokens of a microbatch."""
     return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
 
 
@@ -354,7 +354,7 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
 
 
 def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
-    """From the weights that each token is multiplied with: two operations for each."""
+    """Two operations for each weight with which a token is multiplied."""
     layer = layer_split.layer(["block"], 2 * products * tokens, how)
     return Operations(layer.f, layer.i, layer.w)
 

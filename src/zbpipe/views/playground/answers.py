@@ -76,7 +76,7 @@ class Setting:
 
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
-        """From texts by name; ValueError for a name that is missing or unknown, and for what is no number."""
+        """The setting from texts by name; ValueError for missing and unknown names, and for what is no number."""
         if missing := [name for name in _NAMES if name not in asked]:
             raise ValueError(f"{', '.join(missing)} is missing")
         if unknown := [name for name in asked if name not in _NAMES]:

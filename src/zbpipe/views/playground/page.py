@@ -83,7 +83,7 @@ def _exported_settings() -> Iterator[Setting]:
 
 
 def _all_answers(setting: Setting) -> dict[str, Any]:
-    """Of all schedules that can have this size, and the plan. A limit makes no difference to named ones."""
+    """The answers of all schedules of this size, and the plan. A limit makes no difference to named ones."""
     found = {}
     if setting.limit is None:
         for name in _names():
