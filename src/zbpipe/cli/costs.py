@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -28,12 +28,8 @@ CHECKPOINTING = ("none", "selective", "full")
 """The names of `zbpipe.costs.transformer.Checkpointing`, which `--help` need not import."""
 
 
-class Times(NamedTuple):
-    """How long a rank works on one microbatch, in seconds."""
-
-    f: float
-    i: float
-    w: float
+Times = tuple[float, float, float]
+"""Seconds that a rank takes for F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +140,17 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
     if text == "typical":
         return None
     try:
-        times = Times(*map(float, text.split(",")))
-    except (TypeError, ValueError):
+        f, i, w = map(float, text.split(","))
+    except ValueError:
         if text.endswith((".toml", ".json")):
             raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
         raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
     # Pictures divide by the longest.
-    if not all(map(is_amount, times)) or max(times) < 1 / MOST:
+    if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
         raise click.BadParameter(
             f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
         )
-    return times
+    return f, i, w
 
 
 def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:

@@ -53,8 +53,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     if as_json:
         print_json(listed)
         return
-    for line in report.listing(known, listed):
-        click.echo(line)
+    click.echo("\n".join(report.listing(known, listed)))
     click.echo(f"\nstep and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}")
 
 
@@ -219,6 +218,5 @@ def compare(
     if as_json:
         print_json([standing.record() for standing in standings])
         return
-    for line in report.comparison(standings):
-        click.echo(line)
+    click.echo("\n".join(report.comparison(standings)))
     click.echo(costs.words)

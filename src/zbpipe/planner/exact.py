@@ -12,7 +12,7 @@ from math import floor
 from typing import Any, NamedTuple
 
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.planner.kernel import NEVER
+from zbpipe.planner.kernel import NEVER, starts
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
 from zbpipe.schedule.ir import OpKind
@@ -166,23 +166,14 @@ class _Model:
 
     def hint(self, order: Sequence[int]) -> None:
         """Let the solver start from a known order."""
-        clock = [0] * self.job.ranks
-        end: dict[int, int] = {}
-        for code in order:
+        rounded = self.job._replace(seconds=self.seconds, lag=self.lag, origin=[0] * self.job.ranks)
+        for code, begin in zip(order, starts(rounded, order), strict=True):
             full, op = divmod(code, self.num_ops)
-            node, microbatch = divmod(op, self.microbatches)
-            if full and node % 3 == 2:
+            if full and op not in self.full:  # a W that is part of a B
                 continue
-            feeder, rank = self.job.feeder[node], self.job.rank[node]
-            begin = clock[rank]
-            if feeder >= 0:
-                begin = max(begin, end[feeder * self.microbatches + microbatch] + self.lag[node])
-            self.model.add_hint(self.start[op], begin)
-            seconds = self.seconds[node]
+            self.model.add_hint(self.start[op], int(begin))
             if op in self.full:
                 self.model.add_hint(self.full[op], full)
-                seconds += self.seconds[node + 1] if full else 0
-            clock[rank] = end[op] = begin + seconds
 
     def span(self, op: int, solver: Any) -> tuple[int, int]:
         """When the solver starts and ends an op."""
