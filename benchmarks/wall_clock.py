@@ -12,19 +12,22 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement
-from zbpipe.cli.demo.sleeping import Runner, message_seconds
+from zbpipe.cli.demo.sleeping import Ran, Runner, sleep_until
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule.registry import resolve
@@ -100,7 +103,7 @@ class Result:
     latency: float
     """Of one message, measured in the same run and given to the simulator."""
     overhead: float
-    """What Python takes for one op beside its sleep: see `Runner.overhead`."""
+    """What Python takes for one op beside its sleep: see `overhead_of`."""
 
     @property
     def seconds(self) -> float:
@@ -165,6 +168,35 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
     return zbpipe.simulate(schedule, longer).makespan
 
 
+def message_seconds(messages: int = 100) -> float:
+    """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
+    rank, taken = dist.get_rank(), []
+    for number in range(messages if rank < 2 else 0):
+        sender = number % 2
+        sent_at = torch.zeros(1, dtype=torch.float64)
+        if rank == sender:
+            # As in a pipeline, the receiver has been waiting for some time, and is asleep.
+            sleep_until(time.monotonic() + 0.005)
+            sent_at[0] = time.monotonic()
+            dist.send(sent_at, 1 - rank)
+        else:
+            dist.recv(sent_at, sender)
+            taken.append(time.monotonic() - sent_at.item())
+    median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
+    dist.broadcast(median, 0)
+    return median.item()
+
+
+def overhead_of(steps: Sequence[Sequence[Ran]]) -> float:
+    """Seconds of this rank for an op beside its sleep: within it, and from it to the next.
+
+    Medians, because some ops wait for a message first.
+    """
+    within = [op.end - op.start - sum(seconds for _, seconds in op.slept) for ran in steps for op in ran]
+    between = [after.start - before.end for ran in steps for before, after in pairwise(ran)]
+    return statistics.median(within) + statistics.median(between)
+
+
 def on_this_rank(job: Job, directory: Path) -> list[Result]:
     """All schedules with all times, in rounds of one step each, whose order changes. All ranks find the same."""
     latency = message_seconds()
@@ -181,11 +213,13 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
             name: Runner(source, placed[name], job.microbatches, receives_of(name)) for name, source in sources.items()
         }
         measured: dict[str, list[float]] = {name: [] for name in job.schedules}
+        ran: dict[str, list[list[Ran]]] = {name: [] for name in job.schedules}
         for _ in range(job.rounds):
             for name in shuffled.sample(job.schedules, len(job.schedules)):
                 measured[name].append(runners[name].seconds())
+                ran[name].append(list(runners[name].ran))
         for name, source in sources.items():
-            overhead = runners[name].overhead
+            overhead = overhead_of(ran[name])
             expected = simulated(source, job, placed[name])
             longer = simulated(source, job, placed[name], overhead)
             seconds = measured[name], expected, longer, latency, overhead

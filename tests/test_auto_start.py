@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbpipe import OpKind, Placement, Schedule, generate, simulate
-from zbpipe.algorithms.auto import both_ways
+from zbpipe.algorithms.auto import mix_backwards
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.testing import check_schedule, cost_models, schedules
 
@@ -39,7 +39,7 @@ def test_every_kind_is_there_on_every_stage(ranks: int, microbatches: int) -> No
 @settings(deadline=None, max_examples=60)
 @given(schedules(max_ranks=4, max_microbatches=8), st.integers(1, 3), st.data())
 def test_any_schedule_can_be_measured(schedule: Schedule, samples: int, data: st.DataObject) -> None:
-    some = both_ways(schedule, data.draw(cost_models(schedule.placement)), samples)
+    some = mix_backwards(schedule, data.draw(cost_models(schedule.placement)), samples)
     check_schedule(some)
     number = schedule.num_microbatches - 1 or 1
     for kinds in measured(some).values():
@@ -51,10 +51,10 @@ def test_what_is_there_stays() -> None:
     """Where there are samples, and where there are none where the rank holds least."""
     costs = typical_costs(Placement.loop(1), "full")
     both = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1,0F2,0B2")
-    assert both_ways(both, costs) == both
+    assert mix_backwards(both, costs) == both
     whole = Schedule.from_csv("0F0,0F1,0F2,0B0,0B1,0F3,0F4,0B2,0B3,0B4")
     row = "0F0 0F1 0F2 0B0 0B1 0F3 0F4 0B2 0B3 0I4 0W4"
-    assert " ".join(map(str, both_ways(whole, costs).ops[0])) == row
+    assert " ".join(map(str, mix_backwards(whole, costs).ops[0])) == row
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

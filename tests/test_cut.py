@@ -62,7 +62,7 @@ def cutting(
         pipeline_parallel_first_stage_less_layers=ends[0],
         pipeline_parallel_last_stage_less_layers=ends[1],
     )
-    return layer_split.cutting(titans, Placement.v(2), parallelism, layer_split.Model(model, model, seq_len), how)
+    return layer_split.make_cut(titans, Placement.v(2), parallelism, layer_split.Model(model, model, seq_len), how)
 
 
 def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:

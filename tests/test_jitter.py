@@ -21,8 +21,8 @@ from zbpipe.costs.model import least_room
 from zbpipe.planner import robust
 from zbpipe.planner.engine import PLAIN, fastest
 from zbpipe.planner.request import Request
-from zbpipe.planner.robust import with_slack
-from zbpipe.planner.stages import problem_of
+from zbpipe.planner.robust import add_slack
+from zbpipe.planner.stages import make_problem
 from zbpipe.simulator.jitter import Jitter, StepTimes, step_times
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -51,7 +51,7 @@ def test_what_is_always_slow_is_as_if_the_costs_said_so(schedule: Schedule, data
         slow_ranks={rank: data.draw(st.sampled_from([1.0, 1.5, 3.0])) for rank in ranks},
         slow_links={(one, other): data.draw(st.sampled_from([0.0, 0.25])) for one in ranks for other in range(one)},
     )
-    expected = simulate(schedule, with_slack(schedule.placement, costs, jitter, slack=0)).makespan
+    expected = simulate(schedule, add_slack(schedule.placement, costs, jitter, slack=0)).makespan
     assert seconds(schedule, costs, jitter, draws=2) == pytest.approx(expected)
 
 
@@ -90,11 +90,11 @@ def test_measured_factors_are_used_as_they_are() -> None:
     timeline = simulate(ONE, (1, 1, 1))
     ((f, b),) = timeline.spans
     slower = replace(timeline, spans=((f._replace(end=2.0), b._replace(start=2.0, end=4.0)),))
-    assert Jitter.measured([timeline, slower]).factors == (1.0,) * 4
+    assert Jitter.from_timelines([timeline, slower]).factors == (1.0,) * 4
     assert set(seconds(ONE, (1, 1, 1), Jitter(factors=(0.5, 2)))) <= {1.5, 3, 4.5, 6}
     many = simulate(generate("GPipe", 1, 3), (1, 1, 1))
     row = [span._replace(end=span.end + 0.5 * (span.op.microbatch == 2)) for span in many.spans[0]]
-    assert sorted(Jitter.measured([replace(many, spans=(tuple(row),))]).factors) == [1, 1, 1, 1, 1.25, 1.5]
+    assert sorted(Jitter.from_timelines([replace(many, spans=(tuple(row),))]).factors) == [1, 1, 1, 1, 1.25, 1.5]
 
 
 def test_a_seed_gives_the_same_luck_again() -> None:
@@ -123,10 +123,10 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Jitter(ops=-0.1), "jitter's ops = -0.1 has to be 0 or more"),
+        (lambda: Jitter(ops=-0.1), "jitter cannot have ops = -0.1: give a number from 0"),
         (lambda: Jitter(burst=1.5), "burst = 1.5 is a chance: give at most 1"),
         (lambda: Jitter(burst_factor=0), "a jitter's factor of 0"),
-        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan has to be 0 or more"),
+        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan: give a number from 0"),
         (lambda: Jitter(ops=0.1, factors=(1.0,)), "exclude each other"),
         (lambda: Jitter.parse("ops=0.1,lag=2"), "'lag=2' is not understood; it takes ops=X, links=X, delay=X"),
         (lambda: Jitter.parse("slow-rank=1"), "'slow-rank=1' is not understood"),
@@ -149,7 +149,7 @@ def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
 
 
 def test_what_is_something_else() -> None:
-    with pytest.raises(TypeError, match="jitter's ops = 'much' is no number"):
+    with pytest.raises(TypeError, match="jitter cannot have ops = 'much': give a number from 0"):
         Jitter(ops="much")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
         step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_slack_is_more_time_on_links() -> None:
     placement = Placement.loop(2)
     costs = CostModel.uniform(placement, comm=0.5)
     jitter = Jitter(ops=0.1, links=0.2, delay=0.3, burst=0.5, burst_factor=3, burst_delay=1)
-    none, some = (with_slack(placement, costs, jitter, slack) for slack in (0, 2))
+    none, some = (add_slack(placement, costs, jitter, slack) for slack in (0, 2))
     assert none.transfer(0, 1) == 0.5
     assert some.transfer(1, 0) == pytest.approx(0.5 + 2 * (0.1 + 0.2 * 0.5 + 0.3 + 0.5 * (1 + 2)))
     assert (some.f, some.i, some.w) == (costs.f, costs.i, costs.w)
@@ -224,9 +224,9 @@ def test_annealing_counts_what_the_simulation_counts(data: st.DataObject) -> Non
     costs = data.draw(testing.cost_models(placement))
     room = tuple(data.draw(st.sampled_from([1.0, 2.5])) * each for each in least_room(placement, costs))
     request = Request(placement.num_ranks, 4, {"tested": placement}, room)
-    problem = problem_of(request, "tested", placement, costs)
+    problem = make_problem(request, "tested", placement, costs)
     jitter = RANKS_VARY if any(problem.merges) else data.draw(st.sampled_from([OPS_VARY, RANKS_VARY]))
-    start = problem.schedule("start", problem.one_by_one())
+    start = problem.schedule("start", problem.list_one_by_one())
     most = data.draw(st.sampled_from([1.0, 1.2])) * simulate(start, costs).makespan
     search = robust.Annealing(request, jitter, 0.9, most, lambda share, best: None)
     orders = [search.order(problem, start, engine, 50_000) for engine in (PLAIN, fastest())]

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
-from zbpipe.algorithms._lean import best
+from zbpipe.algorithms._lean import find_best
 from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.planner.lean import leanest, within
+from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
 
@@ -43,19 +43,19 @@ def keeps_to(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> b
 @given(schedules(max_ranks=5, max_microbatches=10), st.data())
 def test_leanest_takes_least(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
-    lean = leanest(schedule, costs)
+    lean = make_leanest(schedule, costs)
     check_schedule(lean)
     assert order(lean) == order(schedule)
     limits = peaks(lean, costs)
-    for other in (schedule, within(schedule, costs, limits=[1e9] * schedule.num_ranks)):
+    for other in (schedule, fit_within(schedule, costs, limits=[1e9] * schedule.num_ranks)):
         assert all(least <= peak * (1 + 1e-9) for least, peak in zip(limits, peaks(other, costs), strict=True))
 
 
 @given(schedules(max_ranks=5, max_microbatches=10), st.floats(1, 3), st.data())
 def test_within_keeps_to_limits_and_order(schedule: Schedule, more: float, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
-    limits = [more * peak for peak in peaks(leanest(schedule, costs), costs)]
-    fitted = within(schedule, costs, limits)
+    limits = [more * peak for peak in peaks(make_leanest(schedule, costs), costs)]
+    fitted = fit_within(schedule, costs, limits)
     check_schedule(fitted)
     assert order(fitted) == order(schedule)
     assert keeps_to(fitted, costs, limits)
@@ -67,20 +67,20 @@ def test_within_leaves_alone_what_fits(schedule: Schedule, data: st.DataObject) 
     costs = data.draw(cost_models(schedule.placement))
     limits = [peak + 10 for peak in peaks(schedule, costs)]
     if not any(op.kind == OpKind.B for ops in schedule for op in ops):
-        assert within(schedule, costs, limits) == schedule
+        assert fit_within(schedule, costs, limits) == schedule
 
 
 def test_w_waits_as_long_as_there_is_room() -> None:
     """It runs sooner only where the next op would not fit, and then I and W are one op only where I does not fit."""
     some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
     costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
-    assert " ".join(map(str, within(some, costs, [5]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
-    assert " ".join(map(str, within(some, costs, [3]).ops[0])) == "0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2"
+    assert " ".join(map(str, fit_within(some, costs, [5]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
+    assert " ".join(map(str, fit_within(some, costs, [3]).ops[0])) == "0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2"
     hungry = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=0.5, working={OpKind.B: 9})
-    assert " ".join(map(str, within(some, hungry, [3]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
-    assert " ".join(map(str, leanest(some, hungry).ops[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    assert " ".join(map(str, fit_within(some, hungry, [3]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
+    assert " ".join(map(str, make_leanest(some, hungry).ops[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
     # Where both ways take the same, the stage before need not wait for W.
-    assert leanest(some, CostModel.uniform(some.placement)) == leanest(some, hungry)
+    assert make_leanest(some, CostModel.uniform(some.placement)) == make_leanest(some, hungry)
 
 
 # --- the search ---
@@ -92,7 +92,7 @@ def test_the_search_fits_any_placement_costs_and_limit(form: Schedule, more: flo
     costs = data.draw(cost_models(form.placement))
     limits = [more * room for room in least_room(form.placement, costs)]
     with searching_little():
-        schedule = best("found", [form], costs, limits)
+        schedule = find_best("found", [form], costs, limits)
     check_schedule(schedule)
     assert schedule.placement == form.placement
     assert keeps_to(schedule, costs, limits)
@@ -114,7 +114,7 @@ def test_lean_schedules_fit_any_costs(name: str) -> None:
             schedule = generate(name, ranks, microbatches, costs=costs)
             assert generate(name, ranks, microbatches, costs=costs) == schedule
         check_schedule(schedule)
-        least, timeline = simulate(leanest(form, costs), costs), simulate(schedule, costs)
+        least, timeline = simulate(make_leanest(form, costs), costs), simulate(schedule, costs)
         allowed = max(1.02 * memory_of_1f1b(costs, ranks, ranks), *least_room(form.placement, costs))
         if max(least.peak_memory) <= allowed:
             assert max(timeline.peak_memory) <= allowed * (1 + 1e-9)
@@ -203,5 +203,5 @@ def test_default_costs_are_selective() -> None:
 def test_a_limit_below_one_microbatch() -> None:
     """It is raised to what that takes."""
     costs = typical_costs(Placement.v(3), "full")
-    schedule = best("tight", [generate("ZBV", 3, 5)], costs, limits=[0] * 3)
+    schedule = find_best("tight", [generate("ZBV", 3, 5)], costs, limits=[0] * 3)
     assert validate(schedule, least_room(Placement.v(3), costs), costs) == []

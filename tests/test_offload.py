@@ -75,7 +75,7 @@ def test_what_is_no_copy_is_refused(text: str) -> None:
         ("0F0,0OF0,0B0,0RF0", "order: rank 0, position 2, 0B0: it needs 0RF0, which comes later, at position 3"),
         ("0F0,0I0,0OI0,0W0,0RI0", "order: rank 0, position 3, 0W0: it needs 0RI0, which comes later, at position 4"),
         ("0F0,0B0,0OI0,0RI0", "foreign: rank 0, position 2, 0OI0: 0B0 leaves nothing for a W"),
-        ("0F0,0OF0,0OF0,0RF0,0B0", "doubled: rank 0, position 2, 0OF0: it stands on rank 0, position 1 already"),
+        ("0F0,0OF0,0OF0,0RF0,0B0", "doubled: rank 0, position 2, 0OF0: it is on rank 0, position 1 already"),
     ],
 )
 def test_copies_at_the_wrong_place_are_found(table: str, finding: str) -> None:
@@ -357,4 +357,4 @@ def test_the_command_line_offloads(tmp_path: Path) -> None:
     assert zbpipe.generate(str(table), 2, 8).has_copies
     assert "offload for I" in answer(f"show {table} -p 2 -m 8 --checkpointing none --host-bandwidth 2")
     assert "--host-bandwidth" in run(f"{asked} --offload all").output
-    assert "write a number above zero" in run(f"{asked} --host-bandwidth 0").output
+    assert "give a number above 0" in run(f"{asked} --host-bandwidth 0").output

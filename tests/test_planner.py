@@ -32,7 +32,7 @@ from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
-from zbpipe.planner.stages import problem_of
+from zbpipe.planner.stages import make_problem
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import lower_bound, period_bound
 from zbpipe.simulator.post_validation import period
@@ -84,7 +84,7 @@ def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
     microbatches = data.draw(st.integers(1, 8))
     tested = problem(placement, costs, microbatches, limit)
     scheduler = ListScheduler(tested, PLAIN)
-    for length, order in (scheduler.run(PriorityParams.plain(scheduler.legs)), *scheduler.by_kind()):
+    for length, order in (scheduler.run(PriorityParams.plain(scheduler.legs)), *scheduler.list_by_kind()):
         schedule = tested.schedule("listed", order)
         check_schedule(schedule)
         assert tested.fits(schedule)
@@ -179,7 +179,7 @@ def test_the_exact_solver_finds_nothing_below_the_bound(
     costs = data.draw(cost_models(placement))
     tested = replace(problem(placement, costs, microbatches, limit), by_period=by_period)
     scheduler = ListScheduler(tested, PLAIN)
-    known = min((each for each in scheduler.by_kind()), key=lambda each: each[0])[1]
+    known = min((each for each in scheduler.list_by_kind()), key=lambda each: each[0])[1]
     # The solver is told the bound, so that it can stop there: give it none.
     object.__setattr__(blind := replace(tested), "lower_bound", 0.0)
     proof = solve(blind, known, effort=2.0)
@@ -198,7 +198,7 @@ def test_the_exact_order_frees_first_what_it_counts_on() -> None:
     pytest.importorskip("ortools")
     ones = (1.0,) * 4
     tested = problem(Placement.v(2), CostModel(ones, ones, (1, 1, 1, 0), ones), microbatches=2, limit=1)
-    known = ListScheduler(tested, PLAIN).by_kind()[0][1]
+    known = ListScheduler(tested, PLAIN).list_by_kind()[0][1]
     order = solve(tested, known, effort=2.0).order
     assert order is not None
     assert tested.fits(tested.schedule("exact", order))
@@ -387,7 +387,7 @@ def test_the_inner_loops_never_count_less_than_the_period(data: st.DataObject) -
     costs = data.draw(cost_models(placement))
     tested = replace(problem(placement, costs, data.draw(st.integers(1, 6))), by_period=True)
     scheduler = ListScheduler(tested, PLAIN)
-    for _, order in scheduler.by_kind():
+    for _, order in scheduler.list_by_kind():
         length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 2_000, 1)
         timeline = simulate(tested.schedule("", better), costs)
         begin = [spans[0].start for spans in timeline.spans]
@@ -447,7 +447,7 @@ def test_justifying_keeps_orders_sound_and_within_the_limit_and_makes_none_longe
     limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 99.0]))
     tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 5)), limit)
     scheduler = ListScheduler(tested, PLAIN)
-    for before, order in scheduler.by_kind():
+    for before, order in scheduler.list_by_kind():
         length, justified = scheduler.justify(order)
         schedule = tested.schedule("justified", justified)
         check_schedule(schedule)
@@ -465,7 +465,7 @@ def test_what_an_op_needs_while_it_runs_has_to_fit() -> None:
     costs = CostModel((1,), (1,), (1,), (1,), working={OpKind.F: 2, OpKind.I: 3, OpKind.B: 3})
     tested = Problem("tested", Placement.loop(1), costs, 3, (4.5,))
     scheduler = ListScheduler(tested, PLAIN)
-    for _, order in scheduler.by_kind():
+    for _, order in scheduler.list_by_kind():
         for found in (order, scheduler.justify(order)[1], PLAIN.anneal(tested.job, order, 0.0, 1.0, 2_000, 1)[1]):
             (ops,) = tested.schedule("", found)
             text = " ".join(map(str, ops))
@@ -640,7 +640,7 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
         ({"budget": "1e8"}, "budget = '1e8' is no number"),
         ({"exact": 1}, "exact = 1: give True or False"),
-        ({"transport": 1}, "transport = 1 is no zbpipe.costs.transport.Transport, nor the name of one"),
+        ({"transport": 1}, "transport=1 is no text: use one of"),
     ],
 )
 def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -670,7 +670,7 @@ def test_a_limit_above_all_microbatches_is_none(limit: float | None) -> None:
     placement = Placement.loop(2)
     request = Request(2, 3, {"single": placement}, limits)
     # The solver counts in whole numbers.
-    assert max(problem_of(request, "single", placement, CostModel.uniform(placement)).limits) <= 1e9
+    assert max(make_problem(request, "single", placement, CostModel.uniform(placement)).limits) <= 1e9
 
 
 def test_plans_are_equal_and_have_a_hash() -> None:

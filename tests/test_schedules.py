@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from zbpipe import Op, Placement, Schedule, generate
 from zbpipe.costs.model import CostModel, least_room, rank_shares
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.runtime._torch.pipelining import lower
 from zbpipe.schedule import registry
 from zbpipe.simulator.post_validation import period
@@ -223,7 +223,7 @@ def within(limit: float, placement: Placement, costs: CostModel) -> tuple[float,
 def test_the_search_needs_no_more_than_one_microbatch(stages_per_rank: int, limit: float) -> None:
     """However many stages share a rank: what it admits can always come to its end."""
     for placement in (Placement.loop(2, stages_per_rank), Placement.v(3, stages_per_rank)):
-        check_schedule(best_within("searched", placement, 3, limit), memory_limit=limit)
+        check_schedule(find_best_within("searched", placement, 3, limit), memory_limit=limit)
 
 
 @draw_fewer(2)
@@ -232,7 +232,7 @@ def test_the_search_fits_any_placement_costs_and_limit(
     placement: Placement, microbatches: int, limit: float, data: st.DataObject
 ) -> None:
     costs = data.draw(cost_models(placement))
-    found = best_within("searched", placement, microbatches, limit, costs)
+    found = find_best_within("searched", placement, microbatches, limit, costs)
     check_schedule(found)
     peaks, room = in_shares(simulate(found, costs)), within(limit, placement, costs)
     assert all(peak <= most + 1e-9 for peak, most in zip(peaks, room, strict=True))

@@ -15,7 +15,7 @@ from zbpipe.runtime._torch.pipelining import rows_of
 from zbpipe.simulator.actions import COMPUTE, Rows, parse, validate_lowered
 from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
 from zbpipe.simulator.passes import add_messages, add_waits
-from zbpipe.simulator.validation import _find_deadlocks, _find_disordered, _incomplete, _is_sound, _strangers
+from zbpipe.simulator.validation import _find_faults, _is_sound
 
 
 @given(testing.runnable_schedules())
@@ -30,20 +30,6 @@ def test_what_runs_is_sound(schedule: Schedule) -> None:
 def test_what_is_broken_is_not(broken: Broken) -> None:
     if broken.rule != "memory":
         assert not _is_sound(broken.schedule), broken.rule
-
-
-def findings(schedule: Schedule) -> list[Any]:
-    """As `validate` has them where nothing else has said that all is well."""
-    places: dict[Op, list[tuple[int, int]]] = {}
-    for rank, row in enumerate(schedule):
-        for position, op in enumerate(row):
-            places.setdefault(op, []).append((rank, position))
-    return [
-        *_strangers(schedule, places),
-        *_incomplete(schedule, places),
-        *_find_disordered(schedule),
-        *_find_deadlocks(schedule, places),
-    ]
 
 
 def changed_rows(rows: Rows | tuple[tuple[Op, ...], ...]) -> Iterator[tuple[tuple[Any, ...], ...]]:
@@ -63,8 +49,8 @@ def test_ops_that_are_lost_doubled_or_moved(name: str, microbatches: int) -> Non
     seen = set()
     for rows in changed_rows(schedule.ops):
         other = Schedule("other", schedule.placement, microbatches, rows)
-        assert _is_sound(other) == (not findings(other)), rows
-        assert bool(validate(other)) == bool(findings(other))
+        assert _is_sound(other) == (not list(_find_faults(other))), rows
+        assert bool(validate(other)) == bool(list(_find_faults(other)))
         seen.add(_is_sound(other))
     assert seen == {True, False}
 

@@ -98,9 +98,9 @@ def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
     class Silent:
-        def started(self, what: str, steps: int) -> None: ...
-        def stepped(self, step: int, loss: float) -> None: ...
-        def ended(self, failed: bool) -> None: ...
+        def start(self, what: str, steps: int) -> None: ...
+        def step(self, step: int, loss: float) -> None: ...
+        def end(self, failed: bool) -> None: ...
 
     (run,) = comparison.run_demo(2, Silent(), tmp_path, rounds=1)
     log = (tmp_path / "ZBV" / "output.log").read_text()
@@ -707,7 +707,7 @@ def refusals_of_a_model() -> list[str]:
         training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
         args, kwargs = given_to_a_model(parallelism, training)
         with pytest.raises(ValueError, match=r"stages|module") as refused:
-            plug.pipeline_with(cut, Options())(model, *args, **kwargs)
+            plug.make_pipelining(cut, Options())(model, *args, **kwargs)
         said.append(str(refused.value))
     return said
 

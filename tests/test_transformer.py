@@ -129,8 +129,6 @@ def test_checkpointing_decides_what_zbv_takes() -> None:
     ("wrong", "words"),
     [
         ({"checkpointing": "op"}, "checkpointing = 'op' is none of none, selective, full"),
-        ({"blocks_per_rank": 0}, "blocks_per_rank has to be a whole number from 1 on, got 0"),
-        ({"blocks_per_rank": 1.5}, "blocks_per_rank has to be a whole number from 1 on, got 1.5"),
         ({"times": (1, -1, 1)}, "i = -1"),
         ({"times": (1, 1)}, "times = \\(1, 1\\) are not three numbers"),
     ],

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate, validate
-from zbpipe.simulator import Finding
 from zbpipe.simulator.validation import Rule, require_valid
 from zbpipe.testing import cost_models, runnable_schedules, schedules
 
@@ -123,11 +122,6 @@ def test_refusal_lists_the_findings() -> None:
     broken = changed(generate("1F1B", 2, 2), lambda rows: rows[1].pop())
     with pytest.raises(ValueError, match=r"schedule 1F1B cannot run, 1 finding\(s\):\n  missing: rank 1, 1B1"):
         require_valid(broken)
-
-
-def test_a_finding_reads_well() -> None:
-    finding = Finding("order", 2, 7, Op(3, OpKind.W, 0), "it needs 3I0")
-    assert str(finding) == "order: rank 2, position 7, 3W0: it needs 3I0"
 
 
 @pytest.mark.parametrize("stranger", [Op(-1, OpKind.F, 0), Op(0, OpKind.F, -1)])

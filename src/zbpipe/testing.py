@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.costs.model import CostModel, Link
@@ -225,7 +224,6 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
 
     shares = st.sampled_from([0.0, 0.5, 0.25, 1.0, -0.5, -1.0])
     f, i, w = by_stage(_times), by_stage(_times_or_none), by_stage(_times_or_none)
-    hops = sorted({hop for a, b in pairwise(placement.rank_of) if a != b for hop in ((a, b), (b, a))})
     return CostModel(
         f,
         i,
@@ -233,7 +231,7 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         activations=by_stage(_times),
         freed_by_i=draw(shares | st.tuples(*(shares for _ in placement.rank_of))),
         link=draw(_links),
-        links=draw(st.dictionaries(st.sampled_from(hops), _links, max_size=4)) if hops else {},
+        links=draw(st.dictionaries(st.sampled_from(placement.hops), _links, max_size=4)) if placement.hops else {},
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
     )

@@ -8,9 +8,8 @@ from dataclasses import replace
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
-from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import PLAIN
-from zbpipe.planner.lean import leanest, within
+from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Placement, Schedule
@@ -20,22 +19,12 @@ BUDGET = 5e5
 """Of a search, in ops placed and timed: some 0.2 seconds without numba."""
 
 
-def usual_costs(placement: Placement) -> CostModel:
-    """Those of TorchTitan's default, selective checkpointing."""
-    return typical_costs(placement, "selective")
-
-
-def room(
-    name: str,
-    placement: Placement,
-    costs: CostModel,
-    microbatches: int,
-    limit: MemoryLimit | None = None,
+def resolve_limits(
+    name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None = None
 ) -> tuple[float, ...]:
     """What each rank may hold: the limit, or a little more than 1F1B's worst rank holds.
 
-    Raises:
-        ValueError: the limit is too small for even one microbatch of the schedule called `name`.
+    ValueError if the limit is too small for even one microbatch of the schedule called `name`.
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
@@ -43,40 +32,30 @@ def room(
     return limits
 
 
-def best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> Schedule:
     """The shortest that a short search finds within `limits`, from lean forms of `seeds`. Of equals the leanest.
 
-    Args:
-        name: of the result.
-        seeds: valid schedules, all with the same placement and as many microbatches.
-        costs: of their stages.
-        limits: what each rank may hold, in the unit of `costs.activations`. A rank on which one microbatch alone takes
-            more may hold that.
+    The seeds have one placement and as many microbatches. A rank may hold what one microbatch takes alone, whatever
+    its limit.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
     search = Search([problem], BUDGET, PLAIN, effort=Effort.quick(BUDGET, problem.num_ops))
-    forms = (form for seed in seeds for form in (within(seed, costs, problem.limits), leanest(seed, costs)))
+    forms = (form for seed in seeds for form in (fit_within(seed, costs, problem.limits), make_leanest(seed, costs)))
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
     return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
 
 
-def within_share(name: str, form: Schedule, share: float, costs: CostModel) -> Schedule:
+def find_within_share(name: str, form: Schedule, share: float, costs: CostModel) -> Schedule:
     """The best within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
 
     What ops need only while they run is not shared: a rank runs one op at a time.
-
-    Args:
-        name: of the result.
-        form: the paper's schedule.
-        share: of 1F1B's activations that it is to hold.
-        costs: of its stages.
     """
     ranks = form.num_ranks
     peak = memory_of_1f1b(costs, ranks, ranks)
     held = memory_of_1f1b(replace(costs, working={}), ranks, ranks)
-    least = max(simulate(leanest(form, costs), costs).peak_memory)
+    least = max(simulate(make_leanest(form, costs), costs).peak_memory)
     limit = max(LEEWAY * (share * held + peak - held), least)
-    return best(name, [form], costs, (limit,) * ranks)
+    return find_best(name, [form], costs, (limit,) * ranks)

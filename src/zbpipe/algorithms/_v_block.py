@@ -32,7 +32,7 @@ class Block:
 
 
 def repeat(name: str, block: Block, ranks: int, microbatches: int) -> Schedule:
-    """So many blocks one after the other, with the empty units squeezed out and the cool-down put into better order."""
+    """A block for each microbatch, with the empty units squeezed out and the cool-down put into better order."""
     start = _starts(block, ranks)
     placement = Placement.v(ranks)
     rows = []

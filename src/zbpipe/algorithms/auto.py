@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbpipe.algorithms._lean import room
-from zbpipe.algorithms.zbv_lean import shortest
+from zbpipe.algorithms._lean import resolve_limits
+from zbpipe.algorithms.zbv_lean import find_shortest
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
@@ -21,25 +21,17 @@ def auto(
 ) -> Schedule:
     """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
 
-    With all that is to be measured: on every stage some microbatches run I, then W.
+    With all that is to be measured: on every stage some microbatches run I, then W. By default costs are typical ones,
+    without what ops need while they run, which would be a guess.
 
     >>> print(auto(2, 4))
     rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
-
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the 2p stages; default: typical ones, without what ops need while they run, which would be a guess.
-        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
-
-    Raises:
-        ValueError: a limit that is too small for even one microbatch.
     """
     placement = Placement.v(ranks)
     costs = costs or replace(typical_costs(placement, "full"), working={})
-    limits = room("Auto", placement, costs, microbatches, memory_limit)
-    lean = shortest("Auto-ZBVLean", ranks, microbatches, costs, limits)
+    limits = resolve_limits("Auto", placement, costs, microbatches, memory_limit)
+    lean = find_shortest("Auto-ZBVLean", ranks, microbatches, costs, limits)
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
 
     def excess(schedule: Schedule) -> float:
@@ -47,22 +39,22 @@ def auto(
         peaks = simulate(schedule, costs).peak_memory
         return round(max(0.0, *(peak / most - 1 for peak, most in zip(peaks, allowed, strict=True))), 9)
 
-    return min(_forms(lean, costs), key=excess)
+    return min(_make_forms(lean, costs), key=excess)
 
 
-def _forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
+def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
     """What can be measured: the best samples first, then what takes less memory, at last with a longer step.
 
     Under full checkpointing I of one stage leaves more behind than several microbatches' F.
     """
-    yield both_ways(schedule, costs, samples=2)
-    yield both_ways(schedule, costs)
+    yield mix_backwards(schedule, costs, samples=2)
+    yield mix_backwards(schedule, costs)
     last = schedule.num_microbatches - 1
     alone = replace(schedule, ops=tuple(tuple(sorted(ops, key=lambda op: op.microbatch == last)) for ops in schedule))
-    yield both_ways(alone, costs)
+    yield mix_backwards(alone, costs)
 
 
-def both_ways(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedule:
+def mix_backwards(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedule:
     """`schedule` with some microbatches as I with W right after it, and some as B, on every stage.
 
     Nothing changes on stages that have some of each. Else those change where the rank holds least when the backward
@@ -70,7 +62,7 @@ def both_ways(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedul
     first.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,))
-        >>> print(both_ways(Schedule.from_csv("0F0,0B0,0F1,0B1,0F2,0F3,0F4,0B2,0B3,0B4"), costs, samples=2))
+        >>> print(mix_backwards(Schedule.from_csv("0F0,0B0,0F1,0B1,0F2,0F3,0F4,0B2,0B3,0B4"), costs, samples=2))
         rank 0: 0F0 0B0 0F1 0I1 0W1 0F2 0F3 0F4 0B2 0B3 0I4 0W4
 
     Args:
@@ -78,10 +70,10 @@ def both_ways(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedul
         costs: of its stages.
         samples: microbatches of each stage that run as I and W, and as B.
     """
-    return replace(schedule, ops=tuple(tuple(_row_both_ways(ops, costs, samples)) for ops in schedule))
+    return replace(schedule, ops=tuple(tuple(_mix_row(ops, costs, samples)) for ops in schedule))
 
 
-def _row_both_ways(ops: Sequence[Op], costs: CostModel, samples: int) -> Iterator[Op]:
+def _mix_row(ops: Sequence[Op], costs: CostModel, samples: int) -> Iterator[Op]:
     whole, split = set[Op](), set[Op]()
     for stage in {op.stage for op in ops}:
         some_split, some_whole = _to_change(_by_room(ops, stage, costs), samples)

@@ -6,9 +6,10 @@ where there is none, I and W run as one op B. With whole backwards it takes half
 busy, so under full checkpointing a step is long.
 """
 
-from zbpipe.algorithms._lean import usual_costs, within_share
+from zbpipe.algorithms._lean import find_within_share
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -23,16 +24,12 @@ from zbpipe.schedule.registry import register
 def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best of lean forms of VMin and of a short search within (p + 4) // 3 of 1F1B's p activations.
 
-    What ops need only while they run comes on top. Where VMin with whole backwards takes more, that is the limit.
+    What ops need only while they run comes on top. Where VMin with whole backwards takes more, that is the limit. By
+    default costs are typical ones under selective checkpointing.
 
-        >>> print(v_min_lean(2, 2))
-        rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
-        rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
-
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the 2p stages; default: typical ones under selective checkpointing.
+    >>> print(v_min_lean(2, 2))
+    rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
-    costs = costs or usual_costs(Placement.v(ranks))
-    return within_share("VMinLean", v_min(ranks, microbatches), (ranks + 4) // 3 / ranks, costs)
+    costs = costs or typical_costs(Placement.v(ranks))
+    return find_within_share("VMinLean", v_min(ranks, microbatches), (ranks + 4) // 3 / ranks, costs)

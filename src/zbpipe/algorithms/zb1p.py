@@ -7,23 +7,18 @@ gradients, and so a long step.
 
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.model import CostModel
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
 @register("ZB1P", summary="searched for the costs, in p activations with deferred gradients")
 def zb1p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
-    """The best found that holds at most p activations per rank.
+    """The best found that holds at most p activations per rank; without costs for equal times of F, I and W.
 
-        >>> print(zb1p(2, 3))
-        rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
-        rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
-
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: one stage a rank; default: F, I and W take equal time and communication none.
+    >>> print(zb1p(2, 3))
+    rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     seeds = [zbh1(ranks, microbatches)]
-    return best_within("ZB1P", Placement.loop(ranks), microbatches, ranks, costs, seeds)
+    return find_best_within("ZB1P", Placement.loop(ranks), microbatches, ranks, costs, seeds)

@@ -6,24 +6,20 @@ Like ZB1P with at most 2p activations, deferred gradients included: for memory t
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.algorithms.zbh2 import zbh2
 from zbpipe.costs.model import CostModel
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
 @register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")
 def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahead: bool = False) -> Schedule:
-    """The best found that holds at most 2p activations per rank.
+    """The best found that holds at most 2p activations per rank; without costs for equal times of F, I and W.
 
-        >>> print(zb2p(2, 3))
-        rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
-        rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    Where ranks run ahead of the optimizer step, the shortest period is the best.
 
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: one stage a rank; default: F, I and W take equal time and communication none.
-        runs_ahead: whether ranks run ahead of the optimizer step, so that the shortest period is the best.
+    >>> print(zb2p(2, 3))
+    rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     seeds = [zbh1(ranks, microbatches), zbh2(ranks, microbatches)]
-    return best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)
+    return find_best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)

@@ -5,10 +5,11 @@ For jobs that cannot place their stages in a V; ZBVLean is shorter. As in ZB-H1 
 none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 """
 
-from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms._lean import find_best, resolve_limits
 from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -23,20 +24,13 @@ def zbh1_lean(
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 
-        >>> print(zbh1_lean(2, 2))
-        rank 0: 0F0 0F1 0B0 0I1 0W1
-        rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
+    Costs and limit are by default those of ZBVLean.
 
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the stages; default: typical ones under selective checkpointing.
-        memory_limit: as for `zbpipe.algorithms.zbv_lean`.
-
-    Raises:
-        ValueError: a limit that is too small for even one microbatch.
+    >>> print(zbh1_lean(2, 2))
+    rank 0: 0F0 0F1 0B0 0I1 0W1
+    rank 1: 1F0 1I0 1W0 1F1 1I1 1W1
     """
     placement = Placement.loop(ranks)
-    costs = costs or usual_costs(placement)
-    limits = room("ZBH1Lean", placement, costs, microbatches, memory_limit)
-    return best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)
+    costs = costs or typical_costs(placement)
+    limits = resolve_limits("ZBH1Lean", placement, costs, microbatches, memory_limit)
+    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)

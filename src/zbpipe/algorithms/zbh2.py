@@ -6,7 +6,7 @@ costs time unless each rank starts its next step at once.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -22,6 +22,6 @@ def zbh2(ranks: int, microbatches: int) -> Schedule:
         rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     if microbatches < 2 * ranks - 1:
-        return best_within("ZBH2", Placement.loop(ranks), microbatches, 2 * ranks - 1)
+        return find_best_within("ZBH2", Placement.loop(ranks), microbatches, 2 * ranks - 1)
     rows = tuple(f_i_w(rank, microbatches, warmup=2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks))
     return Schedule("ZBH2", Placement.loop(ranks), microbatches, rows)

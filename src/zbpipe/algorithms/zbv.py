@@ -13,7 +13,7 @@ stage.
 from collections.abc import Iterator
 from itertools import count
 
-from zbpipe.planner.search import best_within
+from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -36,13 +36,13 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         rank 0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
         rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 2W1 1W0 1W1
     """
-    schedule = cut_down("ZBV", ranks, microbatches)
+    schedule = draw_cut_down("ZBV", ranks, microbatches)
     if microbatches >= 2 * ranks - 1:
         return schedule
-    return best_within("ZBV", schedule.placement, microbatches, ranks, seeds=[schedule])
+    return find_best_within("ZBV", schedule.placement, microbatches, ranks, seeds=[schedule])
 
 
-def cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
+def draw_cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
     """The drawing for at least 2p - 1 microbatches, without those that the job lacks."""
     drawn = max(microbatches, 2 * ranks - 1)
     rows = tuple(

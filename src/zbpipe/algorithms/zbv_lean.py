@@ -7,12 +7,13 @@ but with checkpointing deferred gradients take more memory than these. Here W wa
 
 from collections.abc import Sequence
 
-from zbpipe.algorithms._lean import best, room, usual_costs
+from zbpipe.algorithms._lean import find_best, resolve_limits
 from zbpipe.algorithms.dualpipe_v import dualpipe_v
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -29,27 +30,19 @@ def zbv_lean(
 ) -> Schedule:
     """The best of lean forms of known schedules and of a short search, by the synchronous step.
 
-        >>> print(zbv_lean(2, 2))
-        rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
-        rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
+    By default costs are typical ones under selective checkpointing, and the limit is 1.02x of 1F1B's memory, or, where
+    that is more, what one microbatch takes.
 
-    Args:
-        ranks: p.
-        microbatches: from 1 on.
-        costs: of the 2p stages; default: typical ones under selective checkpointing.
-        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: "1.02x" of 1F1B's memory, or, where that is more, what
-            one microbatch takes.
-
-    Raises:
-        ValueError: a limit that is too small for even one microbatch.
+    >>> print(zbv_lean(2, 2))
+    rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
     placement = Placement.v(ranks)
-    costs = costs or usual_costs(placement)
-    return shortest(
-        "ZBVLean", ranks, microbatches, costs, room("ZBVLean", placement, costs, microbatches, memory_limit)
-    )
+    costs = costs or typical_costs(placement)
+    limits = resolve_limits("ZBVLean", placement, costs, microbatches, memory_limit)
+    return find_shortest("ZBVLean", ranks, microbatches, costs, limits)
 
 
-def shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
     """The shortest found in a V within these limits, or within what one microbatch alone takes."""
-    return best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)
+    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)

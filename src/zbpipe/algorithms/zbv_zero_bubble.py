@@ -4,7 +4,7 @@ Here for comparison: torch's own class runs it, with torch's own split of the ba
 where microbatches are few.
 """
 
-from zbpipe.algorithms.zbv import cut_down
+from zbpipe.algorithms.zbv import draw_cut_down
 from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import register
 
@@ -23,4 +23,4 @@ def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
     """
-    return cut_down("ZBVZeroBubble", ranks, microbatches)
+    return draw_cut_down("ZBVZeroBubble", ranks, microbatches)

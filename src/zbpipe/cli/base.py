@@ -70,16 +70,16 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
-def parse_with(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """The callback of an option whose text `parse` takes; it raises ValueError."""
+def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """The callback of an option whose value `parse` takes; it raises ValueError."""
 
-    def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
+    def parse_value(context: click.Context, option: click.Parameter, value: Any) -> Any:
         try:
-            return None if text is None else parse(text)
+            return None if value is None else parse(value)
         except ValueError as error:
             raise click.BadParameter(one_line(str(error)), context, option) from None
 
-    return parsed
+    return parse_value
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
@@ -121,7 +121,7 @@ COUNT = _Count(min=1)
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """For the shell: schedules by name, in any case, and files."""
+    """What the shell completes: names of schedules, in any case, and files."""
     from zbpipe.schedule.registry import schedules
 
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import parse_with
+from zbpipe.cli.base import options, parse_with
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
-from zbpipe.costs.model import MOST, is_amount
+from zbpipe.costs.model import MOST, Link, amount, is_amount
 
 if TYPE_CHECKING:
     from zbpipe.costs.baseline import CostsOf
@@ -28,12 +28,8 @@ CHECKPOINTING = ("none", "selective", "full")
 """The names of `zbpipe.costs.transformer.Checkpointing`, which `--help` need not import."""
 
 
-class Times(NamedTuple):
-    """How long a rank works on one microbatch, in seconds."""
-
-    f: float
-    i: float
-    w: float
+Times = tuple[float, float, float]
+"""Seconds that a rank takes for F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,7 @@ class Costs:
         return True
 
     def ranks(self, given: int | None) -> int | None:
-        """The given number of ranks, or the cost file's.
-
-        Raises:
-            ValueError: the cost file is for another number.
-        """
+        """The given number of ranks, which has to fit the cost file, or the file's own."""
         if self.job is None:
             return given
         if given is None:
@@ -98,20 +90,18 @@ class Costs:
 
 
 def equal() -> Costs:
-    """F, I and W take equal time, and memory counts activations: what the papers draw."""
+    """Costs as in the papers: equal times, and memory in activations."""
     from zbpipe.costs.model import CostModel
 
     return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
 
 
-def typical(times: Times | None, comm: float, checkpointing: str, host_bandwidth: float | None = None) -> Costs:
-    """Of a transformer with these times, or its typical ones."""
-    from zbpipe.costs.model import Link
+def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
+    """The costs of a transformer with these times, or with typical ones."""
     from zbpipe.costs.transformer import typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times
-    host = None if host_bandwidth is None else Link(bandwidth=host_bandwidth)
-    copies = "" if host_bandwidth is None else f"; {host_bandwidth:.6g} to the host"
+    copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
     how = "without checkpointing" if checkpointing == "none" else f"with {checkpointing} checkpointing"
     return Costs(
@@ -129,13 +119,16 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file, unless other options contradict it."""
     from zbpipe.costs.file import load_costs
 
-    reasons = {"costs": "times", "comm": "the times of messages", "checkpointing": "the memory of its checkpointing"}
-    reasons["host_bandwidth"] = "room for it, as bandwidth under [host]"
-    for name, what in reasons.items():
+    reasons = {
+        "costs": ("--costs", "times"),
+        "comm": ("--comm", "the times of messages"),
+        "checkpointing": ("--checkpointing", "the memory of its checkpointing"),
+        "host": ("--host-bandwidth", "room for it, as bandwidth under [host]"),
+    }
+    for name, (option, what) in reasons.items():
         if is_given(context, name):
-            option = name.replace("_", "-")
             raise click.UsageError(
-                f"--{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
+                f"{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
                 context,
             )
     job = load_costs(file)
@@ -147,36 +140,22 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
     if text == "typical":
         return None
     try:
-        times = Times(*map(float, text.split(",")))
-    except (TypeError, ValueError):
+        f, i, w = map(float, text.split(","))
+    except ValueError:
         if text.endswith((".toml", ".json")):
             raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
         raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
     # Pictures divide by the longest.
-    if not all(map(is_amount, times)) or max(times) < 1 / MOST:
+    if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
         raise click.BadParameter(
             f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
         )
-    return times
-
-
-def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Check `--comm`."""
-    if not is_amount(value):
-        raise click.BadParameter(f"{value} is no amount; write a number from zero to {MOST:g}, for example 0.5")
-    return value
-
-
-def _bandwidth(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """Check `--host-bandwidth`."""
-    if value is not None and not (is_amount(value) and value >= 1 / MOST):
-        raise click.BadParameter(f"{value} is no bandwidth; write a number above zero, for example 0.5")
-    return value
+    return f, i, w
 
 
 def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     """The options, which the command gets as one argument `costs`; the default of `--costs` is `times`."""
-    options = (
+    add_options = options(
         click.option(
             "--costs",
             metavar="F,I,W",
@@ -197,15 +176,16 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
         click.option(
             "--comm",
             type=float,
-            callback=_seconds,
+            callback=parse_with(partial(amount, "a transfer", "comm")),
             default=0.0,
             show_default=True,
             help="Seconds that a transfer between two ranks takes.",
         ),
         click.option(
             "--host-bandwidth",
+            "host",
             type=float,
-            callback=_bandwidth,
+            callback=parse_with(lambda bandwidth: Link(bandwidth=bandwidth)),
             metavar="X",
             help="For schedules that offload: how much goes to a rank's host per unit of time, and as much back. 1 is"
             " what F keeps of a rank's share of one microbatch.",
@@ -225,21 +205,15 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
             costs: Times | None,
             checkpointing: str,
             comm: float,
-            host_bandwidth: float | None,
+            host: Link | None,
             costs_file: Path | None,
             **others: Any,
         ) -> Any:
             context = click.get_current_context()
-            if costs_file:
-                chosen = _from_file(costs_file, context)
-            else:
-                chosen = typical(costs, comm, checkpointing, host_bandwidth)
+            chosen = _from_file(costs_file, context) if costs_file else typical(costs, comm, checkpointing, host)
             return command(costs=chosen, **others)
 
-        wrapped: Any = with_costs
-        for option in reversed(options):
-            wrapped = option(wrapped)
-        return wrapped  # type: ignore[no-any-return]
+        return add_options(with_costs)  # type: ignore[return-value]
 
     return add
 

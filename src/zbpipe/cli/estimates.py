@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from html import escape
 from typing import Any
 
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
-from zbpipe.estimation.result import Estimate, Step
+from zbpipe.estimation.result import Estimate, Memory, Step
 from zbpipe.views.html import fill
 from zbpipe.views.report import table
 from zbpipe.views.style import percent
 from zbpipe.views.svg import svg
 
 _HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
-_PARTS = {
-    "weights": "weights",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "waiting": "deferred",
-    "buffers": "buffers",
-    "working": "working",
-    "logits": "logits",
-}
+_PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Of a rank's memory, with a head for people."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
@@ -84,22 +77,16 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
     rows = [
         (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
-        for each, step in _best(searched)
+        for each in searched
+        if (step := each.on_these_degrees)
     ]
     yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
     yield ""
     yield from lines(best)
 
 
-def _best(searched: Sequence[Estimate]) -> Iterator[tuple[Estimate, Step]]:
-    for each in searched:
-        step = each.on_these_degrees
-        if step is not None:
-            yield each, step
-
-
 def record(found: Estimate) -> dict[str, Any]:
-    """For JSON: seconds, bytes, shares."""
+    """An estimate for JSON, in seconds, bytes and shares."""
     work, device = found.workload, found.device
     return {
         "job": work.name,
@@ -138,7 +125,7 @@ def rank_lines(found: JobMemory) -> Iterator[str]:
 
 
 def rank_record(found: JobMemory) -> dict[str, Any]:
-    """For JSON: bytes."""
+    """The ranks' memory for JSON, in bytes."""
     ranks = [
         {"parameters": count, **vars(memory), "total": memory.total}
         for count, memory in zip(found.parameters, found.memories, strict=True)
@@ -175,11 +162,11 @@ def _draw(found: Estimate) -> str:
 # All lengths are pixels.
 _WIDTH, _HEIGHT, _MARGIN, _LABEL = 760, 420, 64, 150
 _LETTER, _LINE = 6.5, 12
-"""Of a name beside a point, not less than in any font."""
+"""The width of a letter and the height of a line in any font, or a little more."""
 
 
-def _readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
-    """Names with their places beside these points, the first ones first, without those that would cover another."""
+def _choose_readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
+    """The names to write next to these points, with their places: those that cover no earlier one."""
     taken: list[tuple[float, float, float]] = []
     for name, x, y in points:
         left, right, base = x + 8, x + 8 + _LETTER * len(name), y + 4
@@ -220,7 +207,9 @@ def plot(found: Estimate) -> str:
             kind = "fits" if step.fits else "over"
             tip = escape(f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB")
             yield f'<circle class="{kind}" {at} r="5"><title>{tip}</title></circle>'
-        for name, left, base in _readable((step.schedule, x(step.seconds), y(step.memory.total)) for step in steps):
+        for name, left, base in _choose_readable(
+            (step.schedule, x(step.seconds), y(step.memory.total)) for step in steps
+        ):
             yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
 
     inside = "\n".join(marks())

@@ -135,14 +135,13 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
     found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))
     if as_json:
         print_json(rank_record(found))
-        return
-    for line in rank_lines(found):
-        click.echo(line)
+    else:
+        click.echo("\n".join(rank_lines(found)))
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of TorchTitan and what it imports: they are about jobs that run."""
+    """Silence TorchTitan's warnings, which are about jobs that run."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -165,8 +164,7 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
     if as_json:
         print_json([record(each) for each in found] if search else record(best))
     else:
-        for line in list_searched(found, best) if search else lines(best):
-            click.echo(line)
+        click.echo("\n".join(list_searched(found, best) if search else lines(best)))
     for name, reason in best.left_out:
         click.echo(f"left out {name}: {reason}", err=True)
     if html_file is not None:

@@ -159,7 +159,6 @@ class _Named:
 def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _Named]:
     """The best schedule, and the named ones: for the same stages, or those of the even split of the layers."""
     from zbpipe.planner.plan import plan
-    from zbpipe.schedule.ir import require_size
     from zbpipe.views.report import ComparedSchedule
 
     job = costs.job
@@ -168,7 +167,6 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
             f"--placement and the rank_of in {costs.file} exclude each other: leave one out", context
         )
     ranks, microbatches = costs.require_ranks(asked["ranks"]), asked["microbatches"]
-    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     asked |= {"ranks": ranks, "placements": asked["placements"] or None}
     if not is_given(context, "transport"):
         asked["transport"] = None
@@ -203,7 +201,7 @@ def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
-    """For as long as the search runs, on a terminal only."""
+    """Show the progress of the search, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -53,8 +53,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     if as_json:
         print_json(listed)
         return
-    for line in report.listing(known, listed):
-        click.echo(line)
+    click.echo("\n".join(report.listing(known, listed)))
     click.echo(f"\nstep and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}")
 
 
@@ -94,12 +93,7 @@ def show(
     timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
     written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
     if not written:
-        from rich.console import Console
-
-        from zbpipe.views.grid import grid
-
-        console = Console(highlight=False)
-        console.print(grid(timeline, console.width, console.height))
+        timeline.show()
     click.echo(summary(timeline))
     click.echo(f"drawn with {costs.words}")
     for file in written:
@@ -109,7 +103,7 @@ def show(
 def _write_pictures(
     timeline: Timeline, drawn_with: str, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> list[Path]:
-    """Write the files that are named, and tell which."""
+    """Write the files that are named, and return them."""
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
@@ -224,6 +218,5 @@ def compare(
     if as_json:
         print_json([standing.record() for standing in standings])
         return
-    for line in report.comparison(standings):
-        click.echo(line)
+    click.echo("\n".join(report.comparison(standings)))
     click.echo(costs.words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise, product
 
 from zbpipe.costs.layers import LayerCosts, even_sizes
@@ -23,31 +23,22 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
         >>> block, head = zbpipe.costs.Layer(("block",), 1, 1, 1, 1), zbpipe.costs.Layer(("head",), 3, 3, 3, 1)
         >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))
         (3, 3, 3, 1)
-
-    Raises:
-        ValueError: fewer layers than stages.
     """
     best = even_sizes(len(costs.layers), placement.num_stages)
     until = (0.0, *accumulate(layer.seconds for layer in costs.layers))
     stages = range(placement.num_stages)
 
     def unevenness(sizes: Sizes) -> tuple[float, float]:
-        return _unevenness(sizes, until, placement)
+        """The share of the rank with the most work, and the squared shares of stages: a V waits at its long stages."""
+        shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
+        most = max(placement.sum_by_rank(shares))
+        return round(most, _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
 
     while True:
         trial = min(move_layer(best, stages, stages), key=unevenness, default=best)
         if unevenness(trial) >= unevenness(best):
             return best
         best = trial
-
-
-def _unevenness(sizes: Sizes, until: Sequence[float], placement: Placement) -> tuple[float, float]:
-    """The share of the rank with the most work, and the squared shares of the stages: a V waits at its long stages."""
-    shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
-    ranks = [0.0] * placement.num_ranks
-    for rank, share in zip(placement.rank_of, shares, strict=True):
-        ranks[rank] += share
-    return round(max(ranks), _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
 
 
 def move_layer(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:

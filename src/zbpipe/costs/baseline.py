@@ -15,8 +15,7 @@ CostsOf = Callable[[Placement], CostModel]
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
     """The costs of 1F1B's stages: of neighbouring stages taken together, or of TorchTitan's even split of layers.
 
-    Raises:
-        ValueError: the stages cannot be shared equally by the ranks, or there are no costs for them.
+    ValueError if the stages cannot be shared equally by the ranks, or there are no costs for them.
     """
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
@@ -26,16 +25,13 @@ def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> Cos
 def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
     """The peak memory of 1F1B's worst rank, in the unit of the costs.
 
-        >>> memory_of_1f1b(CostModel.uniform, 4, 8)
-        4.0
-
-    Raises:
-        ValueError: as `one_stage_a_rank`.
+    >>> memory_of_1f1b(CostModel.uniform, 4, 8)
+    4.0
     """
     of_ranks = one_stage_a_rank(costs, ranks)
 
     def peak(rank: int) -> float:
-        """Of the warm-up, and then one backward, one forward."""
+        """The peak is in the warm-up, or in the first backward and forward after it."""
         warm_up = min(ranks - rank, microbatches)
         kinds = [OpKind.F] * warm_up + [OpKind.B, OpKind.F][: 1 + (warm_up < microbatches)]
         return highest(of_ranks, [(rank, kind) for kind in kinds])

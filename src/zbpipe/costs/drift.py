@@ -14,7 +14,7 @@ from math import exp, inf, log
 from statistics import fmean, median
 
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.ir import OpKind, Placement
 
 CALIBRATION = 20
 """Steps from which the usual time and its noise are taken."""
@@ -47,14 +47,7 @@ class Drift:
 class DriftDetector:
     """Looks at the time of one step after the other.
 
-    >>> detector = DriftDetector()
-    >>> steady = [1.0, 1.01, 0.99, 1.0] * 10
-    >>> any(detector.observe(seconds) for seconds in steady)
-    False
-    >>> [detector.observe(1.3) is not None for _ in range(3)]
-    [False, False, True]
-
-    The first `CALIBRATION` steps tell what is usual. After an alarm it begins anew, with what is usual then.
+    It learns the usual time from the first `CALIBRATION` steps, and anew after each alarm.
     """
 
     def __init__(self) -> None:
@@ -100,15 +93,10 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
     >>> one, slow = (CostModel((1.0, x), (1.0, x), (1.0, x), (1.0, 1.0)) for x in (1.0, 2.0))
     >>> causes(one, slow, Placement.loop(2))
     'rank 1 computes 2.00 times as long as before'
-
-    Args:
-        before: measured costs of the stages.
-        after: measured anew.
-        placement: of the stages.
     """
     changed = _largest(_changes(before, after, placement))
     if not changed:
-        return "no rank or link alone: all together, or what runs beside the pipeline"
+        return "no single rank or link: all of them, or other work on their machines"
     slower = [each.ratio > 1 for each in changed]
     if placement.num_ranks > 1 and sum(each.of_rank for each in changed) == placement.num_ranks and len({*slower}) == 1:
         return f"all ranks compute {fmean(each.ratio for each in changed if each.of_rank):.2f} times as long as before"
@@ -155,7 +143,7 @@ def _largest(changes: Iterable[_Change]) -> list[_Change]:
 
 
 def _seconds(costs: CostModel, stages: tuple[int, ...]) -> float:
-    return sum(costs.f[stage] + costs.i[stage] + costs.w[stage] for stage in stages)
+    return sum(costs.seconds(stage, kind) for stage in stages for kind in (OpKind.F, OpKind.B))
 
 
 def _message(costs: CostModel, one: int, other: int) -> float:

@@ -24,12 +24,7 @@ _Table = dict[str, Any]
 
 
 def require_ending(path: str | Path) -> None:
-    """Refuse a cost file that is neither TOML nor JSON by its name.
-
-    Raises:
-        TypeError: no path.
-        ValueError: another ending than .toml or .json.
-    """
+    """Refuse a cost file that is neither TOML nor JSON by its name, and what is no path."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a cost file is named by its path, got {path!r}")
     if Path(path).suffix not in (".toml", ".json"):
@@ -59,11 +54,7 @@ def load_costs(path: str | Path) -> JobCosts:
 
 
 def read_data(path: str | Path) -> Any:
-    """What a TOML or JSON file holds.
-
-    Raises:
-        TypeError, ValueError: as `load_costs`, but for what is in it.
-    """
+    """What a TOML or JSON file holds."""
     require_ending(path)
     path = Path(path)
     kind = path.suffix[1:].upper()
@@ -101,11 +92,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
 
 
 def from_data(data: Any) -> JobCosts:
-    """The costs in a file's tables, as dictionaries.
-
-    Raises:
-        ValueError: as `load_costs`. What is a number, and which, is checked by the classes that the file fills.
-    """
+    """The costs in a file's tables, as dictionaries. The classes that they fill check what is a number, and which."""
     keys = ("freed_by_i", "memory_limit", "message_bytes", "transport", "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
@@ -229,11 +216,7 @@ def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequenc
 
 
 def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
-    """A layer's table, or `count` tables with the number at the end of the module's name counted up.
-
-    Raises:
-        ValueError: a count that is no whole number from 1 on, or a name that ends in no number.
-    """
+    """A layer's table, or `count` tables with the number at the end of the module's name counted up."""
     modules, count = row["modules"], row.pop("count", None)
     if count is None:
         return iter((row,))

@@ -54,11 +54,7 @@ class JobCosts:
         self.require_ranks(self.placement.num_ranks)
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse what does not fit this number of pipeline ranks.
-
-        Raises:
-            ValueError: a placement or limits for another number of ranks, or a link to a rank that there is not.
-        """
+        """Refuse a placement or limits for another number of ranks, and links to ranks that there are not."""
         if self.placement is not None and self.placement.num_ranks != ranks:
             raise ValueError(
                 f"the costs have the placement rank_of = {list(self.placement.rank_of)}, which is for"
@@ -72,11 +68,7 @@ class JobCosts:
                 raise ValueError(f"links has one from {sender} to {receiver}, but the ranks are 0 to {ranks - 1}")
 
     def on(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages; of layers, with TorchTitan's even split.
-
-        Raises:
-            ValueError: costs of another number of stages, or fewer layers than stages.
-        """
+        """The costs of a placement's stages; of layers, with TorchTitan's even split."""
         if isinstance(self.costs, LayerCosts):
             return self.costs.even(placement)
         return as_cost_model(self.costs, placement)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
 
 from zbpipe.costs.model import (
     COLUMNS,
@@ -110,16 +112,12 @@ class LayerCosts:
 
     def stages(self, split: Split) -> CostModel:
         """The costs of the stages of this split."""
-        f, i, w, activations = (tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS)
-        ways = (self.link, self.links, self.message_bytes)
-        return join_stages(CostModel(f, i, w, activations, self.freed_by_i, *ways, self.working, self.host), split)
+        columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS}
+        shared = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
+        return join_stages(CostModel(**columns, **shared), split)
 
     def even(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default.
-
-        Raises:
-            ValueError: fewer layers than stages.
-        """
+        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default."""
         return self.stages(split_of(even_sizes(len(self.layers), placement.num_stages)))
 
     def modules(self, split: Split) -> list[list[str]]:
@@ -135,12 +133,10 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
         ((8.0,), 8.0, 13.0)
 
-    Args:
-        costs: of layers, in their order.
-        split: into stages. A stage of which F keeps nothing cannot keep anything from I to W, either.
+    A stage of which F keeps nothing cannot keep anything from I to W, either.
     """
 
-    def summed(each: Callable[[int], float]) -> tuple[float, ...]:
+    def add_up(each: Callable[[int], float]) -> tuple[float, ...]:
         return tuple(sum(map(each, stage)) for stage in split)
 
     def beyond(kind: OpKind, stage: range) -> float:
@@ -148,34 +144,17 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         return highest(costs, ops) - max(sum(costs.adds(*op) for op in ops), 0.0)
 
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
-    activations, freed = summed(lambda layer: costs.activations[layer]), costs.freed_by_i
+    columns: dict[str, Any] = {name: add_up(getattr(costs, name).__getitem__) for name in COLUMNS}
+    freed = costs.freed_by_i
     if isinstance(freed, tuple):
-        waits = summed(costs.waits)
-        freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in zip(activations, waits, strict=True))
-    return CostModel(
-        summed(lambda layer: costs.f[layer]),
-        summed(lambda layer: costs.i[layer]),
-        summed(lambda layer: costs.w[layer]),
-        activations,
-        freed,
-        costs.link,
-        costs.links,
-        costs.message_bytes,
-        {kind: each for kind, each in working.items() if any(each)},
-        costs.host,
-        costs.in_bytes,
-    )
+        pairs = zip(columns["activations"], add_up(costs.waits), strict=True)
+        freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in pairs)
+    used = {kind: each for kind, each in working.items() if any(each)}
+    return replace(costs, **columns, freed_by_i=freed, working=used)
 
 
 def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
-    """The costs of fewer stages, each of them equally many neighbours in one.
-
-        >>> merge_stages(CostModel((1, 2), (1, 2), (1, 2), activations=(3, 4)), 1).activations
-        (7.0,)
-
-    Raises:
-        ValueError: a number of stages that is no divisor of the present one.
-    """
+    """The costs of fewer stages, each of them equally many neighbours in one; ValueError if that is impossible."""
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
         raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
@@ -188,25 +167,17 @@ def split_of(sizes: Sequence[int]) -> Split:
     >>> split_of((2, 1))
     (range(0, 2), range(2, 3))
     """
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    return tuple(range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here.
+    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here, or
+    as many as `ends` says. ValueError for fewer layers than stages, or an end that counts as more than a stage has.
 
-        >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
-        ((3, 2, 2), (4, 3, 2))
-
-    Args:
-        num_layers: with embedding and head.
-        num_stages: into which they are cut.
-        ends: as how many layers embedding and head count.
-
-    Raises:
-        ValueError: fewer layers than stages, or an end that counts as more than a stage has.
+    >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
+    ((3, 2, 2), (4, 3, 2))
     """
     require_enough(num_layers, num_stages)
     first, last = ends

@@ -12,11 +12,16 @@ from zbpipe.costs.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
 from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.model import CostModel, number
 
-SPELLINGS = (
+_RELATIVE = (
     "1.2x (times what 1F1B's worst rank holds under the same costs), '4 microbatches' (of an average rank's share of"
-    " the model), 6.5GiB (where costs are measured in bytes; also MiB, GB and MB), or a number in the unit of the costs"
+    " the model)"
+)
+SPELLINGS = (
+    f"{_RELATIVE}, 6.5GiB (where costs are measured in bytes; also MiB, GB and MB), or a number in the unit of the"
+    " costs"
 )
 """How a memory limit is written. Help texts, errors and docs/costs-file.md say it in these words."""
+_WITHOUT_MEASURING = f"write it as {_RELATIVE}, or give measured costs (--costs-file, zbpipe.load_costs)"
 
 _Unit = Literal["", "x", "microbatches", "bytes"]
 _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
@@ -53,21 +58,14 @@ class MemoryLimit:
 
     @classmethod
     def parse(cls, given: MemoryLimitLike | None, *, costs_are_known: bool = True) -> Self | None:
-        """The limit that is written so; None is no limit.
-
-        Raises:
-            TypeError: neither a number nor text, nor a list of these.
-            ValueError: text or a number that is no limit, a list of several units, or a unit that needs costs where
-                none are known.
-        """
+        """The limit that is written so; None is no limit. Without known costs, units that need some are refused."""
         if given is None:
             return None
         found = given if isinstance(given, cls) else cls._new(given)
         if not costs_are_known and found.unit in ("", "bytes"):
             unit = "in bytes" if found.unit else "in the unit of the costs"
             raise ValueError(
-                f"memory_limit = {found.written!r} is {unit}, but no costs are known here: give measured ones, or write"
-                f" it as one of {SPELLINGS}"
+                f"memory_limit = {found.written!r} is {unit}, but no costs are known here: {_WITHOUT_MEASURING}"
             )
         return found
 
@@ -91,11 +89,6 @@ class MemoryLimit:
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
         """By rank what it may hold, in the unit of the costs' activations.
 
-        Args:
-            costs: of the stages, of layers, or a function that gives those of a placement.
-            ranks: pipeline ranks.
-            microbatches: of a step.
-
         Raises:
             ValueError: another number of limits than ranks, bytes where nothing is measured in bytes, or a multiple of
                 1F1B's memory for stages that cannot be shared equally by the ranks.
@@ -111,7 +104,7 @@ class MemoryLimit:
                 return memory_of_1f1b(costs, ranks, microbatches)
             except ValueError as error:
                 raise ValueError(
-                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not tell:"
+                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not show:"
                     f" {error}; write it in another way"
                 ) from None
         known = costs if isinstance(costs, CostModel) else one_stage_a_rank(costs, ranks)
@@ -119,8 +112,8 @@ class MemoryLimit:
             return sum(known.activations) / ranks
         if not known.in_bytes:
             raise ValueError(
-                f"memory_limit = {self.written!r} is in bytes, but nothing here was measured in bytes: write it as one"
-                f" of {SPELLINGS}"
+                f"memory_limit = {self.written!r} is in bytes, but nothing here was measured in bytes:"
+                f" {_WITHOUT_MEASURING}"
             )
         return 1.0
 

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST = 1e100
 """The largest cost: no sum or product of such numbers is infinite."""
@@ -27,12 +27,7 @@ def is_amount(number: float) -> bool:
 
 
 def amount(what: str, name: str, value: Any) -> float:
-    """`value` as a cost.
-
-    Raises:
-        TypeError: no number. The message names `what`, `name` and the value.
-        ValueError: a number below 0 or above 1e100.
-    """
+    """`value` as a cost; the TypeError or ValueError for what is none names `what`, `name` and the value."""
     refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
     found = number(value, refusal)
     if not is_amount(found):
@@ -48,12 +43,7 @@ def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
 
 
 def share(what: str, value: Any) -> float:
-    """`value` as the share of the activations that I frees.
-
-    Raises:
-        TypeError: no number.
-        ValueError: a number above 1, or one that is not finite.
-    """
+    """`value` as the share of the activations that I frees: at most 1; refused as in `amount`."""
     refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
     found = number(value, refusal)
     if not -MOST <= found <= 1:
@@ -62,11 +52,7 @@ def share(what: str, value: Any) -> float:
 
 
 def number(value: Any, refusal: str) -> float:
-    """`value` as a float; infinite for whole numbers of hundreds of digits.
-
-    Raises:
-        TypeError: no number. The message is `refusal`.
-    """
+    """`value` as a float, infinite for whole numbers of hundreds of digits; else a TypeError with `refusal`."""
     if not isinstance(value, SupportsFloat) or isinstance(value, bool):
         raise TypeError(refusal)
     try:
@@ -116,12 +102,7 @@ COLUMNS = ("f", "i", "w", "activations")
 
 
 def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
-    """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`.
-
-    Raises:
-        TypeError: no Link, no mapping of pairs of ranks (from 0 on) to Links, or no number.
-        ValueError: bytes that are negative or not finite.
-    """
+    """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`."""
     if not isinstance(link, Link):
         raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.costs.Link")
     if not isinstance(links, Mapping):
@@ -134,21 +115,11 @@ def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: A
         raise TypeError(
             f"{what} cannot have host = {host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
         )
-    return {
-        "link": link,
-        "host": host,
-        "links": FrozenDict(links),
-        "message_bytes": amount(what, "message_bytes", message_bytes),
-    }
+    return {"links": FrozenDict(links), "message_bytes": amount(what, "message_bytes", message_bytes)}
 
 
 def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
-    """By kind of op, a number for `each` of `count` stages or layers.
-
-    Raises:
-        TypeError: no mapping from kinds of ops to numbers.
-        ValueError: another number of numbers, or one that is negative or not finite.
-    """
+    """By kind of op, a number for `each` of `count` stages or layers."""
     if not isinstance(working, Mapping) or not all(isinstance(kind, OpKind) for kind in working):
         raise TypeError(
             f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind, for example {{OpKind.I: 2e9}}"
@@ -329,10 +300,14 @@ class CostModel:
         working = self.working.get(kind)
         return working[stage] if isinstance(working, tuple) else 0.0
 
+    def freed_share(self, stage: int) -> float:
+        """The share of a stage's activations that I frees."""
+        return self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i
+
     def adds(self, stage: int, kind: OpKind) -> float:
         """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
         size = self.activations[stage]
-        freed = size * (self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i)
+        freed = size * self.freed_share(stage)
         match kind:
             case OpKind.F | OpKind.RF:
                 return size
@@ -349,15 +324,19 @@ class CostModel:
         """What a stage keeps of one microbatch from I to W."""
         return -self.adds(stage, OpKind.W)
 
-    def least_backward(self, stage: int) -> tuple[OpKind, ...]:
-        """The ops that need the least memory for a backward at once: I and W, or B where that needs less.
+    def saves_by_b(self, stage: int) -> bool:
+        """Whether B needs less memory than I and then W, so that it may come in their place.
 
         >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
-        >>> [" ".join(costs.least_backward(stage)) for stage in range(2)]
-        ['I W', 'B']
+        >>> [costs.saves_by_b(stage) for stage in range(2)]
+        [False, True]
         """
         i, w, b = (self.needs(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
-        return (OpKind.B,) if b < max(i, self.adds(stage, OpKind.I) + w) else (OpKind.I, OpKind.W)
+        return b < max(i, self.adds(stage, OpKind.I) + w)
+
+    def least_backward(self, stage: int) -> tuple[OpKind, ...]:
+        """The ops that need the least memory for a backward at once."""
+        return (OpKind.B,) if self.saves_by_b(stage) else (OpKind.I, OpKind.W)
 
     def transfer(self, sender: int, receiver: int) -> float:
         """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
@@ -367,7 +346,7 @@ class CostModel:
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, what it holds at a time of a microbatch that it has alone, in the unit of `costs.activations`."""
+    """By rank, the peak of one microbatch that runs alone, in the unit of `costs.activations`."""
     return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -377,16 +356,13 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Refuse a limit that is too small for even one microbatch.
+    """Raise ValueError, with the least that would do, for a limit that is too small for even one microbatch.
 
     Args:
         placement: of the stages.
         costs: of them.
         limits: what each rank may hold, in the unit of `costs.activations`.
         more: for the message.
-
-    Raises:
-        ValueError: the message has the least that would do.
     """
     least = least_room(placement, costs)
     if short := too_small(least, limits):
@@ -398,14 +374,13 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
-    """By rank, what it holds at no time, in whatever order it runs its ops, in the unit of `costs.activations`."""
-    return tuple(_above_all(costs, placement.stages_on(rank), num_microbatches) for rank in range(placement.num_ranks))
+    """By rank, more than it ever holds in any order of its ops, in the unit of `costs.activations`."""
 
+    def most(stages: tuple[int, ...]) -> float:
+        kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
+        return num_microbatches * kept + max(costs.needs(stage, kind) for stage in stages for kind in COMPUTATIONS)
 
-def _above_all(costs: CostModel, stages: tuple[int, ...], num_microbatches: int) -> float:
-    kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
-    kinds = (OpKind.F, OpKind.I, OpKind.W, OpKind.B)
-    return num_microbatches * kept + max(costs.needs(stage, kind) for stage in stages for kind in kinds)
+    return tuple(most(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
 def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
@@ -416,11 +391,7 @@ def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
 
 
 def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
-    """The most that a rank holds while it runs ops of these stages and kinds in turn, beginning with nothing.
-
-    >>> highest(CostModel.uniform(Placement.loop(1)), [(0, OpKind.F), (0, OpKind.F), (0, OpKind.B)])
-    2.0
-    """
+    """The most that a rank holds while it runs ops of these stages and kinds in turn, beginning with nothing."""
     held = most = 0.0
     for stage, kind in ops:
         most = max(most, held + costs.needs(stage, kind))
@@ -429,14 +400,8 @@ def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
 
 
 def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`.
-
-    >>> rank_shares(Placement.v(2), CostModel((1,) * 4, (1,) * 4, (1,) * 4, (4, 3, 2, 1)))
-    (5.0, 5.0)
-    """
-    return tuple(
-        sum(costs.activations[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)
-    )
+    """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`."""
+    return placement.sum_by_rank(costs.activations)
 
 
 @runtime_checkable
@@ -447,15 +412,7 @@ class Placeable(Protocol):
 
 
 def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Placement) -> CostModel:
-    """`costs` itself, those of a job on this placement, or for `(f, i, w)` the same costs on every rank.
-
-        >>> as_cost_model((1, 1, 2), Placement.loop(4)) == CostModel.uniform(Placement.loop(4), w=2)
-        True
-
-    Raises:
-        TypeError: `costs` is neither.
-        ValueError: a CostModel for another number of stages, or a number that cannot be a cost.
-    """
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` the same costs on every rank."""
     if isinstance(costs, Placeable):
         return costs.on(placement)
     if isinstance(costs, CostModel):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from zbpipe.costs.model import CostModel, Link
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 PAPERS_TIMES = (1.0, 0.99, 0.67)
 """F, I and W of a model of 6.2 billion parameters on A100, by F: 29.718, 29.444 and 19.927 ms without checkpointing.
@@ -22,6 +22,9 @@ From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled 
 """
 
 
+_SEQ_LEN = 8192
+_BLOCKS_PER_RANK = 8
+"""Ops need while they run what one block needs, which weighs less the more blocks there are."""
 _COMM = 0.01
 """Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.default_costs`."""
 
@@ -38,11 +41,7 @@ class Checkpointing(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
-        """The one of that name.
-
-        Raises:
-            ValueError: there is none; the message has the names.
-        """
+        """The one of that name; a ValueError with the names if there is none."""
         try:
             return cls(text)
         except ValueError:
@@ -51,7 +50,7 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """The widths of a block. Its methods tell elements for each token, on one of `tp` GPUs that share the block.
+    """The widths of a block. Its methods return elements per token, on one of `tp` GPUs that share the block.
 
     Tensor parallelism (with sequence parallelism) cuts one side of each product, the norms, and the block's input.
 
@@ -75,7 +74,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of all GPUs that share the block.
+        """The number of parameters, over all GPUs that share the block.
 
         >>> LLAMA_3_8B.parameters
         218112000
@@ -135,21 +134,19 @@ class Block:
                 return 3 * hidden + self.dim * (2 if checkpointing is Checkpointing.FULL else 1)
             case OpKind.I:
                 return saved + 3 * hidden + self.dim - max(kept, self.kept_by_i(tp))
-            case OpKind.W:
-                return 0.0
             case OpKind.B:
                 return saved + 2 * hidden + self.dim - kept
             case _:
                 return 0.0
 
-    def recomputed(self, checkpointing: Checkpointing | str, seq_len: int = 8192) -> float:
+    def recomputed(self, checkpointing: Checkpointing | str) -> float:
         """The share of F's floating-point operations that I repeats. The attention is causal, and costs half.
 
         >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
         >>> [block.recomputed(each) for each in Checkpointing]
         [0.0, 0.3, 1.0]
         """
-        attention = seq_len * self.queries
+        attention = _SEQ_LEN * self.queries
         products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
         match Checkpointing.parse(checkpointing):
             case Checkpointing.NONE:
@@ -178,13 +175,11 @@ def typical_costs(
     placement: Placement,
     checkpointing: Checkpointing | str = "selective",
     *,
-    blocks_per_rank: int = 8,
     times: Sequence[float] | None = None,
     comm: float = 0.0,
     host: Link | None = None,
-    block: Block = LLAMA_3_8B,
 ) -> CostModel:
-    """The costs of a model of equal blocks, nothing else, on this placement.
+    """The costs of a model of Llama 3 8B's blocks, eight a rank and nothing else, on this placement.
 
     Memory is in units of what F of a rank's share of one microbatch keeps under this checkpointing, so that 1F1B on p
     ranks holds p of them, and what its ops need while they run.
@@ -196,24 +191,17 @@ def typical_costs(
     Args:
         placement: of the schedule; a rank's blocks are shared equally by its stages.
         checkpointing: "none", "selective" or "full".
-        blocks_per_rank: ops need while they run what one block needs, which weighs less the more blocks there are.
         times: seconds a rank takes for F, I and W of one microbatch, with all recomputation; default: `typical_times`.
         comm: seconds from one rank to another.
         host: the way to the host's memory, with a bandwidth in this unit of memory per second.
-        block: the widths of a block; by default those of Llama 3 8B.
-
-    Raises:
-        TypeError: something else than such numbers.
-        ValueError: unknown checkpointing, fewer than one block, or times that cannot be costs.
     """
     checkpointing = Checkpointing.parse(checkpointing)
-    require_whole(1, blocks_per_rank=blocks_per_rank)
-    kept = block.kept_by_f(checkpointing)
-    times = typical_times(checkpointing, block) if times is None else tuple(times)
+    block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing)
+    times = typical_times(checkpointing) if times is None else tuple(times)
     if len(times) != 3:
         raise ValueError(f"times = {times} are not three numbers: give those of F, I and W, for example (1, 1.2, 0.8)")
     f, i, w = times
-    working = {kind: block.working(checkpointing, kind) / (blocks_per_rank * kept) for kind in COMPUTATIONS}
+    working = {kind: block.working(checkpointing, kind) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
     return CostModel.uniform(
         placement, f, i, w, comm=comm, freed_by_i=1 - block.kept_by_i() / kept, working=working, host=host
     )

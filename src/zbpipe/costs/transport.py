@@ -13,31 +13,20 @@ class _Named(StrEnum):
     def parse(cls, text: str) -> Self:
         """The one called `text`, with spaces, dashes or underscores between the words.
 
-            >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
-            True
-
-        Raises:
-            TypeError: `text` is no text.
-            ValueError: there is no such name.
+        >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
+        True
         """
+        names = f"use one of {', '.join(repr(each.value) for each in cls)}"
         if not isinstance(text, str):
-            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: use one of {_list_names(cls)}")
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: {names}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:
-            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: use one of {_list_names(cls)}") from None
-
-
-def _list_names(words: type[StrEnum]) -> str:
-    return ", ".join(repr(each.value) for each in words)
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: {names}") from None
 
 
 class Transport(_Named):
-    """What messages of a rank wait for, besides the computations that make them.
-
-    >>> Transport.ONE_QUEUE == "one queue"
-    True
-    """
+    """What messages of a rank wait for, besides the computations that make them."""
 
     IDEAL = "ideal"
     """Nothing: each leaves as soon as it is made."""
@@ -52,11 +41,7 @@ class Transport(_Named):
 
 
 class Receives(_Named):
-    """When a rank posts its receives.
-
-    >>> Receives.parse("Late") is Receives.LATE
-    True
-    """
+    """When a rank posts its receives."""
 
     EARLY = "early"
     """As torch does: where the other rank sends, if all computations take the same time."""

@@ -20,12 +20,7 @@ USABLE = 0.85
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, and the node that it is in.
-
-    >>> h100 = find("h100")
-    >>> round(h100.sustained / 1e12), h100.gpus_per_node
-    (396, 8)
-    """
+    """A GPU, and the node that it is in."""
 
     name: str
     peak: float
@@ -34,14 +29,14 @@ class Device:
     """Of the peak that training sustains."""
     inside: float
     """Bytes per second from a GPU to the others of its node, in one direction."""
-    between: float
-    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
     gib: float
     """Of memory, as torch sees it."""
     source: str
     """Of the maker's figures."""
     share_from: str
     """Where the sustained share comes from."""
+    between: float = 50e9
+    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
     gpus_per_node: int = 8
     latency: float = 2e-5
     """Seconds that a message takes beyond its bytes."""
@@ -53,21 +48,18 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Of its memory."""
+        """The bytes of its memory that a job can use."""
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:
         """Bytes per second of a collective, for each GPU of a group.
 
         A group that spans nodes uses the cards of all its GPUs in a node side by side: what comes into a node once is
-        handed on inside.
+        handed on inside. `apart` is how many places there are from one of its GPUs to the next, as ranks are numbered
+        node by node.
 
-            >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
-            (450.0, 50.0)
-
-        Args:
-            gpus: of the group.
-            apart: how many places there are from one of its GPUs to the next, as ranks are numbered node by node.
+        >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
+        (450.0, 50.0)
         """
         if gpus * apart <= self.gpus_per_node:
             return self.inside
@@ -92,7 +84,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=989.4e12,
                 share=0.40,
                 inside=450e9,
-                between=50e9,
                 gib=79,
                 source=f"NVIDIA H100 data sheet (SXM5): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
                 share_from=_MEASURED,
@@ -102,7 +93,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=989.4e12,
                 share=0.42,
                 inside=450e9,
-                between=50e9,
                 gib=139,
                 source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
                 share_from="as H100, with more memory bandwidth",
@@ -112,7 +102,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=2250e12,
                 share=0.40,
                 inside=900e9,
-                between=50e9,
                 gib=178,
                 source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
                 f" with sparsity; {_NVLINK}",
@@ -123,7 +112,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=1307.4e12,
                 share=0.35,
                 inside=448e9,
-                between=50e9,
                 gib=192,
                 source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
@@ -134,7 +122,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=1307.4e12,
                 share=0.37,
                 inside=448e9,
-                between=50e9,
                 gib=256,
                 source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
@@ -145,7 +132,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 peak=2516.6e12,
                 share=0.35,
                 inside=537.6e9,
-                between=50e9,
                 gib=288,
                 source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"
                 f" {_NICS}",
@@ -158,15 +144,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def find(name: str) -> Device:
-    """The device of that name, in any case.
-
-    >>> find("mi300x").gib
-    192
-
-    Raises:
-        TypeError: no string.
-        ValueError: there is none; the message has the names.
-    """
+    """The device of that name, in any case; ValueError with the names if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"a device is named by a string, for example 'H100', got {name!r}")
     known = {each.lower(): device for each, device in DEVICES.items()}

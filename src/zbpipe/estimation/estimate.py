@@ -169,11 +169,7 @@ class _Job:
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        """Of the stages: measured, or counted.
-
-        Raises:
-            ValueError: the measured costs do not cover this number of stages.
-        """
+        """The costs of the stages, measured or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, placement, split)
@@ -183,18 +179,14 @@ class _Job:
         return self.measured.on(placement)
 
     def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:
-        """By rank what the weights leave, less some messages; None where no device sets a limit.
-
-        Raises:
-            ValueError: a rank's weights alone do not fit.
-        """
+        """By rank what the weights leave, less some messages; None where no device sets a limit."""
         if self.rates is None:
             return None
         workload = self.workload
         usable = self.rates.device.usable_bytes
-        beside = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
+        messages = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
         each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
-        room = tuple(usable - count * each - beside for count in workload.parameters_by_rank(placement, split))
+        room = tuple(usable - count * each - messages for count in workload.parameters_by_rank(placement, split))
         if min(room) <= 0:
             raise ValueError(
                 f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are"
@@ -221,7 +213,7 @@ class _Job:
         return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
-        """For people."""
+        """Where the figures come from, in sentences."""
         if self.measured is not None:
             yield "times and activations: measured, from the cost file"
         else:

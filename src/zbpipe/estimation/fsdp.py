@@ -29,11 +29,7 @@ class Sharded(NamedTuple):
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
-    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering.
-
-    Raises:
-        ValueError: the step's microbatches cannot be shared equally by all these GPUs.
-    """
+    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering."""
     degrees = workload.degrees
     alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
     costs = rates.layer_costs(alone)
@@ -62,7 +58,7 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
-    """On each GPU, while `size` microbatches go through all layers at a time."""
+    """The memory of each GPU while `size` microbatches run at a time."""
     degrees, each = workload.degrees, workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]

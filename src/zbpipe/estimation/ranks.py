@@ -46,12 +46,7 @@ class JobMemory:
 
 
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
-    """What each rank of a job needs with the job's own schedule.
-
-    Args:
-        workload: of the job, on its degrees.
-        limit: for schedules that fit themselves to one. With `Auto` a plan may use it all.
-    """
+    """What each rank of a job needs with the job's own schedule. With `Auto` a plan may use all of the limit."""
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)
@@ -59,19 +54,19 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        memories = tuple(_with_plan(memories, placement, costs, workload, limit or AS_1F1B))
+        memories = tuple(_add_plan(memories, placement, costs, workload, limit or AS_1F1B))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
 
 
 def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
-    """As the job makes it before anything is measured."""
+    """The schedule that the job makes before anything is measured."""
     ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
     made_for = usual_costs(placement, known) if algorithm.by_checkpointing and known is not None else None
     return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)
 
 
-def _with_plan(
+def _add_plan(
     memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
 ) -> Iterator[Memory]:
     """The same with all that a plan may hold, where that is more: it counts as activations."""

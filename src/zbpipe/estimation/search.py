@@ -34,14 +34,8 @@ def _divisors(number: int) -> list[int]:
 def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
     """Estimates for all degrees, the best first, that best one with all schedules and plans.
 
-    Args:
-        workload: on any degrees; its step's tokens stay the same.
-        device: as for `zbpipe.estimate`.
-        names: of the schedules by which degrees are compared.
-        how: as for `zbpipe.estimate`: rates.
-
-    Raises:
-        ValueError: as `zbpipe.estimate`, or no degrees are possible.
+    The tokens of a step stay the same. `names` are the schedules by which degrees are compared; `how` has the rates, as
+    for `zbpipe.estimate`.
     """
     device = find(device) if isinstance(device, str) else device
     found = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from zbpipe.costs.balance import balance
@@ -131,11 +130,11 @@ class Workload:
     ends: tuple[int, int] | None = None
     """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
     remade: Callable[[Degrees], Workload] | None = None
-    """The same job on other degrees; None where nothing can tell."""
+    """Makes the same job on other degrees; None where that is not possible."""
 
     @property
     def global_tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step, on all GPUs."""
         return self.tokens * self.microbatches * self.degrees.data
 
     @property
@@ -145,8 +144,7 @@ class Workload:
     def on(self, degrees: Degrees) -> Workload:
         """The same step on other degrees: as many tokens, so more or fewer microbatches.
 
-        Raises:
-            ValueError: the job is not known on others, or its batch cannot be shared so.
+        ValueError if the job is not known on others, or its batch cannot be shared so.
         """
         if degrees == self.degrees:
             return self
@@ -166,11 +164,7 @@ class Workload:
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None)
 
     def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
-        """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans.
-
-        Raises:
-            ValueError: fewer layers than stages, or too much weight at the ends.
-        """
+        """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans."""
         if self.cut is not None and len(self.cut) == placement.num_stages:
             return split_of(self.cut)
         if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
@@ -179,7 +173,7 @@ class Workload:
         return split_of(balance(costs, placement))
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
-        """Of the layers, in bytes, as if each were a stage; `times` gives those of F, I and W."""
+        """The costs of the layers as if each were a stage, in bytes; `times` gives the times of F, I and W."""
         layers = self.layers
         working = [dict(layer.working) for layer in layers]
         f, i, w = zip(*map(times, layers), strict=True)
@@ -192,9 +186,9 @@ class Workload:
         )
 
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
-        """Of all GPUs that share a rank's stages."""
+        """By rank, the parameters of its stages, over all GPUs that share them."""
         stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
-        return tuple(sum(stages[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks))
+        return placement.sum_by_rank(stages)
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,7 @@ class Rates:
     """With the bandwidths that count."""
 
     def layer_costs(self, workload: Workload) -> CostModel:
-        """Of the layers, in seconds and bytes, as if each were a stage."""
+        """The costs of the layers as if each were a stage, in seconds and bytes."""
         tensor = workload.degrees.tensor
         hidden = workload.message_bytes * tensor
         way = self.device.bandwidth(tensor, apart=1)
@@ -222,39 +216,24 @@ class Rates:
         return workload.layer_costs(times)
 
     def costs(self, workload: Workload, placement: Placement, split: Split) -> CostModel:
-        """Of the stages, with the links between neighbours."""
+        """The costs of the stages, with the links between neighbours."""
         stages = join_stages(self.layer_costs(workload), split)
         links = dict(self._links(workload, placement))
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
         return replace(stages, link=slowest, links=links)
 
     def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
-        """As TorchTitan numbers GPUs: the pipeline is outermost, so its ranks are far apart."""
+        """The links as TorchTitan numbers GPUs: the pipeline is outermost, so its ranks are far apart."""
         apart = workload.degrees.gpus // workload.degrees.pipeline
         node = self.device.gpus_per_node
-        for one, other in _neighbours(placement):
+        for one, other in placement.hops:
             together = one * apart // node == other * apart // node
             bandwidth = self.device.inside if together else self.device.between
             yield (one, other), Link(self.device.latency, bandwidth)
 
 
-def _neighbours(placement: Placement) -> Sequence[tuple[int, int]]:
-    ranks = placement.rank_of
-    pairs = {pair for pair in pairwise(ranks) if pair[0] != pair[1]}
-    return sorted(pairs | {(other, one) for one, other in pairs})
-
-
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
-    """The device's rates, with what the user knows better.
-
-    Args:
-        device: out of the table.
-        tflops: 1e12 operations per second that training sustains.
-        link: 1e9 bytes per second between nodes, or a pair (inside, between).
-
-    Raises:
-        ValueError: a number that is not above 0, or another number of them.
-    """
+    """The device's rates, with what the user knows better: see `zbpipe.estimate` for `tflops` and `link`."""
     bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):

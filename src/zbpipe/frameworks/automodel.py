@@ -1,4 +1,4 @@
-"""What NeMo AutoModel needs besides: it places stages by functions of its own, and reads the loss from one rank.
+"""Adapts NeMo AutoModel, which places stages by functions of its own, and reads the loss from one rank.
 
 All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel: when it
 asks for one of zbpipe's schedules, this replaces functions in its modules, and puts them back for torch's schedules.
@@ -39,8 +39,7 @@ _originals: list[tuple[Any, str, Any]] = []
 def adapt(algorithm: Algorithm) -> None:
     """Make AutoModel, if this process has imported it, place stages as `algorithm` says, and find the loss there.
 
-    Raises:
-        ValueError: this version has no such functions, or it reuses receive buffers as early as 1F1B allows.
+    ValueError if this version has no such functions, or reuses receive buffers as early as 1F1B allows.
     """
     restore()
     functional = sys.modules.get(_FUNCTIONAL)
@@ -52,7 +51,7 @@ def adapt(algorithm: Algorithm) -> None:
     _replace(functional, "stage_ids_this_rank", _Stages(algorithm).on_rank)
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
     if recipe is not None and hasattr(recipe, "_dp_allreduce"):
-        _replace(recipe, "_dp_allreduce", _sent_to_all_ranks(algorithm, recipe._dp_allreduce))
+        _replace(recipe, "_dp_allreduce", _send_to_all_ranks(algorithm, recipe._dp_allreduce))
 
 
 def restore() -> None:
@@ -95,11 +94,7 @@ class _Stages:
     def how_many(
         self, num_layers: int, layers_per_stage: int | None, pp_size: int, *unused: Any, **also_unused: Any
     ) -> tuple[int, int]:
-        """The number of stages: in all, and on each rank.
-
-        Raises:
-            ValueError: `layers_per_stage` cuts the model into another number of stages than the schedule has.
-        """
+        """The number of stages: in all, and on each rank."""
         algorithm = self._algorithm
         cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
         chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
@@ -108,18 +103,14 @@ class _Stages:
         return placement.num_stages, placement.num_stages // pp_size
 
     def on_rank(self, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-        """The stages on a rank.
-
-        Raises:
-            ValueError: the model was cut into another number of stages than the schedule has.
-        """
+        """The stages on a rank."""
         chosen = num_stages // pp_size if self._algorithm.any_stages_per_rank else None
         placement = self._algorithm.place(pp_size, chosen)
         checks.require_parts(self._algorithm.name, placement, num_stages)
         return placement.stages_on(pp_rank)
 
 
-def _sent_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _send_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Recipes report the reduced loss of the pipeline's last rank; a V has it on the first. So send it to all."""
 
     @wraps(reduce)

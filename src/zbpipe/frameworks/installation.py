@@ -41,11 +41,7 @@ class _Installation:
         """By path what the file held when the job first asked for it."""
 
     def get_schedule_class(self, schedule_name: str) -> Any:
-        """The class for a schedule of torch's or zbpipe's, in any case, or for the path of a CSV file.
-
-        Raises:
-            ValueError: there is no such schedule, or the options do not fit it.
-        """
+        """The class for a schedule of torch's or zbpipe's, in any case, or for the path of a CSV file."""
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
         algorithm = self.find_algorithm(name)
         self._log(schedule_name, name, algorithm)
@@ -120,11 +116,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
 def install_with(
     options: Options, schedule: str | None = None, *, everywhere: bool = False, torchs_too: bool = False
 ) -> None:
-    """`install` with an `Options`, which also hold for torch's own schedules if `torchs_too`.
-
-    Raises:
-        ValueError: an unknown schedule, or options that do not fit it.
-    """
+    """`install` with an `Options`, which also hold for torch's own schedules if `torchs_too`."""
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
     arguments.require_yes_or_no("everywhere", everywhere)
     if everywhere and schedule is None:
@@ -160,12 +152,6 @@ def find_algorithm(name: str) -> Algorithm | None:
     """The schedule of that name; None for the abstract classes of torch's that frameworks use with a CSV file.
 
     While zbpipe is installed, a file is read once: it may be changed or gone while the job runs.
-
-    >>> find_algorithm("zbv").name, find_algorithm("PipelineScheduleMulti")
-    ('ZBV', None)
-
-    Raises:
-        ValueError: there is no such schedule.
     """
     return (_installed or _Installation(None, False, Options(), False)).find_algorithm(name)
 

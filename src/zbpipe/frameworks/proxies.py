@@ -32,11 +32,7 @@ class Proxy(ABCMeta):
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
-        """The schedule instead of an object of this class. The arguments are those of torch's class.
-
-        Raises:
-            ValueError: stages that do not fit the schedule, or options that do not fit the job.
-        """
+        """The schedule instead of an object of this class. The arguments are those of torch's class."""
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -58,12 +54,7 @@ class Proxy(ABCMeta):
 
 
 def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.PipelineSchedule]:
-    """The class that frameworks get for a schedule.
-
-    Args:
-        algorithm: of the schedule.
-        options: for the schedule, besides what the framework gives.
-    """
+    """The class that frameworks get for a schedule, with `options` besides what the framework gives."""
     base = pipelining.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
     content = {"algorithm": algorithm, "options": options, "__module__": __name__}
     proxy = Proxy(algorithm.class_name, (base,), content)
@@ -82,9 +73,6 @@ def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
     """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
-    is_v = algorithm.placement == "v" if algorithm.table is None else _is_v(algorithm.table.placement)
+    table = algorithm.table
+    is_v = algorithm.placement == "v" or (table and table.placement == Placement.v(table.placement.num_ranks))
     return ScheduleZBVZeroBubble if is_v and algorithm.stages_per_rank == 2 else PipelineScheduleMulti
-
-
-def _is_v(placement: Placement) -> bool:
-    return placement == Placement.v(placement.num_ranks, 2)

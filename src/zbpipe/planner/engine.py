@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from zbpipe.planner import kernel, samples
 from zbpipe.planner.kernel import Job
 
+_ENTRIES = (kernel.list_schedule, kernel.justify, kernel.anneal, samples.anneal_in_samples)
+"""The functions that a search calls; these call all others of their modules."""
 _FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
 """The sequences of a `Job` that hold no whole numbers."""
 
@@ -44,9 +47,7 @@ def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [list(row) for row in rows]
 
 
-PLAIN = Engine(
-    kernel.list_schedule, kernel.justify, kernel.anneal, samples.anneal_in_samples, list, list, _lists, compiled=False
-)
+PLAIN = Engine(*_ENTRIES, list, list, _lists, compiled=False)
 
 
 @cache
@@ -58,14 +59,13 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for helper in (*kernel.HELPERS, *samples.HELPERS):
-        numba.extending.register_jitable(helper)
+    for module in (kernel, samples):
+        for each in vars(module).values():
+            if isinstance(each, FunctionType) and each.__module__ == module.__name__ and each not in _ENTRIES:
+                numba.extending.register_jitable(each)
     jit = numba.njit(cache=True)
     return Engine(
-        jit(kernel.list_schedule),
-        jit(kernel.justify),
-        jit(kernel.anneal),
-        jit(samples.anneal_in_samples),
+        *(jit(kernel.list_schedule), jit(kernel.justify), jit(kernel.anneal), jit(samples.anneal_in_samples)),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
         lambda rows: np.array(rows, dtype=np.float64),

@@ -12,7 +12,7 @@ from math import floor
 from typing import Any, NamedTuple
 
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.planner.kernel import NEVER
+from zbpipe.planner.kernel import NEVER, starts
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Found
 from zbpipe.schedule.ir import OpKind
@@ -31,26 +31,15 @@ class Proof:
     """Seconds below which no schedule can be."""
 
 
-def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict[str, float]]:
-    """Improve the order and the bounds, for every placement on which something better may exist.
-
-    Args:
-        found: by name of the placement the best known order, which the solver starts from.
-        effort: for each placement, in CP-SAT's deterministic seconds.
-
-    Returns:
-        The best order, and the bounds by name of the placement.
-
-    Raises:
-        ValueError: OR-Tools is not installed.
-    """
+def prove(found: Mapping[str, Found]) -> tuple[Found, dict[str, float]]:
+    """The best order and the bounds by name of the placement, improved from the best known order on each of them."""
     best = min(found.values(), key=lambda each: each.length)
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
     for name, each in sorted(found.items(), key=lambda pair: pair[1].length):
         problem = each.problem
         if bounds[name] >= best.length * (1 - ROUNDING):
             continue
-        proof = solve(problem, each.order, effort)
+        proof = solve(problem, each.order)
         bounds[name] = max(bounds[name], proof.lower_bound)
         if proof.order is not None and problem.fits(problem.schedule("", proof.order)):
             length = problem.length(proof.order)
@@ -60,11 +49,7 @@ def prove(found: Mapping[str, Found], effort: float = 20.0) -> tuple[Found, dict
 
 
 def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof:
-    """Search for the shortest makespan or period until it is proven, or for `effort` deterministic seconds.
-
-    Raises:
-        ValueError: OR-Tools is not installed.
-    """
+    """Search for the shortest makespan or period until it is proven, or for `effort` deterministic seconds."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -105,7 +90,7 @@ class _Model:
             op: self.model.new_bool_var("") for node in nodes if job.full[node] < NEVER for op in self.ops(node)
         }
         """By I whose backward may be a B, whether it is one. Its W starts at any time then, and takes none."""
-        self.end = {op: self.ending(op) for op in self.start}
+        self.end = {op: self.end_of(op) for op in self.start}
         for rank in range(job.ranks):
             mine = [node for node in nodes if job.rank[node] == rank]
             self.model.add_no_overlap(
@@ -135,7 +120,7 @@ class _Model:
         node = op // self.microbatches
         return self.full.get(op - self.microbatches if node % 3 == 2 else op)
 
-    def ending(self, op: int) -> Any:
+    def end_of(self, op: int) -> Any:
         """When the op ends."""
         node, full = op // self.microbatches, self.full_of(op)
         if full is None:
@@ -161,7 +146,9 @@ class _Model:
     def limit_memory(self, problem: Problem, rank: int) -> None:
         """What a rank holds from F to W, from F to I, from I to W, or while an op runs, is never above its limit."""
         stages = problem.placement.stages_on(rank)
-        fillings = [filling for stage in stages for filling in _fillings(problem.costs, stage, problem.merges[stage])]
+        fillings = [
+            filling for stage in stages for filling in _list_fillings(problem.costs, stage, problem.merges[stage])
+        ]
         unit = _unit([filling.size for filling in fillings])
         held, sizes = [], []
         for since, until, size, full in fillings:
@@ -179,23 +166,14 @@ class _Model:
 
     def hint(self, order: Sequence[int]) -> None:
         """Let the solver start from a known order."""
-        clock = [0] * self.job.ranks
-        end: dict[int, int] = {}
-        for code in order:
+        rounded = self.job._replace(seconds=self.seconds, lag=self.lag, origin=[0] * self.job.ranks)
+        for code, begin in zip(order, starts(rounded, order), strict=True):
             full, op = divmod(code, self.num_ops)
-            node, microbatch = divmod(op, self.microbatches)
-            if full and node % 3 == 2:
+            if full and op not in self.full:  # a W that is part of a B
                 continue
-            feeder, rank = self.job.feeder[node], self.job.rank[node]
-            begin = clock[rank]
-            if feeder >= 0:
-                begin = max(begin, end[feeder * self.microbatches + microbatch] + self.lag[node])
-            self.model.add_hint(self.start[op], begin)
-            seconds = self.seconds[node]
+            self.model.add_hint(self.start[op], int(begin))
             if op in self.full:
                 self.model.add_hint(self.full[op], full)
-                seconds += self.seconds[node + 1] if full else 0
-            clock[rank] = end[op] = begin + seconds
 
     def span(self, op: int, solver: Any) -> tuple[int, int]:
         """When the solver starts and ends an op."""
@@ -224,7 +202,7 @@ class _Filling(NamedTuple):
     """Whether only with a B, or only without one."""
 
 
-def _fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
+def _list_fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
     """All that take anything."""
     f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
     size, waits = costs.activations[stage], costs.waits(stage)

@@ -134,7 +134,7 @@ class ListScheduler:
         """The length and the order after everything is moved to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
-    def by_kind(self) -> list[tuple[float, list[int]]]:
+    def list_by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W).
 
         Where B saves memory, both with as few of them as possible and with as many.

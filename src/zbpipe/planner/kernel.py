@@ -281,16 +281,17 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     lists = link(job, start)
     order, gone = lists.order, lists.gone
     end, backup, tail = [0.0] * total, [0.0] * total, [0.0] * total
+    lag = [job.lag[op // job.microbatches] for op in range(total)]
     path = [0 for _ in range(0)]
     replay(job, lists, end, backup, tail, 0, total - 1, total - 1, NEVER)
     look_ahead(job, lists, tail, 0, total - 1)
     length = measure(job, lists.last, end)
-    critical_ops(job, lists, end, path)
+    critical_ops(job, lists, end, lag, path)
     best, best_order, best_gone = length, list(order), list(gone)
     done = 0
     while done < work and best > target:
         done += 10
-        move, seed = some_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, merges, seed)
         if move.kind == NONE:
             continue
         seed = seed * 48271 % 2147483647
@@ -299,7 +300,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         done += until - move.left
         if good and measure(job, lists.last, end) <= allowed:
             length = measure(job, lists.last, end)
-            critical_ops(job, lists, end, path)
+            critical_ops(job, lists, end, lag, path)
             done += len(path) + look_ahead(job, lists, tail, move.early, move.right)
             if length < best * (1 - 1e-9):
                 best = length
@@ -313,7 +314,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
     return best, fold(job, best_order, best_gone), done
 
 
-def some_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
+def pick_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
     """Change something about an op of `path`, where B `merges` I and W also which of them it is; and the next seed."""
     seed = seed * 48271 % 2147483647
     op = path[seed % len(path)]
@@ -677,12 +678,7 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
     Known as forward-backward improvement in project scheduling with limited resources: ops that move to the end open
-    gaps at the start that others can fill, and the other way round.
-
-    Args:
-        job: what is scheduled.
-        mirrored: the same in reversed time.
-        order: a sound order within the limits.
+    gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
 
     Returns:
         A length that is no greater, and the ops in the order of their starts.
@@ -702,20 +698,13 @@ def mirror(order: Ints, microbatches: int) -> list[int]:
 
 
 def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
-    """Run each op in turn as soon as possible, also before ops of its rank that are placed already.
-
-    Args:
-        job: what is scheduled.
-        order: a sound order within the limits.
-
-    Returns:
-        A length that is no greater, and the ops in the order of their starts.
-    """
+    """Run each op in turn as soon as possible, also before ops of its rank that are placed already; as `justify`."""
     total, microbatches = len(order), job.microbatches
     ops, gone, seconds, takes, needs = unfold(job, order)
     begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
     before, after = [-1] * total, [-1] * total
     first, last = [-1] * job.ranks, [-1] * job.ranks
+    lists = Lists(ops, [0] * total, gone, seconds, takes, needs, before, after, held, first, last)
     length = 0.0
     for op in ops:
         if gone[op]:
@@ -727,47 +716,28 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
             ready = max(ready, end[op + (job.feeder[node] - node) * microbatches] + job.lag[node])
         if job.after[node] >= 0:
             ready = max(ready, end[op + (job.after[node] - node) * microbatches])
-        behind = earliest_gap(job, op, ready, last[rank], seconds[op], takes[op], needs, begin, end, held, before)
-        following = after[behind] if behind >= 0 else first[rank]
+        behind = earliest_gap(job, lists, op, ready, begin, end)
         begin[op] = max(ready, end[behind]) if behind >= 0 else ready
         end[op] = begin[op] + seconds[op]
         length = max(length, end[op] - job.origin[rank])
         held[op] = takes[op] + (held[behind] if behind >= 0 else 0.0)
-        before[op], after[op] = behind, following
-        if behind >= 0:
-            after[behind] = op
-        else:
-            first[rank] = op
-        if following >= 0:
-            before[following] = op
-        else:
-            last[rank] = op
+        put_in(lists, op, behind, rank)
+        following = after[op]
         while following >= 0:
             held[following] += takes[op]
             following = after[following]
-    return length, fold(job, in_time(job, ops, gone, first, after, begin, end), gone)
+    return length, fold(job, sort_by_start(job, lists, begin, end), gone)
 
 
-def earliest_gap(
-    job: Job,
-    op: int,
-    ready: float,
-    latest: int,
-    seconds: float,
-    takes: float,
-    needs: Floats,
-    begin: Floats,
-    end: Floats,
-    held: Floats,
-    before: Ints,
-) -> int:
+def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, end: Floats) -> int:
     """The placed op of its rank after which `op` can start the earliest; -1 to be the first.
 
     Microbatches stay in their order, so that a stage sends as the next one receives.
     """
-    node = op // job.microbatches
+    needs, held, before = lists.needs, lists.held, lists.before
+    node, seconds, takes = op // job.microbatches, lists.seconds[op], lists.takes[op]
     limit = job.limit[job.rank[node]]
-    best = follower = latest
+    best = follower = lists.last[job.rank[node]]
     while follower >= 0 and begin[follower] >= ready + seconds and follower // job.microbatches != node:
         previous = before[follower]
         least = held[previous] if previous >= 0 else 0.0
@@ -782,15 +752,15 @@ def earliest_gap(
     return best
 
 
-def in_time(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: Floats, end: Floats) -> list[int]:
+def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> list[int]:
     """The ops of all ranks by their starts; of equal starts the earlier end first, then as before.
 
     A W that is part of a B comes right behind its I.
     """
-    place = [0] * len(order)
+    order, place = lists.order, lists.place
     for position in range(len(order)):
         place[order[position]] = position
-    heads = list(first)
+    heads = list(lists.first)
     merged = [0] * len(order)
     position = 0
     while position < len(order):
@@ -803,8 +773,8 @@ def in_time(job: Job, order: Ints, gone: Ints, first: Ints, after: Ints, begin: 
         merged[position] = chosen
         position += 1
         node = chosen // job.microbatches
-        heads[job.rank[node]] = after[chosen]
-        if node % 3 == 1 and gone[chosen + job.microbatches]:
+        heads[job.rank[node]] = lists.after[chosen]
+        if node % 3 == 1 and lists.gone[chosen + job.microbatches]:
             merged[position] = chosen + job.microbatches
             position += 1
     return merged
@@ -840,8 +810,8 @@ def measure(job: Job, last: Ints, end: Floats) -> float:
     return longest
 
 
-def critical_ops(job: Job, lists: Lists, end: Floats, path: list[int]) -> None:
-    """Fill `path` with a chain of ops that each wait for the next in it, from the one that ends last."""
+def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: list[int]) -> None:
+    """Fill `path` with ops that each wait for the next in it, from the one that ends last on; `lag` is by op."""
     before, last = lists.before, lists.last
     microbatches = job.microbatches
     worst, longest = 0, -1.0
@@ -856,42 +826,6 @@ def critical_ops(job: Job, lists: Lists, end: Floats, path: list[int]) -> None:
         feeder = job.feeder[node]
         source = op + (feeder - node) * microbatches if feeder >= 0 else -1
         previous = before[op]
-        if previous < 0 or (source >= 0 and end[source] + job.lag[node] > end[previous]):
+        if previous < 0 or (source >= 0 and end[source] + lag[op] > end[previous]):
             previous = source
         op = previous
-
-
-HELPERS = (
-    loads,
-    earliest,
-    rooms,
-    skip_gone,
-    choose,
-    left_free,
-    mirror,
-    squeeze,
-    earliest_gap,
-    in_time,
-    unfold,
-    fold,
-    link,
-    some_move,
-    go,
-    flip,
-    make_room,
-    undo,
-    reach_later,
-    reach_earlier,
-    shift,
-    merge,
-    part,
-    put,
-    take_out,
-    put_in,
-    weigh,
-    replay,
-    look_ahead,
-    measure,
-    critical_ops,
-)
-"""The functions that the engine's call."""

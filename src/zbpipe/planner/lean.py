@@ -15,16 +15,14 @@ from zbpipe.costs.model import ROUNDING, CostModel, highest
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 
 
-def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
+def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
     """The form of `schedule` with the least memory: all backwards whole, or I with its W right after it.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-4)
-        >>> print(leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
+        >>> print(make_leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
         rank 0: 0F0 0F1 0B0 0B1
 
-    Args:
-        schedule: a valid one. The order of its F, and of its I and B, stays; copies to the host and back are left out.
-        costs: of its stages.
+    The order of its F, and of its I and B, stays; copies to the host and back are left out.
     """
     least = [costs.least_backward(stage) for stage in range(costs.num_stages)]
 
@@ -39,40 +37,36 @@ def leanest(schedule: Schedule, costs: CostModel) -> Schedule:
     return replace(schedule, ops=tuple(tuple(row(ops)) for ops in schedule))
 
 
-def within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
     """`schedule` with every W in its place, or sooner where there is no room for deferred gradients.
 
     Where even the W that wait already leave no room for I, B takes the place of I and W. So the result keeps to the
-    limits if `leanest(schedule, costs)` does.
+    limits if `make_leanest(schedule, costs)` does.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
         >>> some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
-        >>> print(within(some, costs, limits=[4]))
+        >>> print(fit_within(some, costs, limits=[4]))
         rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2
-        >>> print(within(some, costs, limits=[3]))
+        >>> print(fit_within(some, costs, limits=[3]))
         rank 0: 0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2
 
-    Args:
-        schedule: a valid one. The order of its F, and of its I and B, stays; copies to the host and back are left out.
-        costs: of its stages.
-        limits: what each rank may hold, in the unit of `costs.activations`.
+    The order of its F, and of its I and B, stays; copies to the host and back are left out.
     """
-    whole = [costs.least_backward(stage) == (OpKind.B,) for stage in range(costs.num_stages)]
-    rows = (_Row(costs, whole, limit * (1 + ROUNDING)) for limit in limits)
-    return replace(schedule, ops=tuple(row.fitted(ops) for row, ops in zip(rows, schedule, strict=True)))
+    rows = (_Row(costs, limit * (1 + ROUNDING)) for limit in limits)
+    return replace(schedule, ops=tuple(row.fit(ops) for row, ops in zip(rows, schedule, strict=True)))
 
 
 class _Row:
     """One rank's list in the making."""
 
-    def __init__(self, costs: CostModel, whole: Sequence[bool], limit: float) -> None:
-        self._costs, self._whole, self._limit = costs, whole, limit
+    def __init__(self, costs: CostModel, limit: float) -> None:
+        self._costs, self._limit = costs, limit
         self._ops: list[Op] = []
         self._held = 0.0
         self._waiting: deque[Op] = deque()
         """W in the order of their I."""
 
-    def fitted(self, ops: Sequence[Op]) -> tuple[Op, ...]:
+    def fit(self, ops: Sequence[Op]) -> tuple[Op, ...]:
         for op in ops:
             match op.kind:
                 case OpKind.F:
@@ -87,10 +81,11 @@ class _Row:
         weights, stage = op._replace(kind=OpKind.W), op.stage
         alone = self._held + sum(self._costs.adds(each.stage, OpKind.W) for each in self._waiting)
         fits = alone + highest(self._costs, ((stage, OpKind.I), (stage, OpKind.W))) <= self._limit
-        if op.kind is OpKind.I and (fits or not self._whole[stage]):
+        saves = self._costs.saves_by_b(stage)
+        if op.kind is OpKind.I and (fits or not saves):
             self._run(op, then=weights)
             self._waiting.append(weights)
-        elif self._whole[stage]:
+        elif saves:
             self._run(op._replace(kind=OpKind.B))
         else:
             self._run(op._replace(kind=OpKind.I), then=weights)

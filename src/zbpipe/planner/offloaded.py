@@ -9,7 +9,6 @@ from zbpipe.costs.baseline import CostsOf
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.schedule import registry
-from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.offloading import LimitTooSmallError, Offload, offload, require_host
 from zbpipe.simulator.simulation import simulate
@@ -30,12 +29,9 @@ def plan_offloaded(
         what: may be copied.
         search: for a plan that offloads nothing.
         costs_of: any placement's stages; None where the search cuts them.
-
-    Raises:
-        ValueError: nothing fits, with the least that would do; or the costs do not tell the way to the host.
     """
     if request.limits is None:
-        return _with_copies(search(request), request, what)
+        return _add_copies(search(request), request, what)
     found: list[Plan] = []
     refusals: list[ValueError] = []
     bounds: dict[str, float] = {}
@@ -43,7 +39,7 @@ def plan_offloaded(
         require_host(plan.timeline.costs)
         bounds |= plan.bounds
         try:
-            found.append(_with_copies(plan, request, what))
+            found.append(_add_copies(plan, request, what))
         except LimitTooSmallError as error:
             refusals.append(error)
     if not found:
@@ -72,23 +68,16 @@ def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
         costs = costs_of(placement)
         bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
         for algorithm in registry.schedules().values():
-            schedule = _generate(algorithm, placement, request.microbatches, costs_of)
+            try:
+                schedule = algorithm.make_on(placement, request.microbatches, costs)
+            except Exception:  # a broken function of an installed package is no reason to end the search
+                continue
             if schedule is not None:
                 timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)
                 yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
 
 
-def _generate(
-    algorithm: registry.Algorithm, placement: Placement, microbatches: int, costs_of: CostsOf
-) -> Schedule | None:
-    """The named schedule on this placement, None if there is none."""
-    try:
-        return algorithm.make_on(placement, microbatches, costs_of(placement))
-    except Exception:  # a broken function of an installed package is no reason to end the search
-        return None
-
-
-def _with_copies(plan: Plan, request: Request, what: Offload) -> Plan:
+def _add_copies(plan: Plan, request: Request, what: Offload) -> Plan:
     transport, costs = plan.timeline.transport, plan.timeline.costs
     schedule = offload(plan.schedule, costs, request.limits, what=what, transport=transport)
     if not schedule.has_copies:

@@ -13,7 +13,7 @@ from zbpipe.costs.transport import Transport
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
-from zbpipe.planner.stages import fits, plan_stages, problem_of
+from zbpipe.planner.stages import fits, make_problem, plan_stages
 from zbpipe.schedule.ir import Placement
 
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
@@ -30,13 +30,7 @@ _RANKS = 8
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
     """Cut a model into stages, and search for the schedule with the shortest step.
 
-    Args:
-        request: with placements, of which those with more stages than layers are left out.
-        layers: of the model.
-        progress: called with the share of the work that is done, and the shortest time so far.
-
-    Raises:
-        ValueError: as `plan_stages`, or fewer layers than stages on all placements.
+    Placements with more stages than layers are left out; ValueError if there are no others.
     """
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
@@ -48,18 +42,18 @@ def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Pla
         splits[placement] = split_layers(request, layers, placement, progress=part)
     even = {placement: split_of(even_sizes(num_layers, placement.num_stages)) for placement in splits}
 
-    def planned(splits: Mapping[Placement, Split], part: Progress) -> Plan:
+    def plan_split(splits: Mapping[Placement, Split], part: Progress) -> Plan:
         placements = {name: each for name, each in possible.items() if each in splits}
         found = plan_stages(
             replace(request, placements=placements), lambda placement: layers.stages(splits[placement]), part
         )
         return replace(found, layers=layers, split=splits[found.schedule.placement])
 
-    best = planned(splits, _part(progress, 0.5, 0.25))
+    best = plan_split(splits, _part(progress, 0.5, 0.25))
     fitting = {each: split for each, split in even.items() if fits(each, layers.stages(split), request.limits)}
     if not fitting:
         return best
-    rival = planned(fitting, _part(progress, 0.75, 0.25))
+    rival = plan_split(fitting, _part(progress, 0.75, 0.25))
     # A long search may find for the even split what the short ones did not see.
     return replace(rival if rival.reached < best.reached else best, even=rival)
 
@@ -74,26 +68,15 @@ def split_layers(
 ) -> Split:
     """The split with the shortest step on one placement, as far as short searches show.
 
-    Args:
-        request: with the number of microbatches, the limits, the objective and the seed.
-        layers: of the model.
-        placement: where the stages are.
-        tries: how many splits to look at. Default: 60, fewer in large jobs.
-        progress: called with the share of the tries that are made, and the shortest time so far.
-
-    Returns:
-        By stage the layers that it holds: at least one each, all in their order.
-
-    Raises:
-        ValueError: fewer layers than stages.
+    They look at `tries` splits, by default 60, and fewer in large jobs.
     """
     if tries is None:
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
     trials = _Trials(request, layers, placement, tries)
     best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
-    while better := trials.better_neighbour(best, progress):
+    while better := trials.find_better_neighbour(best, progress):
         best = better
-    return split_of(trials.winner())
+    return split_of(trials.pick_winner())
 
 
 class _Trials:
@@ -112,7 +95,7 @@ class _Trials:
         stages = self.costs.stages(split_of(sizes))
         if not fits(self.placement, stages, self.request.limits):
             return inf
-        return problem_of(self.request, "", self.placement, stages).lower_bound
+        return make_problem(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: Sizes) -> float:
         """Seconds that a short search reaches."""
@@ -120,7 +103,7 @@ class _Trials:
             self.known[sizes] = self._search(sizes, _EFFORT)
         return self.known[sizes]
 
-    def better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
+    def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
         """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
         length = self.length(sizes)
         neighbours = move_layer(sizes, *self._heavy_and_light(sizes))
@@ -132,7 +115,7 @@ class _Trials:
                 return each
         return None
 
-    def winner(self) -> Sizes:
+    def pick_winner(self) -> Sizes:
         """The best after a longer search."""
         finalists = sorted(self.known, key=self.length)[:_FINALISTS]
         return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))
@@ -146,21 +129,14 @@ class _Trials:
 
     def _heavy_and_light(self, sizes: Sizes) -> tuple[list[int], list[int]]:
         """The stages of the ranks with the most work, and of those with the least."""
-        work = _work(self.costs, self.placement, sizes)
+        seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
+        work = self.placement.sum_by_rank(seconds)
         ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
         light, heavy = ranks[:_RANKS], ranks[-_RANKS:]
         return (
             [stage for rank in heavy for stage in self.placement.stages_on(rank)],
             [stage for rank in light for stage in self.placement.stages_on(rank)],
         )
-
-
-def _work(costs: LayerCosts, placement: Placement, sizes: Sizes) -> list[float]:
-    """Seconds of F, I and W of one microbatch by rank."""
-    work = [0.0] * placement.num_ranks
-    for rank, stage in zip(placement.rank_of, split_of(sizes), strict=True):
-        work[rank] += sum(costs.layers[layer].seconds for layer in stage)
-    return work
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

@@ -9,7 +9,7 @@ from zbpipe.costs.layers import merge_stages
 from zbpipe.costs.model import CostModel
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
-from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.ir import OpKind, Placement, Schedule
 
 _WORTH_A_START = 0.99
 _EVEN_ENOUGH = 1.05
@@ -34,23 +34,15 @@ def advise_placement(
     wave, are not tried, either: of a stage only the sum over its layers is measured, and the embedding and the head
     would go to one half of theirs. A plan for `LayerCosts` knows both halves.
 
-    Args:
-        microbatches: of a step.
-        job: measured costs of stages, with their placement, and with limits of memory.
-        here: seconds of a step as the job places its stages now.
-        budget: as for `zbpipe.plan`.
-
-    Raises:
-        TypeError: costs of layers, or no placement.
+    `job` has measured costs of stages, their placement, and limits of memory; `here` is the seconds of a step as the
+    job places its stages now.
     """
-    if not isinstance(job.costs, CostModel) or job.placement is None:
-        raise TypeError("advise_placement needs the costs of stages and their placement")
-    ranks = job.placement.num_ranks
+    stages, current = _require_stages(job)
+    ranks = current.num_ranks
     found = []
-    for name, placement in sorted({name: place(ranks) for name, place in PLACEMENTS.items()}.items()):
-        if placement == job.placement or ranks == 1:
-            continue
-        costs = _on(placement, job.costs)
+    for name, place in sorted(PLACEMENTS.items()):
+        placement = place(ranks)
+        costs = None if placement == current or ranks == 1 else _on(placement, stages)
         if costs is None:
             continue
         try:
@@ -77,17 +69,21 @@ def _on(placement: Placement, costs: CostModel) -> CostModel | None:
     return merge_stages(costs, placement.num_stages) if 2 * placement.num_stages == costs.num_stages else None
 
 
+def _require_stages(job: JobCosts) -> tuple[CostModel, Placement]:
+    if not isinstance(job.costs, CostModel) or job.placement is None:
+        raise TypeError("advice on placements needs the costs of stages and their placement")
+    return job.costs, job.placement
+
+
 def uneven_stages(job: JobCosts) -> str:
     """Which stage has more than its share of the work, and which has least: where layers should move. Empty if even.
 
     >>> uneven_stages(JobCosts(CostModel((1, 1, 1, 2), (1, 1, 1, 2), (1, 1, 1, 2), (1,) * 4), Placement.v(2)))
     'stage 3 (rank 0) takes 1.60 times the average of all stages, and stage 1 (rank 1) 0.80 times: move layers there'
     """
-    costs, placement = job.costs, job.placement
-    if not isinstance(costs, CostModel) or placement is None:
-        raise TypeError("uneven_stages needs the costs of stages and their placement")
-    seconds = [sum(each) for each in zip(costs.f, costs.i, costs.w, strict=True)]
-    ranks = [sum(seconds[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    costs, placement = _require_stages(job)
+    seconds = [costs.seconds(stage, OpKind.F) + costs.seconds(stage, OpKind.B) for stage in range(costs.num_stages)]
+    ranks = placement.sum_by_rank(seconds)
     average = sum(seconds) / len(seconds)
     if not average or max(ranks) * len(ranks) <= _EVEN_ENOUGH * sum(ranks):
         return ""

@@ -112,8 +112,6 @@ def plan(
         memory_limit = costs.memory_limit if memory_limit is None else memory_limit
         transport = costs.transport if transport is None else transport
         costs = costs.costs
-    if not isinstance(transport, (str, type(None))):
-        raise TypeError(f"transport = {transport!r} is no zbpipe.costs.transport.Transport, nor the name of one")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress = {progress!r} is no function (share, best)")
     limit = MemoryLimit.parse(memory_limit)
@@ -137,7 +135,7 @@ def plan(
             " ahead of an optimizer step; leave one of them out"
         )
     if isinstance(costs, CostModel):
-        request = _with_stages(request, costs.num_stages)
+        request = _keep_stages(request, costs.num_stages)
 
     def search(request: Request) -> Plan:
         if isinstance(costs, LayerCosts):
@@ -173,7 +171,7 @@ def _robust(
     return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)
 
 
-def _with_stages(request: Request, num_stages: int) -> Request:
+def _keep_stages(request: Request, num_stages: int) -> Request:
     """The request, without placements of another number of stages."""
     fitting = {name: each for name, each in request.placements.items() if each.num_stages == num_stages}
     if not fitting:
@@ -185,14 +183,14 @@ def _with_stages(request: Request, num_stages: int) -> Request:
 
 
 def _costs_of(costs: Any) -> CostsOf:
-    """The costs of any placement's stages, from all that can tell them."""
+    """A function that gives the costs of any placement's stages, from whatever the caller gave."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 
-    def called(placement: Placement) -> CostModel:
+    def call(placement: Placement) -> CostModel:
         try:
             return as_cost_model(costs(placement), placement)
         except TypeError as error:
             raise TypeError(f"the function given as costs, called with a placement: {error}") from error
 
-    return called
+    return call

@@ -49,7 +49,7 @@ class Problem:
         """By stage, whether a full backward can help: it needs less memory than I and then W, and memory is limited."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
-            len(self.costs.least_backward(stage)) == 1 and self.limits[rank] < most[rank]
+            self.costs.saves_by_b(stage) and self.limits[rank] < most[rank]
             for stage, rank in enumerate(self.placement.rank_of)
         )
 
@@ -61,10 +61,11 @@ class Problem:
         """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
-        _, exponent = frexp(max(*costs.f, *costs.i, *costs.w))
+        seconds = [costs.seconds(stage, kind) for stage in stages for kind in KINDS]
+        _, exponent = frexp(max(seconds))
 
-        def exact(seconds: float) -> float:
-            return ldexp(round(ldexp(seconds, 30 - exponent)), exponent - 30)
+        def exact(time: float) -> float:
+            return ldexp(round(ldexp(time, 30 - exponent)), exponent - 30)
 
         def transfer(sender: int, receiver: int) -> float:
             return exact(costs.transfer(rank_of[sender], rank_of[receiver]))
@@ -86,7 +87,7 @@ class Problem:
                 (transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage), 0.0)
                 for stage in stages
             ),
-            seconds=[exact(time) for times in zip(costs.f, costs.i, costs.w, strict=True) for time in times],
+            seconds=[exact(time) for time in seconds],
             takes=[costs.adds(stage, kind) for stage in stages for kind in KINDS],
             needs=[costs.needs(stage, kind) for stage in stages for kind in KINDS],
             full=_flat(
@@ -133,20 +134,16 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W.
-
-        Raises:
-            ValueError: the schedule is not valid.
-        """
+        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W."""
         num_stages = self.placement.num_stages
         rows = [list(self._as_run(ops)) for ops in schedule]
         loop = EventLoop(rows, lambda op: inputs(op, num_stages))
         order = [number for _, op, _ in loop for number in self._numbers(op)]
         if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
-        return self.in_time(order)
+        return self.sort_by_start(order)
 
-    def one_by_one(self) -> list[int]:
+    def list_one_by_one(self) -> list[int]:
         """An order that fits wherever one does: each microbatch alone."""
         stages = range(self.placement.num_stages)
         return [
@@ -159,7 +156,7 @@ class Problem:
             for number in self._numbers(Op(stage, kind, microbatch))
         ]
 
-    def in_time(self, order: list[int]) -> list[int]:
+    def sort_by_start(self, order: list[int]) -> list[int]:
         """The same schedule, with its ops sorted by when they start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
@@ -179,16 +176,16 @@ class Problem:
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
         """By rank, when the first microbatch gets there if nothing holds it up.
 
-        From there on the inner loops count, so an order that they find can run again each time that so many seconds
-        are over: the period is no longer. To begin later is seldom of use, because then the first I are late, and there
-        may be no room for as many F before them.
+        The inner loops count from there on, so an order that they find can run again after each of its lengths: its
+        period is no longer. To begin later seldom helps: the first I are late then, and there may be no room for as
+        many F before them.
         """
         first: dict[int, float] = {}
         now = 0.0
         for stage, rank in enumerate(self.placement.rank_of):
             now += transfer(stage - 1, stage) if stage else 0.0
             first.setdefault(rank, now)
-            now += exact(self.costs.f[stage])
+            now += exact(self.costs.seconds(stage, OpKind.F))
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
@@ -211,7 +208,7 @@ class Problem:
         return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """With an I and a W for each B that cannot help."""
+        """The ops, with an I and a W for each B that cannot help."""
         for op in ops:
             if op.kind is OpKind.B and not self.merges[op.stage]:
                 yield op._replace(kind=OpKind.I)
@@ -220,7 +217,7 @@ class Problem:
                 yield op
 
     def _numbers(self, op: Op) -> tuple[int, ...]:
-        """In an order: of a B those of its I and its W, marked."""
+        """The numbers of an op in an order; a B has those of its I and its W, marked."""
         if op.kind is not OpKind.B:
             return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch

@@ -32,12 +32,7 @@ _MOST_BUDGET = 1e13
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `zbpipe.plan`, checked.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: numbers that no plan can have, an unknown objective, or no placement.
-    """
+    """The arguments of `zbpipe.plan`, checked."""
 
     ranks: int
     microbatches: int
@@ -72,11 +67,7 @@ class Request:
 
 
 def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Both as Python's own numbers: sizes that no plan can have are refused before anything of that size is made.
-
-    Raises:
-        ValueError: less than one of them, or too many.
-    """
+    """Both as Python's own numbers: sizes that no plan can have are refused before anything of that size is made."""
     ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     return ranks, microbatches
@@ -91,12 +82,7 @@ def _require_budget(budget: Any) -> None:
 
 
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
-    """The `wanted` placements by name; one may be given without a list.
-
-    Raises:
-        TypeError: no names and placements.
-        ValueError: an unknown name, or a placement for another number of ranks.
-    """
+    """The `wanted` placements by name; one may be given without a list."""
     if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
         raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or some of {', '.join(PLACEMENTS)}")
     return dict(_name(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))

@@ -26,7 +26,7 @@ from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.samples import Samples
 from zbpipe.planner.search import Progress
-from zbpipe.planner.stages import default_budget, make_named_schedules, plan_stages, problem_of
+from zbpipe.planner.stages import default_budget, make_named_schedules, make_problem, plan_stages
 from zbpipe.schedule.ir import Op, Placement, Schedule
 from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
 from zbpipe.simulator.simulation import simulate
@@ -56,20 +56,7 @@ _SEED, ANNEALING_SEED = 1, 2
 def plan_robust(
     request: Request, jitter: Jitter, quantile: float, most_loss: float, costs_of: CostsOf, progress: Progress
 ) -> Plan:
-    """The schedule within the limits whose step times have the least `quantile`.
-
-    Args:
-        request: with placements that all have costs.
-        jitter: what varies.
-        quantile: between 0 and 1.
-        most_loss: by how much of the shortest step known its step may be longer where nothing varies; from 0 on.
-        costs_of: the costs of a placement's stages.
-        progress: called with the share of the work that is done, and the shortest time so far.
-
-    Raises:
-        ValueError: a quantile outside of 0 to 1, a loss below 0, an objective or a transport that jitter is not
-            simulated for, or a limit too small for even one microbatch.
-    """
+    """The schedule within the limits whose step times have the least `quantile`; see `zbpipe.plan`."""
     if not 0 < quantile < 1:
         raise ValueError(f"quantile = {quantile!r} has to be between 0 and 1, for example 0.95")
     if not most_loss >= 0:
@@ -79,7 +66,7 @@ def plan_robust(
             "a robust plan is for synchronous steps with the ideal transport: leave objective, transport and exact out"
         )
     problems = [
-        problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
+        make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
     found = list(_candidates(request, jitter, problems, progress))
     longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + ROUNDING)
@@ -117,7 +104,7 @@ def _candidates(
             yield _Candidate(problem, problem.schedule(f"plan-{name}", order), by)
         one = replace(request.part(searches), placements={name: placement})
         for slack in _SLACKS:
-            slower = with_slack(placement, problem.costs, jitter, slack)
+            slower = add_slack(placement, problem.costs, jitter, slack)
             plan = plan_stages(one, lambda _, costs=slower: costs)  # type: ignore[misc]
             done += 1
             progress(_SEARCHING * done / searches, plan.makespan)
@@ -136,15 +123,15 @@ class Annealing:
 
     def run(self, candidates: Sequence[_Candidate]) -> tuple[_Candidate, StepTimes]:
         """The best candidate or what annealing has made of it, and how long its steps take."""
-        several = [each for each, _ in self.best_first(candidates, _SAMPLES)[:_FINALISTS]]
+        several = [each for each, _ in self.sort_best_first(candidates, _SAMPLES)[:_FINALISTS]]
         for number, each in enumerate(tuple(several)):
             several.append(self.anneal(each, 0.5 / _FINALISTS))
             self.progress(_SEARCHING + (1 - _SEARCHING) * 0.5 * (number + 1) / _FINALISTS, several[-1].makespan)
-        best, _ = self.best_first(several, _FINAL_SAMPLES)[0]
-        return self.best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
+        best, _ = self.sort_best_first(several, _FINAL_SAMPLES)[0]
+        return self.sort_best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
 
-    def best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
-        """With their step times; of equal schedules the first."""
+    def sort_best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
+        """The candidates and their step times, the shortest first; of equal schedules one."""
         others = {each.schedule: each for each in reversed(candidates)}
         times = [
             (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=samples, seed=_SEED))
@@ -197,19 +184,13 @@ def _row(usual: float, sampled: Seconds | float) -> list[float]:
     return [usual, *np.broadcast_to(sampled, ANNEALING_SAMPLES).tolist()]
 
 
-def with_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
+def add_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
     """The costs with all that is known to be slow, and links slowed by `slack` times their expected delay.
 
-        >>> placement = Placement.loop(2)
-        >>> slower = with_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)
-        >>> slower.transfer(0, 1)
-        0.5
-
-    Args:
-        placement: of the stages.
-        costs: of the stages.
-        jitter: what varies.
-        slack: from 0 on.
+    >>> placement = Placement.loop(2)
+    >>> slower = add_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)
+    >>> slower.transfer(0, 1)
+    0.5
     """
     ranks = range(placement.num_ranks)
     factor = [jitter.slow_ranks.get(rank, 1.0) for rank in placement.rank_of]

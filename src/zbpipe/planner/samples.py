@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpipe.costs.model import ROUNDING
-from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, fold, link, some_move, undo
+from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, critical_ops, fold, link, pick_move, undo
 
 Rows = Sequence[Floats]
 
@@ -66,10 +66,11 @@ def anneal_in_samples(
     while done < work:
         seed = seed * 48271 % 2147483647
         if tries % _TRIES == 0:
-            critical_in_sample(job, samples, lists, end, seed % count, path)
+            sample = seed % count
+            critical_ops(job, lists, [row[sample] for row in end], [row[sample] for row in samples.lag], path)
             done += len(path)
         tries += 1
-        move, seed = some_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, merges, seed)
         done += 10
         if move.kind == NONE:
             continue
@@ -150,27 +151,3 @@ def copy_from(lists: Lists, left: int, source: Rows, target: list[list[float]]) 
         ends, row = source[lists.order[position]], target[lists.order[position]]
         for sample in range(len(row)):
             row[sample] = ends[sample]
-
-
-def critical_in_sample(job: Job, samples: Samples, lists: Lists, end: Rows, sample: int, path: list[int]) -> None:
-    """Fill `path` with a chain of ops that each wait for the next in it in this sample, from the one that ends last."""
-    microbatches = job.microbatches
-    worst, longest = 0, -1.0
-    for rank in range(job.ranks):
-        if end[lists.last[rank]][sample] > longest:
-            worst, longest = rank, end[lists.last[rank]][sample]
-    path.clear()
-    op = lists.last[worst]
-    while op >= 0:
-        path.append(op)
-        node = op // microbatches
-        feeder = job.feeder[node]
-        source = op + (feeder - node) * microbatches if feeder >= 0 else -1
-        previous = lists.before[op]
-        if previous < 0 or (source >= 0 and end[source][sample] + samples.lag[op][sample] > end[previous][sample]):
-            previous = source
-        op = previous
-
-
-HELPERS = (retime, judge, copy_from, critical_in_sample)
-"""The functions that `anneal_in_samples` calls."""

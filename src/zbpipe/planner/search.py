@@ -57,7 +57,7 @@ class Effort:
 
     @classmethod
     def quick(cls, budget: float, num_ops: int) -> Effort:
-        """For budgets of a fraction of a second. Without heat, all machines find the same: logarithms may differ."""
+        """The effort for budgets of a fraction of a second. It uses no heat: logarithms may differ between machines."""
         affordable = int(_SHARE_OF_SHAPES * budget / (_LEAST_CLIMB * num_ops))
         climbs = min(max(affordable, 1), cls.climbs)
         return cls(climbs, rounds=min(climbs - 1, 1), heat=0.0)
@@ -124,7 +124,7 @@ class Search:
         best, begin = PriorityParams.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
         if shortest == NEVER:
-            order = problem.one_by_one()
+            order = problem.list_one_by_one()
             shortest = problem.length(order)
         length = shortest
         while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
@@ -208,7 +208,7 @@ class Search:
         self.progress(min(1 - self.left / self.budget, 1.0), self.shortest)
 
 
-def best_within(
+def find_best_within(
     name: str,
     placement: Placement,
     num_microbatches: int,
@@ -236,8 +236,8 @@ def best_within(
     weights = (limit * share for share in rank_shares(placement, costs))
     limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
-    orders = [order for length, order in ListScheduler(problem, PLAIN).by_kind() if length < NEVER]
-    orders = orders or [problem.one_by_one()]
+    orders = [order for length, order in ListScheduler(problem, PLAIN).list_by_kind() if length < NEVER]
+    orders = orders or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
 

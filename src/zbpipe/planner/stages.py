@@ -10,7 +10,7 @@ from zbpipe.costs.model import CostModel, least_room, most_room, require_room, t
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import prove
-from zbpipe.planner.lean import within
+from zbpipe.planner.lean import fit_within
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
@@ -27,18 +27,12 @@ _MOST_CANDIDATES = 64
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages.
+    """The best schedule found for these stages; all placements of the request have costs.
 
-    Args:
-        request: with placements that all have costs.
-        costs_of: the costs of a placement's stages.
-        progress: called with the share of the budget that is used, and the shortest time so far.
-
-    Raises:
-        ValueError: stages that are too many, or a limit too small for even one microbatch.
+    ValueError for stages that are too many, or a limit too small for even one microbatch.
     """
     problems = [
-        problem_of(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
+        make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
@@ -48,7 +42,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     if request.exact:
         found, proven = prove(search.by_placement)
         bounds |= proven
-    found, timeline = _shortest([found, *search.kept], request.transport, request.objective)
+    found, timeline = _find_shortest([found, *search.kept], request.transport, request.objective)
     return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, FrozenDict(bounds))
 
 
@@ -63,12 +57,8 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
     return limits is None or not too_small(least_room(placement, costs), limits)
 
 
-def problem_of(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
-    """The search's problem on one placement.
-
-    Raises:
-        ValueError: stages that are too many, or a limit too small for even one microbatch.
-    """
+def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
+    """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
@@ -78,7 +68,7 @@ def problem_of(request: Request, name: str, placement: Placement, costs: CostMod
     return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period")
 
 
-def _shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
+def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
     """The candidate with the shortest step under the transport; with the ideal one the first, which is the best."""
 
     def timeline_of(found: Found) -> Timeline:
@@ -103,7 +93,7 @@ def _shortest(candidates: Sequence[Found], transport: Transport, objective: Obje
 
 
 def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-    """Every named schedule that has one of the placements, made lean to keep to the limits: its order, and its name."""
+    """Make every named schedule on its placement, lean to keep to the limits: its problem, its order, and its name."""
     for problem in problems:
         for algorithm in registry.schedules().values():
             # Searched with less effort than this search makes, which takes as long: the lean schedules begin with the
@@ -122,7 +112,7 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], 
             return None
         if problem.fits(schedule):
             return problem.order(schedule), algorithm.name
-        lean = within(schedule, problem.costs, problem.limits)
+        lean = fit_within(schedule, problem.costs, problem.limits)
         return (problem.order(lean), f"{algorithm.name} made lean") if problem.fits(lean) else None
     except Exception:  # a broken function of an installed package is no reason to end the search
         return None

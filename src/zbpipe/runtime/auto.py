@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.algorithms.zbv_lean import shortest
+from zbpipe.algorithms.zbv_lean import find_shortest
 from zbpipe.costs.drift import Drift, causes
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
@@ -177,7 +177,7 @@ class AutoSchedule(RegisteredSchedule):
         return Schedule.from_csv(found.table, "plan") if is_better else lean
 
     def _lean(self, number: int, costs: CostModel) -> Schedule:
-        lean = shortest("ZBVLean", self.placement.num_ranks, number, costs, self._limits(number, costs))
+        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, self._limits(number, costs))
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _limits(self, number: int, costs: CostModel) -> tuple[float, ...]:

@@ -101,12 +101,7 @@ class EventLoop(Generic[T]):
 
 @dataclass
 class Clock(Generic[T]):
-    """When items run. Times are numbers, or whatever else can be added and compared.
-
-    >>> clock = Clock([0, 0], lambda rank, item: 2, lambda giver, taker: 0.5)
-    >>> [(item, end) for _, item, _, end in clock.run([(0, "a", []), (1, "b", ["a"]), (0, "c", ["b"])])]
-    [('a', 2), ('b', 4.5), ('c', 7.0)]
-    """
+    """When items run. Times are numbers, or whatever else can be added and compared."""
 
     free: list[Any]
     """By rank from when on it is free."""
@@ -116,7 +111,7 @@ class Clock(Generic[T]):
     """By dependency and item how long after the end of the one the other gets to know."""
     latest: Callable[[Any, Any], Any] = max
     """Of two times."""
-    beside: Callable[[T], Hashable] | None = None
+    lane_of: Callable[[T], Hashable] | None = None
     """The lane of an item that runs parallel to its rank's other ones; None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
     """By item."""
@@ -124,19 +119,14 @@ class Clock(Generic[T]):
     def run(
         self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
     ) -> Iterator[tuple[int, T, Any, Any]]:
-        """Rank, item, start and end of all turns.
-
-        Args:
-            turns: of an `EventLoop`.
-            gate: by rank a number of items, and the earliest time at which all later items start.
-        """
+        """Rank, item, start and end of all turns; `gate`: how many items of each rank may start before which time."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
-        beside = self.beside
+        lane_of = self.lane_of
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
             start = free[rank]
-            lane = beside(item) if beside else None
+            lane = lane_of(item) if lane_of else None
             if lane is not None and (rank, lane) in lanes:
                 start = latest(start, lanes[rank, lane])
             if gate:

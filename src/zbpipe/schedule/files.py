@@ -9,10 +9,6 @@ _MOST_BYTES = 2**25
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a file, without the byte order mark that Excel writes.
 
-        >>> read_text("missing.csv")
-        Traceback (most recent call last):
-        FileNotFoundError: ...
-
     Raises:
         OSError: it cannot be read.
         ValueError: it is no such text, or has more than 32 MiB.

@@ -10,12 +10,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 class FrozenDict(Mapping[K, V_co]):
-    """A copy of a mapping. Equal to any mapping with the same items; pickles, which `MappingProxyType` does not.
-
-    >>> limits = FrozenDict({"rank 0": 3})
-    >>> limits["rank 0"], limits == {"rank 0": 3}, hash(limits) == hash(FrozenDict({"rank 0": 3}))
-    (3, True, True)
-    """
+    """A copy of a mapping. Equal to any mapping with the same items; pickles, which `MappingProxyType` does not."""
 
     __slots__ = ("_items",)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from operator import index
 from typing import NamedTuple, TypeAlias
 
@@ -32,19 +32,11 @@ MOST_WORK = 2**18
 
 
 def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
-    """Refuse what would take gigabytes or hours, before anything is made of that size.
+    """Raise ValueError for what would take gigabytes or hours, before anything is made of that size.
 
-        >>> require_size("a plan", num_stages=4096)
-        Traceback (most recent call last):
-        ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
-
-    Args:
-        what: for the message.
-        num_stages: on all ranks together.
-        num_microbatches: from 1 on.
-
-    Raises:
-        ValueError: more than 1024 stages, or microbatches times stages beyond 2**18.
+    >>> require_size("a plan", num_stages=4096)
+    Traceback (most recent call last):
+    ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
     """
     if num_stages > MOST_STAGES:
         raise ValueError(f"{what} has {num_stages} stages, but at most {MOST_STAGES} are possible: use fewer")
@@ -56,14 +48,11 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
 
 
 def require_whole(least: int | None = None, /, **numbers: object) -> tuple[int, ...]:
-    """The numbers as Python's own, such as 4 for numpy.int64(4).
+    """The numbers as Python's own, such as 4 for numpy.int64(4); ValueError for others, or less than `least`.
 
-        >>> require_whole(1, ranks=2.5)
-        Traceback (most recent call last):
-        ValueError: ranks has to be a whole number from 1 on, got 2.5
-
-    Raises:
-        ValueError: the first of them that is no whole number, or is below `least`, by its name.
+    >>> require_whole(1, ranks=2.5)
+    Traceback (most recent call last):
+    ValueError: ranks has to be a whole number from 1 on, got 2.5
     """
     found = []
     for name, number in numbers.items():
@@ -118,13 +107,10 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """The op written as `text`, as torch writes it: stage, kind, microbatch, for instance `3F0`.
+        """The op written as `text`, as torch writes it: stage, kind, microbatch. ValueError for anything else.
 
-            >>> Op.parse("3F0").stage
-            3
-
-        Raises:
-            ValueError: `text` is anything else.
+        >>> Op.parse("3F0").stage
+        3
         """
         action = tables.parse_action(text.strip()) if isinstance(text, str) else None
         if action is None or action[0] is None or action[1] not in KINDS:
@@ -161,10 +147,6 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
         [['1F0'], ['2I0', '2B0']]
-
-    Args:
-        op: of any stage and microbatch.
-        num_stages: of the whole pipeline.
     """
     stage, kind, microbatch = op
     if kind is F:
@@ -182,12 +164,8 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
 def users(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The ops that `op` feeds, `inputs` the other way round. Of an I and a B a schedule has one.
 
-        >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
-        ['1W0', '0I0', '0B0', '1OI0']
-
-    Args:
-        op: of any stage and microbatch.
-        num_stages: of the whole pipeline.
+    >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
+    ['1W0', '0I0', '0B0', '1OI0']
     """
     stage, kind, microbatch = op
     found: list[Op] = []
@@ -245,13 +223,10 @@ class Placement:
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
-        """Round and round: stage s on rank s modulo `num_ranks`.
+        """Round and round: stage s on rank s modulo `num_ranks`, with at most 1024 stages.
 
-            >>> Placement.loop(2, stages_per_rank=2).rank_of
-            (0, 1, 0, 1)
-
-        Raises:
-            ValueError: what is no whole number from 1 on, or more than 1024 stages.
+        >>> Placement.loop(2, stages_per_rank=2).rank_of
+        (0, 1, 0, 1)
         """
         _require_placeable(num_ranks, stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
@@ -260,11 +235,8 @@ class Placement:
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
         """Down the ranks and up again, in turn; with an even `stages_per_rank` rank 0 has the first and the last stage.
 
-            >>> Placement.v(3).rank_of
-            (0, 1, 2, 2, 1, 0)
-
-        Raises:
-            ValueError: what is no whole number from 1 on, or more than 1024 stages.
+        >>> Placement.v(3).rank_of
+        (0, 1, 2, 2, 1, 0)
         """
         _require_placeable(num_ranks, stages_per_rank)
         down = tuple(range(num_ranks))
@@ -286,17 +258,22 @@ class Placement:
         return tuple(map(tuple, stages))
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, in ascending order.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """The stages of one rank, in ascending order; a ValueError if there is no such rank."""
         (rank,) = require_whole(rank=rank)
         if not 0 <= rank < self.num_ranks:
             raise ValueError(
                 f"rank {rank} is outside a placement on {self.num_ranks} ranks: use 0 to {self.num_ranks - 1}"
             )
         return self._stages_by_rank[rank]
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """The pairs of ranks (from, to) between which messages go."""
+        return sorted({hop for a, b in pairwise(self.rank_of) if a != b for hop in ((a, b), (b, a))})
+
+    def sum_by_rank(self, values: Sequence[float]) -> tuple[float, ...]:
+        """By rank, the sum of what its stages have in `values`."""
+        return tuple(sum(values[stage] for stage in stages) for stages in self._stages_by_rank)
 
 
 def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
@@ -336,7 +313,7 @@ class Schedule:
             raise TypeError(
                 f"schedule {self.name}: num_microbatches has to be a whole number, got {self.num_microbatches!r}"
             )
-        object.__setattr__(self, "ops", _frozen(self.ops, self.name))
+        object.__setattr__(self, "ops", _freeze(self.ops, self.name))
 
     @property
     def num_ranks(self) -> int:
@@ -393,7 +370,7 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture with a second for each of F, I and W, in notebooks."""
-        page: str = painter().in_a_notebook(self)
+        page: str = painter().draw_in_notebook(self)
         return page
 
     def to_csv(self) -> str:
@@ -436,33 +413,21 @@ class Schedule:
 
     @classmethod
     def from_actions(cls, rows: Sequence[Sequence[tuple[int, str, int]]], name: str) -> Schedule:
-        """The ops among the actions (stage, kind, microbatch) of each rank.
-
-            >>> print(Schedule.from_actions([[(0, "F", 0), (0, "SEND_F", 0), (0, "B", 0)]], "mine"))
-            rank 0: 0F0 0B0
-
-        Raises:
-            ValueError: as `from_csv`.
-        """
+        """The ops among the actions (stage, kind, microbatch) of each rank; refused as in `from_csv`."""
         if not rows:
             raise ValueError(f"schedule {name}: the table is empty")
-        kinds = KINDS
         return cls.from_rows(
-            [[Op(stage, kinds[kind], number) for stage, kind, number in row if kind in kinds] for row in rows], name
+            [[Op(stage, KINDS[kind], number) for stage, kind, number in row if kind in KINDS] for row in rows], name
         )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
-        """A schedule from one sequence of ops per rank, with the placement that the ops show.
+        """A schedule from one sequence of ops per rank, with the placement that the ops show; refused as in `from_csv`.
 
-            >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
-            1
-
-        Raises:
-            TypeError: something else than ops in the lists.
-            ValueError: as `from_csv`, or a number below zero.
+        >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
+        1
         """
-        rows = _frozen(rows, name)
+        rows = _freeze(rows, name)
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
@@ -496,19 +461,15 @@ class Schedule:
         return cls(name, placement, num_microbatches, rows)
 
 
-def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ...]:
-    """The rows as tuples of ops.
-
-    Raises:
-        TypeError: there is something else in them; an op whose kind is text would compare as equal and run as another.
-    """
+def _freeze(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ...]:
+    """The rows as tuples of ops, nothing else: an op whose kind is text would compare as equal and run as another."""
     try:
         frozen = tuple(map(tuple, rows))
     except TypeError:
         raise TypeError(f"schedule {name}: ops has to be one list of ops a rank, got {reprlib.repr(rows)}") from None
     for rank, row in enumerate(frozen):
         for position, op in enumerate(row):
-            if fault := _fault(op):
+            if fault := _find_fault(op):
                 raise TypeError(
                     f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, {fault}: make one with"
                     " zbpipe.Op.parse('3F0')"
@@ -516,7 +477,7 @@ def _frozen(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
     return frozen
 
 
-def _fault(op: object) -> str | None:
+def _find_fault(op: object) -> str | None:
     if type(op) is not Op:
         return "which is no zbpipe.Op"
     if type(op.kind) is not OpKind:

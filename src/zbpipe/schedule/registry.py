@@ -87,11 +87,7 @@ class Algorithm:
         return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
 
     def require_limits(self, option: str) -> None:
-        """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none.
-
-        Raises:
-            ValueError: the message has the schedules that do.
-        """
+        """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none."""
         if "memory_limit" not in self.keywords:
             names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
             raise ValueError(
@@ -102,9 +98,7 @@ class Algorithm:
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
         """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
 
-        Raises:
-            ValueError: fewer than one rank, a number of ranks or stages that this schedule does not run on, or more
-                than 1024 stages.
+        ValueError for numbers of ranks or stages that this schedule does not run on, or more than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
@@ -136,9 +130,9 @@ class Algorithm:
             self.require_limits("memory_limit")
         values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead)
         given = dict(zip(_KEYWORDS, values, strict=True))
-        made = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
-        _require_as_asked(made, self.name, placement, microbatches)
-        return made
+        schedule = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
+        _require_as_asked(schedule, self.name, placement, microbatches)
+        return schedule
 
     def make_on(self, placement: Placement, microbatches: int, costs: CostModel | None = None) -> Schedule | None:
         """The schedule on this placement; None if it has another one."""
@@ -148,19 +142,19 @@ class Algorithm:
         return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs)
 
 
-def _require_as_asked(made: object, name: str, placement: Placement, microbatches: int) -> None:
+def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
     """Refuse what a registered function returns if it is something else than it was asked for."""
-    if not isinstance(made, Schedule):
-        raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(made)}")
-    if made.placement != placement:
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
+    if schedule.placement != placement:
         raise ValueError(
             f"{name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but its"
-            f" function puts them on {made.placement.rank_of}"
+            f" function puts them on {schedule.placement.rank_of}"
         )
-    if made.num_microbatches != microbatches:
+    if schedule.num_microbatches != microbatches:
         raise ValueError(
             f"the function registered as {name!r} has to return a schedule for {microbatches} microbatches, got one for"
-            f" {made.num_microbatches}"
+            f" {schedule.num_microbatches}"
         )
 
 
@@ -252,11 +246,7 @@ def _require_name(name: str) -> None:
 
 
 def schedules() -> Mapping[str, Algorithm]:
-    """All schedules by their lower-case name, without `Auto`, which becomes one of them.
-
-    >>> schedules()["zbv"].stages_per_rank
-    2
-    """
+    """All schedules by their lower-case name, without `Auto`, which becomes one of them."""
     _load_installed()
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
@@ -293,15 +283,14 @@ def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
 
 
 def _find_name(name: str) -> Algorithm:
-    known = _registered
-    if name.lower() not in known:
+    if name.lower() not in _registered:
         _load_installed()
-    if found := known.get(name.lower()):
+    if found := _registered.get(name.lower()):
         return found
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0)
-    names = ", ".join(sorted((each.name for each in known.values()), key=str.lower))
+    near = get_close_matches(name.lower(), _registered, n=1, cutoff=0)
+    names = ", ".join(sorted((each.name for each in _registered.values()), key=str.lower))
     raise ValueError(
-        f"unknown schedule {name!r}; did you mean {known[near[0]].name!r}? The schedules are: {names}."
+        f"unknown schedule {name!r}; did you mean {_registered[near[0]].name!r}? The schedules are: {names}."
         " The path of a .csv file works, too, and file.py:function. Other schedules of your own are known once their"
         " module is imported"
     )

@@ -41,9 +41,6 @@ def read(table: str) -> list[list[Cell]]:
         >>> read("F0, b0, None, W0")
         [[(0, 'F', 0), (0, 'I', 0), (0, 'W', 0)]]
 
-    Args:
-        table: the text of a CSV file.
-
     Raises:
         TypeError: the table is no text.
         ValueError: it is no CSV, a cell is no action, or only some cells name their stage.
@@ -64,19 +61,11 @@ def read(table: str) -> list[list[Cell]]:
                         f"{at}: {part!r} has {'no' if action[0] is None else 'a'} stage, unlike the cells before it:"
                         " write the stage in all cells, or in none if each rank has one stage"
                     )
-    return [list(_with_stages(row, rank)) for rank, row in enumerate(rows)]
+    return [list(_add_stages(row, rank)) for rank, row in enumerate(rows)]
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines.
-
-        >>> cells("0F0,0B0\\n1F0,1B0")
-        [['0F0', '0B0'], ['1F0', '1B0']]
-
-    Raises:
-        TypeError: the table is no text.
-        ValueError: the table is no CSV, or other characters than commas separate its cells.
-    """
+    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines."""
     if not isinstance(table, str):
         raise TypeError(
             f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"
@@ -103,11 +92,7 @@ def parse_action(text: str) -> _Written | None:
 
 
 def no_op(text: object) -> str:
-    """The error about what was to be an op.
-
-    >>> no_op("3X0")
-    "'3X0' is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and microbatch, ..."
-    """
+    """The error about what was to be an op."""
     return (
         f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and"
         " microbatch, for example 3F0"
@@ -120,7 +105,7 @@ def _parts(cell: str) -> Iterator[str]:
     return (part.strip() for part in parts if part.strip().lower() not in ("", "none"))
 
 
-def _with_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
+def _add_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
     weights = {microbatch for _, kind, microbatch in row if kind == "W"}
     for stage, kind, microbatch in row:
         if stage is not None:

@@ -18,8 +18,7 @@ SEPARATOR = ".py:"
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register schedules. They may be in the current folder, as with `python -m`.
 
-    Raises:
-        ValueError: there is none of that name, or its own code fails; the message has its error.
+    ValueError if there is none of that name, or its own code fails; with that error.
     """
     here = str(Path.cwd())
     for name in names:
@@ -32,11 +31,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def function_of(source: str) -> Any:
-    """What `file.py:function` names. The file runs once, however often one asks.
-
-    Raises:
-        ValueError: there is no such file, its code fails, or it has no such function.
-    """
+    """What `file.py:function` names. The file runs once, however often one asks."""
     path, _, function = source.rpartition(":")
     module = _module(str(Path(path).resolve()))
     if not callable(found := getattr(module, function, None)):

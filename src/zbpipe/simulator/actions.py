@@ -36,11 +36,7 @@ COMPUTE = frozenset(COMPUTATIONS)
 
 
 class Action(NamedTuple):
-    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none).
-
-    >>> print(Action(3, "SEND_F", 0), Action(3, "UNSHARD", -1))
-    3SEND_F0 3UNSHARD
-    """
+    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none)."""
 
     stage: int
     kind: str
@@ -72,29 +68,17 @@ _MESSAGE_OF = {
 
 
 def action_of(op: Op) -> Action:
-    """How torch's lists name it.
-
-    >>> action_of(Op.parse("3F0"))
-    Action(stage=3, kind='F', microbatch=0)
-    """
+    """How torch's lists name it."""
     return new_tuple(Action, (op.stage, _NAMES[op.kind], op.microbatch))
 
 
 def op_of(action: Action) -> Op:
-    """The op that an action in `COMPUTE` names.
-
-    >>> str(op_of(Action(3, "F", 0)))
-    '3F0'
-    """
+    """The op that an action in `COMPUTE` names."""
     return Op(action.stage, KINDS[action.kind], action.microbatch)
 
 
 def send_of(op: Op) -> Action:
-    """The send of what an F, I or B makes for another rank.
-
-    >>> print(send_of(Op.parse("3I0")))
-    3SEND_B0
-    """
+    """The send of what an F, I or B makes for another rank."""
     return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
 
 
@@ -125,11 +109,8 @@ def message_of(action: Action) -> Action | None:
 def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
     """`message_of` by stage and kind, of the actions whose message goes to another rank.
 
-        >>> sends_by_action((0, 1))[1, "F"]
-        (0, 'SEND_F')
-
-    Args:
-        rank_of: by stage.
+    >>> sends_by_action((0, 1))[1, "F"]
+    (0, 'SEND_F')
     """
     stages = range(len(rank_of))
     found = {}
@@ -142,14 +123,7 @@ def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, 
 
 
 def parse(table: str) -> Rows:
-    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other.
-
-        >>> print(*parse("0UNSHARD,(0F1;0B0)OVERLAP_F_B")[0])
-        0UNSHARD 0F1 0B0
-
-    Raises:
-        ValueError: a cell is no action.
-    """
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other."""
     return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
 
 
@@ -158,22 +132,13 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, everything that is wrong with it and its communication, and how it was read.
 
-        >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
-        >>> print(*findings)
-        missing: rank 1, 1RECV_F0: the message is never received
-        >>> how
-        'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
+    The last is empty if the cells are the ops. ValueError for what is no table.
 
-    Args:
-        table: torch's CSV.
-        name: for the schedule.
-        memory_limit: as for `validate`.
-
-    Returns:
-        The last is empty if the cells are the ops.
-
-    Raises:
-        ValueError: it is no such table.
+    >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
+    >>> print(*findings)
+    missing: rank 1, 1RECV_F0: the message is never received
+    >>> how
+    'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
     """
     rows = parse(table)
     schedule = Schedule.from_actions(rows, name)
@@ -191,11 +156,7 @@ def check_table(
 
 
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
-    """Everything that is wrong with the compute ops, the messages between ranks, and their order.
-
-    >>> validate_lowered(parse("0F0,0B0"))
-    []
-    """
+    """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
     compute = Schedule.from_actions(rows, "table")
     checks = _Table(rows, compute)
     # Who waits for whom shows better among the messages.
@@ -203,32 +164,23 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
     return [
         *alone,
         *checks.find_unmatched(),
-        *checks.disordered(),
+        *checks.find_disordered(),
         *find_ungathered(rows),
         *checks.find_crossed(),
-        *checks.deadlocked(),
+        *find_deadlocks(rows, checks.places, lambda action: dependencies(action, checks.rank_of)),
     ]
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message meant for another receive: the numbers get wrong without an error.
-
-    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\\n1RECV_F1,1RECV_F0,1F0,1F1")
-    >>> print(*find_mixed_up_messages(rows))
-    order: rank 1, position 0, 1RECV_F1: rank 0 sends 0SEND_F0 here, and messages arrive in the order of their sends
-    """
+    """Receives that take a message meant for another receive: the numbers get wrong without an error."""
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
     """Groups of actions, of which one each has to be over before `action`.
 
-        >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
-        [['1F0'], ['1RECV_B0']]
-
-    Args:
-        action: of lists with messages.
-        rank_of: by stage.
+    >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
+    [['1F0'], ['1RECV_B0']]
     """
     if action.kind in COMPUTE:
         op = op_of(action)
@@ -238,7 +190,8 @@ def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, .
             for group in inputs(op, len(rank_of))
         ]
     if action.kind in SENDS:
-        return [makers_of(action)]
+        makers = ("F",) if action.kind == "SEND_F" else ("I", "B")
+        return [tuple(action._replace(kind=kind) for kind in makers)]
     if action.kind in RECEIVES:
         return [(other_end(action),)]
     if action.kind in WAITS:
@@ -247,22 +200,8 @@ def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, .
     return []
 
 
-def makers_of(send: Action) -> tuple[Action, ...]:
-    """The computations of which one makes what is sent.
-
-    >>> [str(each) for each in makers_of(Action(1, "SEND_B", 0))]
-    ['1I0', '1B0']
-    """
-    kinds = ("F",) if send.kind == "SEND_F" else ("I", "B")
-    return tuple(Action(send.stage, kind, send.microbatch) for kind in kinds)
-
-
 def find_ungathered(rows: Rows) -> Iterator[Finding]:
-    """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any.
-
-    >>> print(*find_ungathered(parse("0UNSHARD,0F0,0RESHARD,0B0")))
-    order: rank 0, position 3, 0B0: it needs 0UNSHARD before it
-    """
+    """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
     for rank, row in enumerate(rows):
         if "UNSHARD" not in [action.kind for action in row]:
             continue
@@ -288,41 +227,31 @@ class _Table:
             for position, action in enumerate(row):
                 self.places[action].append((rank, position))
 
-    def crosses(self, stage: int) -> bool:
-        """Whether the way from `stage` to the next one leads to another rank."""
-        return 0 <= stage < len(self.rank_of) - 1 and self.rank_of[stage] != self.rank_of[stage + 1]
-
-    def expected(self) -> Iterator[Action]:
-        """All messages that the placement asks for, at both ends."""
-        for stage in filter(self.crosses, range(len(self.rank_of))):
-            for microbatch in range(self.num_microbatches):
-                for send in (Action(stage, "SEND_F", microbatch), Action(stage + 1, "SEND_B", microbatch)):
-                    yield from (send, other_end(send))
-
-    def finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
+    def make_finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
         rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
         return Finding(rule, rank, position, action, message)
 
     def find_unmatched(self) -> Iterator[Finding]:
         """Messages that are missing, doubled, not asked for, or on a rank that does not hold their stage."""
-        expected = set(self.expected())
+        ends = [(stage, kind) for stage, kind in sends_by_action(self.rank_of) if kind in _OTHER_END]
+        expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
         for action in sorted(expected - self.places.keys()):
-            done = "received" if action.kind.startswith("RECV") else "sent"
-            yield self.finding("missing", action, f"the message is never {done}")
+            done = "received" if action.kind in RECEIVES else "sent"
+            yield self.make_finding("missing", action, f"the message is never {done}")
         for action, standing in self.places.items():
             if action.kind not in tables.MESSAGES:
                 continue
             message = action._replace(kind=action.kind.removeprefix("WAIT_"))
             for again, place in enumerate(standing):
                 if message not in expected:
-                    yield self.finding("foreign", action, "no other rank has the stage next to it", place)
+                    yield self.make_finding("foreign", action, "no other rank has the stage next to it", place)
                 elif self.rank_of[action.stage] != place[0]:
                     where = self.rank_of[action.stage]
-                    yield self.finding("placement", action, f"stage {action.stage} is on rank {where}", place)
+                    yield self.make_finding("placement", action, f"stage {action.stage} is on rank {where}", place)
                 if again:
-                    yield self.finding("doubled", action, "it stands in the table before", place)
+                    yield self.make_finding("doubled", action, "it is in the table before", place)
 
-    def disordered(self) -> Iterator[Finding]:
+    def find_disordered(self) -> Iterator[Finding]:
         """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
 
         def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
@@ -338,13 +267,13 @@ class _Table:
         received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
         for rank, row in enumerate(self.rows):
             for position, action in enumerate(row):
-                if not action.kind.startswith(("SEND", "RECV")):
+                if action.kind not in _OTHER_END:
                     continue
                 end = other_end(action)
                 if not 0 <= end.stage < len(self.rank_of):
                     continue
                 peer = self.rank_of[end.stage]
-                if action.kind.startswith("SEND"):
+                if action.kind in SENDS:
                     sent[rank, peer].append(action)
                 else:
                     received[peer, rank].append((end, action, (rank, position)))
@@ -352,9 +281,5 @@ class _Table:
             for (message, action, place), posted in zip(receives, sent[way], strict=False):
                 if message != posted:
                     text = f"rank {way[0]} sends {posted} here, and messages arrive in the order of their sends"
-                    yield self.finding("order", action, text, place)
+                    yield self.make_finding("order", action, text, place)
                     break
-
-    def deadlocked(self) -> Iterator[Finding]:
-        """Ranks that wait for each other in a circle."""
-        return find_deadlocks(self.rows, self.places, lambda action: dependencies(action, self.rank_of))

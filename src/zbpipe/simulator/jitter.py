@@ -1,7 +1,7 @@
 """How long steps take when times vary: simulated many times over, with random times.
 
 An op takes its time from the costs, times a random factor; a message arrives after the link's time and what the network
-adds. The order of the ops is the schedule's in every draw, as torch runs it. All draws are simulated at once, op by op.
+adds. Every sample has the schedule's order of ops, as torch runs it. All samples are simulated at once, op by op.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, log1p, sqrt
+from math import log1p, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.costs.model import CostModel, Placeable, as_cost_model, set_fields
+from zbpipe.costs.model import CostModel, Placeable, amount, as_cost_model, set_fields
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
@@ -68,8 +68,8 @@ class Jitter:
             self,
             slow_ranks=FrozenDict(_numbers("slow_ranks", self.slow_ranks)),
             slow_links=FrozenDict({_link(*ranks): seconds for ranks, seconds in links.items()}),
-            factors=tuple(_number("factors", factor) for factor in self.factors),
-            **{name: _number(name, getattr(self, name)) for name in _WORDS.values()},
+            factors=tuple(amount("jitter", "factors", factor) for factor in self.factors),
+            **{name: amount("jitter", name, getattr(self, name)) for name in _WORDS.values()},
         )
         if self.burst > 1:
             raise ValueError(f"jitter's burst = {self.burst:g} is a chance: give at most 1")
@@ -87,18 +87,12 @@ class Jitter:
         return self.slow_links.get(_link(one, other), 0.0)
 
     @classmethod
-    def measured(cls, timelines: Iterable[Timeline]) -> Jitter:
-        """What varied in measured steps: each op's seconds, by the median of its stage and kind.
+    def from_timelines(cls, timelines: Iterable[Timeline]) -> Jitter:
+        """What varied in steps that `zbpipe.Profiler` measured: each op's seconds, by the median of its stage and kind.
 
-            >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
-            >>> set(Jitter.measured([timeline]).factors)
-            {1.0}
-
-        Args:
-            timelines: of one or more steps, as `zbpipe.Profiler` measures them.
-
-        Raises:
-            ValueError: no op took any time.
+        >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
+        >>> set(Jitter.from_timelines([timeline]).factors)
+        {1.0}
         """
         seconds: dict[tuple[int, int, Any], list[float]] = {}
         for number, timeline in enumerate(timelines):
@@ -113,11 +107,8 @@ class Jitter:
     def parse(cls, text: str) -> Jitter:
         """From the words of the command line.
 
-            >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
-            FrozenDict({(0, 1): 0.3})
-
-        Raises:
-            ValueError: unknown words, or numbers that cannot be.
+        >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
+        FrozenDict({(0, 1): 0.3})
         """
         numbers: dict[str, Any] = {}
         ranks: dict[int, float] = {}
@@ -147,16 +138,8 @@ class Jitter:
 _WORDS = {name.replace("_", "-"): name for name in ("ops", "links", "delay", "burst", "burst_factor", "burst_delay")}
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise TypeError(f"jitter's {name} = {value!r} is no number")
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"jitter's {name} = {value:g} has to be 0 or more")
-    return float(value)
-
-
 def _numbers(name: str, values: Mapping[Any, Any]) -> dict[Any, float]:
-    return {key: _number(f"{name}[{key}]", value) for key, value in values.items()}
+    return {key: amount("jitter", f"{name}[{key}]", value) for key, value in values.items()}
 
 
 def _link(one: int, other: int) -> tuple[int, int]:
@@ -263,7 +246,7 @@ class RandomTimes:
         self._burst_of_link: dict[tuple[int, int], Seconds | float] = {}
 
     def seconds(self, op: Op, rank: int, usual: float) -> Seconds | float:
-        """Of `op` on `rank`, which takes `usual` seconds."""
+        """Seconds of `op` on `rank`, which takes `usual` seconds without jitter."""
         jitter = self._jitter
         factor = self._rank[rank]
         if usual and jitter.factors:
@@ -273,7 +256,7 @@ class RandomTimes:
         return usual * factor
 
     def transfer(self, op: Op, ranks: tuple[int, int], usual: float) -> Seconds | float:
-        """Of the message that `op` waits for, which takes `usual` seconds between these ranks."""
+        """Seconds of the message that `op` waits for, which takes `usual` seconds without jitter."""
         jitter = self._jitter
         link = _link(*ranks)
         seconds: Seconds | float = usual + jitter.late_by(*ranks)

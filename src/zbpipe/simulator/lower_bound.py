@@ -39,15 +39,12 @@ def lower_bound(
         25.5
 
     Args:
-        placement: where the stages are.
-        costs: for its stages.
-        num_microbatches: from 1 on.
         limits: what each rank may hold, in the unit of `costs.activations`; default: any amount.
     """
     costs = _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
-    finish = [end + w for end, w in zip(path.input_end, costs.w, strict=True)]
     # The last W there can be behind an I: of its own stage, or of one to which the gradient still has to go.
+    finish = (end + costs.seconds(stage, OpKind.W) for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
     window = _Window(0.0, behind, _behind_b(range(costs.num_stages), behind, path), has_all=True)
     ranks = (
@@ -64,9 +61,9 @@ def period_bound(
     Between its first op and its last a rank does all its work. In that time the ranks behind it do theirs, too, but for
     the W that may wait there for the time after it.
 
-    >>> placement = Placement.loop(4)
-    >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
-    24.0
+        >>> placement = Placement.loop(4)
+        >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+        24.0
     """
     costs = _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
@@ -102,12 +99,11 @@ class _Window(NamedTuple):
 
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
-    """From the first op of the rank with the stages `watched` to its last, for a rank whose stages are not before."""
-    behind = list(
-        accumulate(
-            (path.input_end[each] + costs.w[each] if each in watched else 0.0 for each in range(costs.num_stages)), max
-        )
+    """The time from the first op of the rank with the stages `watched` to its last, for a rank behind it or itself."""
+    finish = (
+        end + costs.seconds(stage, OpKind.W) if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
     )
+    behind = list(accumulate(finish, max))
     own = watched == stages
     return _Window(path.forward_start[watched[0]], behind, _behind_b(stages, behind, path) if own else behind, own)
 
@@ -127,7 +123,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
         for stage in own:
             below += costs.activations[stage]
             split = max(costs.needs(stage, OpKind.I), costs.adds(stage, OpKind.I) + costs.needs(stage, OpKind.W))
-            if below + split > limit * (1 + 1e-6) and len(costs.least_backward(stage)) == 1:
+            if below + split > limit * (1 + 1e-6) and costs.saves_by_b(stage):
                 forced.append(stage)
     if not forced:
         return costs
@@ -141,13 +137,8 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
     return replace(
         costs,
         i=tuple(costs.seconds(stage, OpKind.B if stage in forced else OpKind.I) for stage in stages),
-        w=tuple(0.0 if stage in forced else costs.w[stage] for stage in stages),
-        freed_by_i=tuple(
-            1.0
-            if stage in forced
-            else (costs.freed_by_i[stage] if isinstance(costs.freed_by_i, tuple) else costs.freed_by_i)
-            for stage in stages
-        ),
+        w=tuple(0.0 if stage in forced else costs.seconds(stage, OpKind.W) for stage in stages),
+        freed_by_i=tuple(1.0 if stage in forced else costs.freed_share(stage) for stage in stages),
         working={**costs.working, OpKind.I: column(OpKind.I, OpKind.B), OpKind.W: column(OpKind.W, None)},
     )
 
@@ -179,9 +170,7 @@ def _rank_bound(
     sizes = [costs.activations[stage] for stage in stages]
     waiting = [costs.waits(stage) for stage in stages]
     room = _room(stages, costs, limit)
-    f = [costs.f[stage] for stage in stages]
-    w = [costs.w[stage] for stage in stages]
-    backward = [costs.seconds(stage, OpKind.B) for stage in stages]
+    f, w, backward = ([costs.seconds(stage, kind) for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
     # Of what is held after the last F either I and W are left or only W, whichever takes more time for its room.
@@ -192,7 +181,7 @@ def _rank_bound(
     first_input = min(path.input_start[stage] for stage in stages) - window.begin
     lead = max(path.forward_start[stages[0]] - window.begin, first_input - forwards)
     after_input = min(
-        (window.behind_b if room.limited and _saves(costs, stage) else window.behind)[stage] - path.input_end[stage]
+        (window.behind_b if room.limited and costs.saves_by_b(stage) else window.behind)[stage] - path.input_end[stage]
         for stage in stages
     )
     after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
@@ -225,39 +214,35 @@ class _Room(NamedTuple):
 
 
 def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
-    def beside(*kinds: OpKind) -> float:
+    def room_during(*kinds: OpKind) -> float:
         return max(0.0, limit - min(costs.working_of(stage, kind) for stage in stages for kind in kinds))
 
     sizes = [costs.activations[stage] for stage in stages]
     first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
-    before_backward = max(0.0, min(limit - first, beside(OpKind.F)))
+    before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
     # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
-    rooms = [beside(OpKind.F), beside(OpKind.W), beside(OpKind.F, OpKind.I)]
+    rooms = [room_during(OpKind.F), room_during(OpKind.W), room_during(OpKind.F, OpKind.I)]
     if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
         rooms = [_whole(sizes, room) for room in rooms]
     after_forward, before_weight, for_kept = rooms
     return _Room(_whole(sizes, before_backward), after_forward, before_weight, for_kept, 0 < limit < inf)
 
 
-def _saves(costs: CostModel, stage: int) -> bool:
-    """Whether B needs less memory than I and then W, so that it may come in their place."""
-    return len(costs.least_backward(stage)) == 1
-
-
 def _life(costs: CostModel, path: _Path, stage: int) -> float:
     """The least that one microbatch takes of a stage's memory times how long, from its F to its W or B."""
     size, waits = costs.activations[stage], costs.waits(stage)
-    forward = size * (path.input_start[stage] - path.forward_start[stage])
-    forward += costs.working_of(stage, OpKind.F) * costs.f[stage]
+
+    def while_running(kind: OpKind, held: float) -> float:
+        return (held + costs.working_of(stage, kind)) * costs.seconds(stage, kind)
+
+    forward = size * (path.input_start[stage] - path.forward_start[stage]) + while_running(OpKind.F, 0.0)
     # I holds the more of what is there before it and after it.
-    split = (max(size, waits) + costs.working_of(stage, OpKind.I)) * costs.i[stage]
-    split += (waits + costs.working_of(stage, OpKind.W)) * costs.w[stage]
-    whole = (size + costs.working_of(stage, OpKind.B)) * costs.seconds(stage, OpKind.B)
-    return forward + (min(split, whole) if _saves(costs, stage) else split)
+    split = while_running(OpKind.I, max(size, waits)) + while_running(OpKind.W, waits)
+    return forward + (min(split, while_running(OpKind.B, size)) if costs.saves_by_b(stage) else split)
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:
-    """The most that things of these sizes can fill of the limit, where that is easy to tell."""
+    """The most that things of these sizes can fill of the limit, where that is easy to calculate."""
     if min(sizes) == max(sizes) > 0 and limit < inf:
         return floor(limit / sizes[0] + ROUNDING) * sizes[0]
     return limit

@@ -56,19 +56,13 @@ class Held:
 
 
 def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]:
-    """By rank, of what its `peak_bytes` consist.
-
-    >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), freed_by_i=0.5, message_bytes=1e8)
-    >>> held = peak_parts(zbpipe.simulate(zbpipe.generate("ZBH1", 2, 4), costs))[0]
-    >>> held.activations, held.waiting, held.messages
-    (6000000000.0, 0.0, 300000000.0)
-    """
+    """By rank, the parts of its `peak_bytes`."""
     if rows is None:
         rows = rows_of(timeline)
     messages, costs = messages_held(rows), timeline.costs
     if timeline.copies:
         most = (max(held, default=0) * costs.message_bytes for held in messages)
-        return tuple(Held(peak, messages=beside) for peak, beside in zip(timeline.peak_memory, most, strict=True))
+        return tuple(Held(peak, messages=size) for peak, size in zip(timeline.peak_memory, most, strict=True))
     return tuple(_worst(costs, zip(row, held, strict=True)) for row, held in zip(rows, messages, strict=True))
 
 
@@ -84,19 +78,19 @@ def rows_of(timeline: Timeline) -> Rows:
 
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
-    """Of one rank, from its actions and the number of messages that it holds while each of them runs."""
+    """A rank's peak, from its actions and the number of messages that it holds while each of them runs."""
     activations = waiting = 0.0
     worst = Held()
-    for action, messages in row:
-        beside = messages * costs.message_bytes
+    for action, number in row:
+        messages = number * costs.message_bytes
         if action.kind not in COMPUTE:
-            worst = max(worst, Held(activations, waiting, messages=beside), key=lambda held: held.total)
+            worst = max(worst, Held(activations, waiting, messages=messages), key=lambda held: held.total)
             continue
         op = op_of(action)
         size, waits = costs.activations[op.stage], costs.waits(op.stage)
         # I turns what F has left into what waits; the larger of the two is there while it runs.
         more = (size, 0.0) if op.kind is OpKind.F else (0.0, max(costs.adds(op.stage, op.kind), 0.0))
-        now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), beside, op)
+        now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), messages, op)
         worst = max(now, worst, key=lambda held: held.total)  # of equal ones the later, which names its op
         activations += {OpKind.F: size, OpKind.W: 0.0}.get(op.kind, -size)
         waiting += {OpKind.I: waits, OpKind.W: -waits}.get(op.kind, 0.0)

@@ -49,11 +49,7 @@ class _Queue:
 
 
 def one_queue(peer: int) -> Hashable:
-    """One for all messages of a rank: the strictest reading of NCCL and RCCL.
-
-    >>> one_queue(3)
-    0
-    """
+    """One for all messages of a rank: the strictest reading of NCCL and RCCL."""
     return 0
 
 
@@ -61,20 +57,13 @@ class MessageLoop:
     """Runs lists with messages, and gives each computation and each message with all that it waits for.
 
     A message is one thing at both ends, called as its send. It waits for the computations before it and the message
-    before it in its queue, at both ends; a computation for the one before it and for its message.
+    before it in its queue, at both ends; a computation for the one before it and for its message. With
+    `holds_up_compute`, computations wait for the messages before them as well.
 
-        >>> from zbpipe.simulator.actions import parse
-        >>> loop = MessageLoop(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1))
-        >>> [(str(each), [str(other) for other in before]) for each, before in loop]
-        [('0F0', []), ('0SEND_F0', ['0F0']), ('1F0', ['0SEND_F0'])]
-        >>> loop.circle()
-        []
-
-    Args:
-        rows: of all ranks.
-        rank_of: by stage.
-        queue_of: which messages of a rank go one after the other.
-        holds_up_compute: whether computations wait for the messages before them as well.
+    >>> from zbpipe.simulator.actions import parse
+    >>> loop = MessageLoop(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1))
+    >>> [(str(each), [str(other) for other in before]) for each, before in loop]
+    [('0F0', []), ('0SEND_F0', ['0F0']), ('1F0', ['0SEND_F0'])]
     """
 
     def __init__(
@@ -108,7 +97,7 @@ class MessageLoop:
             if self._posts[rank][position]:
                 yield from self._post(rank, position)
 
-    def circle(self) -> list[Action]:
+    def find_circle(self) -> list[Action]:
         """After a run that got stuck, a circle of actions that each wait for the one before.
 
         It begins and ends with the same one, on its lowest rank.
@@ -198,14 +187,10 @@ def find_blocked_queues(rows: Rows) -> list[Finding]:
 
     Each begins when the computations before it are over, and lasts until both ends have met. Of a table that
     `validate_lowered` finds sound.
-
-        >>> from zbpipe.simulator.actions import parse
-        >>> find_blocked_queues(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"))
-        []
     """
     loop = MessageLoop(rows, Schedule.from_actions(rows, "").placement.rank_of)
     deque(loop, maxlen=0)
-    circle = loop.circle()
+    circle = loop.find_circle()
     if not circle:
         return []
     rank = next(rank for rank, row in enumerate(rows) if circle[0] in row)
@@ -217,11 +202,6 @@ def are_sound(rows: Rows, schedule: Schedule) -> bool:
     """Whether `rows` are the valid `schedule` with messages, one queue a rank, and run to their end.
 
     Then `validate_lowered` and `find_blocked_queues` find nothing, which takes them ten times as long.
-
-        >>> from zbpipe.simulator.passes import add_messages
-        >>> schedule = zbpipe.generate("ZBV", 2, 4)
-        >>> are_sound(add_messages(schedule), schedule)
-        True
     """
     rank_of, microbatches = schedule.placement.rank_of, range(schedule.num_microbatches)
     sends = sends_by_action(rank_of)

@@ -14,11 +14,7 @@ from zbpipe.simulator.message_queues import MessageLoop, one_queue
 
 
 class Times(NamedTuple):
-    """When computations run.
-
-    >>> Times(start={}, end={}, waited_for={}).start
-    {}
-    """
+    """When computations run."""
 
     start: Mapping[Action, float]
     end: Mapping[Action, float]
@@ -28,11 +24,7 @@ class Times(NamedTuple):
 
 
 class CircleError(ValueError):
-    """Messages wait for each other.
-
-    >>> issubclass(CircleError, ValueError)
-    True
-    """
+    """Messages wait for each other."""
 
 
 def run(
@@ -42,23 +34,9 @@ def run(
     transport: Transport,
     copies: Mapping[Action, Sequence[Action]] | None = None,
 ) -> Times:
-    """When everything in `rows` runs if messages wait for each other.
+    """When everything in `rows` runs if messages wait for each other; CircleError if they do so in a circle.
 
-        >>> from zbpipe.simulator.passes import add_messages
-        >>> schedule = zbpipe.generate("1F1B", 2, 1)
-        >>> costs = CostModel.uniform(schedule.placement, comm=0.5)
-        >>> run(add_messages(schedule), schedule.placement, costs, Transport.ONE_QUEUE).end[Action(0, "B", 0)]
-        7.0
-
-    Args:
-        rows: computations with sends and receives, of all ranks.
-        placement: where the stages are.
-        costs: for its stages.
-        transport: not the ideal one.
-        copies: to the host and back: what they wait for, and which computations wait for them.
-
-    Raises:
-        CircleError: messages wait for each other in a circle.
+    `copies` to the host and back have what they wait for; computations are in it with those for which they wait.
     """
     rank_of = placement.rank_of
     queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
@@ -67,7 +45,7 @@ def run(
     end: dict[Action, float] = {}
     behind: dict[Action, Action] = {}
     """By node the computation that it is behind."""
-    for node, before in _with_copies(loop, copies or {}):
+    for node, before in _insert_copies(loop, copies or {}):
         latest = max(before, key=end.__getitem__, default=None)
         start[node] = 0.0 if latest is None else end[latest]
         end[node] = start[node] + _seconds(node, rank_of, costs)
@@ -75,11 +53,13 @@ def run(
         if source:
             behind[node] = source
     if loop.is_stuck():
-        raise CircleError(f"with {transport} messages wait for each other: {' before '.join(map(str, loop.circle()))}")
+        raise CircleError(
+            f"with {transport} messages wait for each other: {' before '.join(map(str, loop.find_circle()))}"
+        )
     return Times(start, end, behind)
 
 
-def _with_copies(
+def _insert_copies(
     loop: MessageLoop, copies: Mapping[Action, Sequence[Action]]
 ) -> Iterator[tuple[Action, Sequence[Action]]]:
     """All that the loop runs, and behind each computation the copies that are issued there."""

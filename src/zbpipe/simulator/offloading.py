@@ -24,11 +24,7 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(StrEnum):
-    """What may go to the host.
-
-    >>> Offload.parse(True)
-    <Offload.ALL: 'all'>
-    """
+    """What may go to the host."""
 
     PAIRS = "pairs"
     """Deferred gradients: x and dY of each linear layer, from I to W."""
@@ -39,12 +35,7 @@ class Offload(StrEnum):
 
     @classmethod
     def parse(cls, given: object) -> Self | None:
-        """The one called `given`; `True` is all, and `False` and None are nothing.
-
-        Raises:
-            TypeError: neither text nor True or False.
-            ValueError: there is no such name.
-        """
+        """The one called `given`; `True` is all, and `False` and None are nothing."""
         known = ", ".join(repr(each.value) for each in cls)
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
@@ -57,11 +48,7 @@ class Offload(StrEnum):
 
 
 class LimitTooSmallError(ValueError):
-    """No copies that cost no time keep to the limit. `least` is what the rank that exceeds it the most holds then.
-
-    >>> LimitTooSmallError("rank 0 may hold 1", least=2).least
-    2
-    """
+    """No copies that cost no time keep to the limit. `least` is what the rank that exceeds it the most holds then."""
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)
@@ -128,11 +115,7 @@ def offload(
 
 
 def require_host(costs: CostModel) -> None:
-    """Refuse costs that do not tell how long copies take.
-
-    Raises:
-        ValueError: with what to give.
-    """
+    """Refuse costs without the way to the host's memory."""
     if costs.host is None:
         raise ValueError(
             "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
@@ -164,13 +147,6 @@ class _Thing(NamedTuple):
 
     def op(self, kind: OpKind) -> Op:
         return Op(self.stage, kind, self.microbatch)
-
-
-class _Back(NamedTuple):
-    """A copy back, and the position of the computation after which it is issued."""
-
-    thing: _Thing
-    after: int
 
 
 class _Rank:
@@ -225,10 +201,10 @@ class _Rank:
         rows[self.rank] = tuple(self._copies(chosen))
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
 
-    def _back(self, chosen: Sequence[_Thing]) -> list[_Back] | None:
-        """Copies back that are issued as late as they can; None if one would be late, or begin before it is there.
+    def _back(self, chosen: Sequence[_Thing]) -> list[tuple[_Thing, int]] | None:
+        """What comes back, each with the last computation after which its copy may be issued, however slow copies are.
 
-        All copies take as long as they may.
+        None if one would be late, or begin before it is there.
         """
         there = {span.op: span.end for span in _out(chosen, [thing.most for thing in chosen])}
         latest, found = inf, []
@@ -237,7 +213,7 @@ class _Rank:
             if latest < there[thing.op(thing.there)] * (1 - ROUNDING):
                 return None
             after = bisect_right(self.ends, latest * (1 + ROUNDING), hi=thing.taken) - 1
-            found.append(_Back(thing, max(after, thing.made)))
+            found.append((thing, max(after, thing.made)))
         return found[::-1]
 
     def _copies(self, chosen: Sequence[_Thing]) -> Iterator[Span]:
@@ -254,7 +230,7 @@ class _Rank:
 
 
 def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
-    """Copies out as soon as they can run, which take so long."""
+    """Copies out as soon as they can run, each with its seconds."""
     free = 0.0
     for thing, long in sorted(zip(chosen, seconds, strict=True), key=lambda each: each[0].made):
         start = max(free, thing.since)

@@ -37,13 +37,12 @@ def add_messages(schedule: Schedule) -> Rows:
     The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
     receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
 
+    Copies to the host and back have no place in torch's lists, and are left out.
+
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
         0F0 0SEND_F0 0RECV_B0 0B0
         1RECV_F0 1F0 1B0 1SEND_B0
-
-    Args:
-        schedule: a valid one; copies to the host and back have no place in torch's lists, and are left out.
     """
     schedule = schedule.computations
     rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
@@ -75,10 +74,7 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
         >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
-    Args:
-        rows: with torch's early receives.
-        receives: where to.
-        timeline: of the same schedule, for `Receives.TIMED` and `Receives.NEAREST`.
+    `rows` have torch's early receives; the timeline of the same schedule is for `Receives.TIMED` and `NEAREST`.
     """
     match receives:
         case Receives.EARLY:
@@ -96,15 +92,12 @@ def default_costs(placement: Placement) -> CostModel:
 
     This little time puts messages that would start at the same time into the order in which they are needed. Without
     it V-Half loses 13 % in one queue where messages do take time.
-
-        >>> default_costs(Placement.loop(2)).transfer(0, 1)
-        0.01
     """
     return CostModel.uniform(placement, comm=0.01)
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Each receive moved back, behind computations, to the op that needs it or the next message of its rank.
+    """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
 
     torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
     rank, and with all messages of a rank in one queue it can hang.
@@ -127,25 +120,22 @@ def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
-    """Each receive moved to where its rank is when the message starts.
+    """Move each receive to where its rank is when the message starts.
 
     All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
     messages follow this order of the ops that make them, and a receive comes before all ops that are later in it than
     the one that makes its message; or behind one of them, but before that one's own send and before the op that needs
     it. So nothing can wait in a circle, whatever the times are in truth.
 
-    Args:
-        rows: with early receives.
-        timeline: of the same schedule.
-        share: of the computation that runs when the message starts; if more of it is over by then, the receive goes
-            behind it.
+    If more than `share` of the computation that runs when the message starts is over by then, the receive goes behind
+    it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
     """By receive when the computation runs whose result it gets."""
 
-    def moved(row: tuple[Action, ...]) -> Iterator[Action]:
+    def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
         made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
@@ -173,7 +163,7 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
                     yield waiting.popleft()[1]
             yield each
 
-    return tuple(tuple(moved(row)) for row in rows)
+    return tuple(tuple(move_receives(row)) for row in rows)
 
 
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
@@ -183,17 +173,12 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
     If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
     without waits see `add_waits`.
-
-        >>> from zbpipe.simulator.actions import parse
-        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
-        >>> print(*free_sends_early(rows, Placement.loop(2))[0])
-        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
-    return tuple(tuple(_with_early_waits(row, places, placement)) for row in rows)
+    return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
 
 
-def _with_early_waits(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
+def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
     waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
     """By receiver: the place in its own row where it posts the receive, and the wait."""
@@ -223,29 +208,14 @@ def add_waits(rows: Rows) -> Rows:
     """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
 
     torch before 2.15 has none in its lists, and `add_messages` has none, either. `free_sends_early` moves them.
-
-        >>> from zbpipe.simulator.actions import parse
-        >>> print(*add_waits(parse("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0"))[0])
-        0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
-
-    Args:
-        rows: with messages.
     """
-    return tuple((*row, *_missing_waits(row)) for row in rows)
-
-
-def _missing_waits(row: tuple[Action, ...]) -> Iterator[Action]:
-    there = set(row)
-    waits = (wait_of(each) for each in row if each.kind in SENDS)
-    return (wait for wait in waits if wait not in there)
+    there = {each for row in rows for each in row}
+    waits = ([wait_of(each) for each in row if each.kind in SENDS] for row in rows)
+    return tuple((*row, *(wait for wait in mine if wait not in there)) for row, mine in zip(rows, waits, strict=True))
 
 
 def wait_of(send: Action) -> Action:
-    """The wait for a send.
-
-    >>> print(wait_of(Action(0, "SEND_F", 3)))
-    0WAIT_SEND_F3
-    """
+    """The wait for a send."""
     return Action(send.stage, WAIT_OF[send.kind], send.microbatch)
 
 
@@ -254,18 +224,13 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
     An op's input counts from its receive to the op's start; then it is a part of the op's activations or working
     memory. Its result counts from its end to the wait for its send, or until the next stage takes it on the same rank.
-    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes.
+    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes. A send without a wait is held to the end:
+    see `add_waits` and `free_sends_early`.
 
-        >>> from zbpipe.simulator.actions import parse
-        >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
-        >>> messages_held(rows)
-        ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
-
-    Args:
-        rows: with messages. A send without a wait is held to the end: see `add_waits` and `free_sends_early`.
-
-    Returns:
-        By rank, for each action of its list in order.
+    >>> from zbpipe.simulator.actions import parse
+    >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+    >>> messages_held(rows)
+    ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
     """
     last = max((each.stage for row in rows for each in row), default=0)
     return tuple(tuple(_held(row, last)) for row in rows)
@@ -283,12 +248,7 @@ def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
 
 
 def sort_by_end(timeline: Timeline) -> Iterator[Op]:
-    """All ops of one step by when they end, and in a tie none before one whose result it takes.
-
-    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1))
-    >>> print(*sort_by_end(timeline))
-    0F0 1F0 1B0 0B0
-    """
+    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
     schedule, spans = timeline.schedule.computations, timeline.spans
     if all(span.start < span.end for row in spans for span in row):
         # Then all ends before whatever takes its result, and the order of the ends is the order.

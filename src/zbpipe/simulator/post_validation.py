@@ -44,10 +44,6 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> ahead_of(schedule, CostModel.uniform(schedule.placement))
         (3, 2, 1, 0)
-
-    Args:
-        schedule: a valid one.
-        costs: for its stages.
     """
     # These are forwards, and none of the last stage: all other ops depend on every rank in the same step. The
     # dependencies of each start before it.
@@ -58,16 +54,11 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
 
 
 def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
-    """Seconds from step to step where ranks run ahead, on average over many steps.
+    """Seconds from step to step where ranks run ahead, on average over many steps; `ahead` defaults to `ahead_of`.
 
-        >>> schedule = zbpipe.generate("ZBV", 4, 8)
-        >>> period(schedule, CostModel.uniform(schedule.placement))
-        24.0
-
-    Args:
-        schedule: a valid one.
-        costs: for its stages.
-        ahead: by rank; default: `ahead_of(schedule, costs)`.
+    >>> schedule = zbpipe.generate("ZBV", 4, 8)
+    >>> period(schedule, CostModel.uniform(schedule.placement))
+    24.0
     """
     # `ahead_of` guarantees that validation never delays an op.
     return _Paths.through(schedule, costs, ahead).period
@@ -78,12 +69,6 @@ def period_of(timeline: Timeline) -> float:
 
     A schedule with copies to the host waits for the validation. With messages in queues the period is not known; the
     longest time from a rank's first op to its last takes its place.
-
-        >>> period_of(simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
-        24.0
-
-    Args:
-        timeline: of any number of steps.
     """
     if timeline.schedule.has_copies:
         return timeline.makespan / timeline.num_steps
@@ -93,12 +78,7 @@ def period_of(timeline: Timeline) -> float:
 
 
 def gain(schedule: Schedule, costs: CostModel) -> float:
-    """The share of a synchronous step that is saved where ranks run ahead.
-
-    >>> schedule = zbpipe.generate("1F1B", 4, 8)
-    >>> gain(schedule, CostModel.uniform(schedule.placement))
-    0.0
-    """
+    """The share of a synchronous step that is saved where ranks run ahead."""
     synchronous = simulate(schedule, costs).makespan
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
@@ -191,12 +171,7 @@ class RunAhead:
 
     @classmethod
     def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
-        """Cut `rows` after `ahead` computations of each rank; receives of later messages go behind the cut.
-
-        Args:
-            rows: with messages.
-            ahead: by rank, as from `ahead_of`.
-        """
+        """Cut `rows` after `ahead` computations of each rank; receives of later messages go behind the cut."""
         heads, tails = zip(*map(_cut, rows, ahead), strict=True)
         sent = {each for head in heads for each in head if each.kind.startswith("SEND")}
 
@@ -228,7 +203,7 @@ _AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"
 
 
 def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Before computation `number`."""
+    """The actions before computation `number`, and the others."""
     computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
     position = next(islice(computations, number, None), len(row))
     return row[:position], row[position:]

@@ -69,25 +69,22 @@ def simulate(
     costs = as_cost_model(costs, schedule.placement)
     _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
-    if receives is not None:
-        receives = Receives.parse(receives)
+    candidates = _PREFERRED if receives is None else (Receives.parse(receives),)
     if transport is Transport.IDEAL:
         everything = tuple(0 if synchronous else len(row) for row in schedule)
-        return _without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
+        return _simulate_without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
     if ahead is not None:
         raise ValueError(f"ahead = {ahead} is for the ideal transport alone, got {str(transport)!r}")
-    best = _shortest(schedule, costs, transport) if receives is None else None
-    receives = (best.receives if best else receives) or _PREFERRED[0]
+    one_step = _find_shortest(schedule, costs, transport, candidates)
     if synchronous or num_steps == 1:
-        one_step = best or _with_queues(schedule, _ideal(schedule, costs), add_messages(schedule), transport, receives)
         return _repeat(one_step, num_steps)
-    long = _steps_in_a_row(schedule, num_steps)
-    in_a_row = _with_queues(long, _ideal(long, costs), add_messages(long), transport, receives)
-    return _in_steps(in_a_row, schedule, num_steps)
+    assert one_step.receives is not None, "with queues receives have places"
+    in_a_row = _find_shortest(_join_steps(schedule, num_steps), costs, transport, (one_step.receives,))
+    return _split_into_steps(in_a_row, schedule, num_steps)
 
 
-def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
-    """With a transport in which messages wait for nothing."""
+def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
+    """Simulate a transport in which messages wait for nothing."""
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)
@@ -104,13 +101,13 @@ def _without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead:
         free,
         lambda rank, op: seconds[op.stage][op.kind],
         lambda giver, taker: lag[giver.stage, taker.stage],
-        beside=_direction if schedule.has_copies else None,
+        lane_of=_direction if schedule.has_copies else None,
     )
     for step in range(num_steps):
         gate = (ahead, max(free)) if step else None
         for rank, op, start, end in clock.run(find_order(schedule), gate):
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
-    return Timeline(schedule, costs, _frozen(spans), num_steps, copies=_frozen(copies))
+    return Timeline(schedule, costs, _freeze(spans), num_steps, copies=_freeze(copies))
 
 
 def _direction(op: Op) -> bool | None:
@@ -118,43 +115,42 @@ def _direction(op: Op) -> bool | None:
     return None if op.kind in COMPUTATIONS else op.kind in OFFLOADS
 
 
-def _frozen(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
+def _freeze(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
     return tuple(map(tuple, spans))
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference.
+    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference."""
+    if transport is Transport.IDEAL:
+        return _PREFERRED[0]
+    try:
+        return _find_shortest(schedule, costs, transport).receives or _PREFERRED[0]
+    except CircleError:
+        return _PREFERRED[0]
 
-    >>> schedule = zbpipe.generate("ZBV", 4, 8)
-    >>> print(best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE))
-    timed
-    """
-    best = None if transport is Transport.IDEAL else _shortest(schedule, costs, transport)
-    return _PREFERRED[0] if best is None or best.receives is None else best.receives
 
-
-def _shortest(schedule: Schedule, costs: CostModel, transport: Transport) -> Timeline | None:
-    """One step with receives at their best places; None if messages wait in a circle at all places."""
-    ideal, messages = _ideal(schedule, costs), add_messages(schedule)
-    best, shortest = None, inf
-    for receives in _PREFERRED:
+def _find_shortest(
+    schedule: Schedule, costs: CostModel, transport: Transport, candidates: Sequence[Receives] = _PREFERRED
+) -> Timeline:
+    """One step with receives at the best of these places; CircleError if messages wait in a circle at all of them."""
+    ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # as torch knows it: no copies
+    best, shortest, circles = None, inf, list[CircleError]()
+    for receives in candidates:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         try:
-            trial = _with_queues(schedule, ideal, messages, transport, receives)
-        except CircleError:
+            trial = _simulate_with_queues(schedule, ideal, messages, transport, receives)
+        except CircleError as error:
+            circles.append(error)
             continue
         if trial.makespan < shortest * _WORTH_IT:
             best, shortest = trial, trial.makespan
+    if best is None:
+        raise circles[0]
     return best
 
 
-def _ideal(schedule: Schedule, costs: CostModel) -> Timeline:
-    """The step by which receives are placed, as torch knows it: without copies."""
-    return simulate(schedule.computations, costs)
-
-
-def _with_queues(
+def _simulate_with_queues(
     schedule: Schedule, ideal: Timeline, messages: Rows, transport: Transport, receives: Receives
 ) -> Timeline:
     """One step with a transport in which messages wait for each other, from one in which they do not."""
@@ -162,7 +158,7 @@ def _with_queues(
     rows = place_receives(messages, receives, ideal)
     times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule))
 
-    def ran(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
+    def make_spans(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
         return tuple(
             tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops if op.kind in kinds)
             for ops in schedule
@@ -173,11 +169,11 @@ def _with_queues(
     return Timeline(
         schedule,
         costs,
-        ran(COMPUTATIONS),
+        make_spans(COMPUTATIONS),
         transport=transport,
         receives=receives,
         waited_for=waited_for,
-        copies=ran((*OFFLOADS, *RELOADS)),
+        copies=make_spans((*OFFLOADS, *RELOADS)),
     )
 
 
@@ -200,21 +196,20 @@ def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
 def _repeat(timeline: Timeline, num_steps: int) -> Timeline:
     """Each step begins when the one before is over on all ranks, so they are alike."""
 
-    def later(span: Span, step: int) -> Span:
+    def delay(span: Span, step: int) -> Span:
         begin = step * timeline.makespan
         return Span(span.op, begin + span.start, begin + span.end, step)
 
     steps = range(num_steps)
-
-    def all_later(rows: tuple[tuple[Span, ...], ...]) -> tuple[tuple[Span, ...], ...]:
-        return tuple(tuple(later(span, step) for step in steps for span in row) for row in rows)
-
-    spans, copies = all_later(timeline.spans), all_later(timeline.copies)
+    spans, copies = (
+        tuple(tuple(delay(span, step) for step in steps for span in row) for row in rows)
+        for rows in (timeline.spans, timeline.copies)
+    )
     waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
     return replace(timeline, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
 
 
-def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
+def _join_steps(schedule: Schedule, num_steps: int) -> Schedule:
     """One long step, with as many more microbatches."""
     microbatches = schedule.num_microbatches
     ops = tuple(
@@ -224,18 +219,18 @@ def _steps_in_a_row(schedule: Schedule, num_steps: int) -> Schedule:
     return replace(schedule, num_microbatches=num_steps * microbatches, ops=ops)
 
 
-def _in_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timeline:
-    """The steps of `schedule` that `_steps_in_a_row` made one of."""
+def _split_into_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timeline:
+    """The steps of `schedule` that `_join_steps` made one of."""
 
     def step_of(op: Op) -> tuple[int, Op]:
         step, microbatch = divmod(op.microbatch, schedule.num_microbatches)
         return step, op._replace(microbatch=microbatch)
 
-    def apart(span: Span) -> Span:
+    def split(span: Span) -> Span:
         step, op = step_of(span.op)
         return Span(op, span.start, span.end, step)
 
-    spans, copies = (tuple(tuple(map(apart, row)) for row in rows) for rows in (timeline.spans, timeline.copies))
+    spans, copies = (tuple(tuple(map(split, row)) for row in rows) for rows in (timeline.spans, timeline.copies))
     waited_for = {step_of(op): step_of(before) for (_, op), (_, before) in timeline.waited_for.items()}
     return replace(timeline, schedule=schedule, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
@@ -19,11 +19,7 @@ from zbpipe.simulator.lower_bound import lower_bound
 
 
 class Span(NamedTuple):
-    """One op on a rank, from `start` to `end` in seconds.
-
-    >>> Span(Op.parse("3F0"), start=1.0, end=2.0).step
-    0
-    """
+    """One op on a rank, from `start` to `end` in seconds."""
 
     op: Op
     start: float
@@ -33,11 +29,7 @@ class Span(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when.
-
-    >>> zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1)).idle[1]
-    Idle(warmup=1.0, steady=0.0, cooldown=2.0)
-    """
+    """Seconds in which a rank has nothing to do, by when."""
 
     warmup: float
     """Before its first backward."""
@@ -85,7 +77,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        page: str = painter().in_a_notebook(self)
+        page: str = painter().draw_in_notebook(self)
         return page
 
     def show(self) -> None:
@@ -93,19 +85,11 @@ class Timeline:
         painter().show(self)
 
     def svg(self, file: str | Path) -> None:
-        """Draw it into an SVG file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Draw it into an SVG file."""
         painter().write_svg(self, file)
 
     def html(self, file: str | Path) -> None:
-        """Write a page to zoom, pan and point at, which needs no network and no other file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a page to zoom, pan and point at, which needs no network and no other file."""
         painter().write_html(self, file)
 
     @cached_property
@@ -130,13 +114,13 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """By rank."""
+        """By rank, when it idles."""
         return tuple(_idle(spans, self.makespan) for spans in self.spans)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """What a rank holds: (from when on, how much), in the unit of `costs.activations`.
 
-        It is the activations, and while an op runs what it needs besides (`costs.working`). What is offloaded counts
+        It is the activations, and the working memory of the op that runs (`costs.working`). What is offloaded counts
         until that copy ends, and from the start of the copy back.
         """
         held, profile = 0.0, [(0.0, 0.0)]
@@ -163,10 +147,7 @@ class Timeline:
         The unit is a rank's share of one microbatch: what all its stages keep of one.
         """
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
-        shares = (
-            sum(self.costs.activations[stage] for stage in self.schedule.placement.stages_on(rank))
-            for rank in range(len(self.spans))
-        )
+        shares = rank_shares(self.schedule.placement, self.costs)
         return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
 
     @cached_property
@@ -206,7 +187,7 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
-    """From its end to its beginning."""
+    """The critical path, from its end to its beginning."""
     places = {
         (span.step, span.op): (rank, position)
         for rank, spans in enumerate(timeline.spans)

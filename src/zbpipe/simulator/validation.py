@@ -75,19 +75,21 @@ def validate(
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
     limit = MemoryLimit.parse(memory_limit)
     limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if limit else None
-    if limits is None and _is_sound(schedule):
-        return []
+    if limits is None:
+        return [] if _is_sound(schedule) else list(_find_faults(schedule))
+    return [*_find_faults(schedule), *_find_excess(schedule, limits, costs)]
+
+
+def _find_faults(schedule: Schedule) -> Iterator[Finding]:
+    """All but memory."""
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
             places[op].append((rank, position))
-    return [
-        *_strangers(schedule, places),
-        *islice(_incomplete(schedule, places), len(places) + _MOST_MISSING),
-        *_find_disordered(schedule),
-        *_find_deadlocks(schedule, places),
-        *(() if limits is None else _out_of_memory(schedule, limits, costs)),
-    ]
+    yield from _find_misplaced(schedule, places)
+    yield from islice(_find_missing(schedule, places), len(places) + _MOST_MISSING)
+    yield from _find_disordered(schedule)
+    yield from find_deadlocks(schedule.ops, places, lambda op: inputs(op, schedule.placement.num_stages))
 
 
 def _is_sound(schedule: Schedule) -> bool:
@@ -111,16 +113,7 @@ def _is_sound(schedule: Schedule) -> bool:
 
 
 def find_order(schedule: Schedule) -> tuple[Turn, ...]:
-    """`schedule.order`, with all ops in it.
-
-        >>> find_order(Schedule.from_csv("0W0,0F0,0I0"))
-        Traceback (most recent call last):
-        ValueError: schedule csv cannot run, 1 finding(s):
-          order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 2
-
-    Raises:
-        ValueError: some op can never run, or runs again; with all findings.
-    """
+    """`schedule.order`, with all ops in it; a ValueError with all findings if some op never runs, or runs again."""
     if len({op for _, op, _ in schedule.order}) < sum(map(len, schedule)):
         require_valid(schedule)
         raise ValueError(f"schedule {schedule.name} cannot run")
@@ -128,15 +121,7 @@ def find_order(schedule: Schedule) -> tuple[Turn, ...]:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Refuse what is no schedule, for instance its name.
-
-        >>> require_schedule("ZBV")
-        Traceback (most recent call last):
-        TypeError: 'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or ...
-
-    Raises:
-        TypeError: with the way out.
-    """
+    """Raise TypeError for what is no schedule, for instance its name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{reprlib.repr(schedule)} is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
@@ -145,23 +130,14 @@ def require_schedule(schedule: Schedule) -> None:
 
 
 def require_valid(schedule: Schedule) -> None:
-    """Refuse a schedule that `validate` objects to.
-
-        >>> require_valid(Schedule.from_csv("0F0,0W0"))
-        Traceback (most recent call last):
-        ValueError: schedule csv cannot run, 1 finding(s):
-          missing: rank 0, 0I0: no rank runs it, but 0W0 is there
-
-    Raises:
-        ValueError: with all findings, one a line.
-    """
+    """Raise ValueError with all findings, one a line, for a schedule that `validate` objects to."""
     findings = validate(schedule)
     if findings:
         lines = [f"schedule {schedule.name} cannot run, {len(findings)} finding(s):", *map(str, findings)]
         raise ValueError("\n  ".join(lines))
 
 
-def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Ops in a wrong place: unknown, on another stage's rank, or there for the second time."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
@@ -177,11 +153,11 @@ def _strangers(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                 yield Finding("placement", rank, position, op, message)
             if again:
                 first_rank, first_position = standing[0]
-                message = f"it stands on rank {first_rank}, position {first_position} already"
+                message = f"it is on rank {first_rank}, position {first_position} already"
                 yield Finding("doubled", rank, position, op, message)
 
 
-def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """One F and either one B or one I and one W, for every stage and microbatch."""
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.num_microbatches):
@@ -201,7 +177,7 @@ def _incomplete(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 
 def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
-    """What is offloaded comes back, and only that; a B leaves nothing to offload behind it."""
+    """Copies of which one direction is missing, or copies for a W that the schedule does not have."""
     b = Op(stage, OpKind.B, microbatch)
     for there, back in zip(OFFLOADS, RELOADS, strict=True):
         copies = [op for kind in (there, back) if (op := Op(stage, kind, microbatch)) in places]
@@ -226,12 +202,7 @@ def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
 def find_disordered(
     rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
 ) -> Iterator[Finding]:
-    """Items that come before their dependencies in one rank's list.
-
-    >>> ops = [Op.parse(text) for text in ("0W0", "0I0")]
-    >>> print(*find_disordered([ops], lambda op: [(ops[1],)] if op == ops[0] else []))
-    order: rank 0, position 0, 0W0: it needs 0I0, which comes later, at position 1
-    """
+    """Items that come before their dependencies in one rank's list."""
     for rank, row in enumerate(rows):
         first = {item: position for position, item in reversed(list(enumerate(row)))}
         for position, item in enumerate(row):
@@ -242,7 +213,7 @@ def find_disordered(
                     yield Finding("order", rank, position, item, message)
 
 
-def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
+def _find_excess(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
     """The first op of every rank that takes it over its limit."""
     # A row beyond the placement holds only ops that are somewhere else.
     for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
@@ -262,12 +233,6 @@ def _out_of_memory(schedule: Schedule, limits: Sequence[float], costs: CostModel
                 break
 
 
-def _find_deadlocks(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Circles of ranks that wait for each other."""
-    num_stages = schedule.placement.num_stages
-    return find_deadlocks(schedule.ops, places, lambda op: inputs(op, num_stages))
-
-
 def find_deadlocks(
     rows: Sequence[Sequence[N]],
     places: Mapping[N, Sequence[tuple[int, int]]],
@@ -276,15 +241,7 @@ def find_deadlocks(
     """Run all rows without a clock, and report which ranks end up waiting for each other in a circle.
 
     Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
-
-        >>> a, b = Op.parse("0F0"), Op.parse("1F0")
-        >>> print(*find_deadlocks([[a], [b]], {a: [(0, 0)], b: [(1, 0)]}, lambda op: [(b,)] if op == a else [(a,)]))
-        deadlock: rank 0, position 0, 0F0: rank 0 (position 0, 0F0) waits for 1F0 on rank 1 (position 0), ...
-
-    Args:
-        rows: what each rank does.
-        places: ranks and positions of every item.
-        dependencies: of an item, groups of items of which one each has to be over before it.
+    `places` are the ranks and positions of every item, `dependencies` groups of which one each has to be over.
     """
 
     def from_other_ranks(item: N) -> Iterator[tuple[N, ...]]:

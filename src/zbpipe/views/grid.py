@@ -11,18 +11,7 @@ from rich.text import Text
 
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.views.style import (
-    KIND_WORDS,
-    Paint,
-    kinds,
-    lanes,
-    most_stages,
-    number,
-    paint,
-    paints,
-    shortest_to_show,
-    ticks,
-)
+from zbpipe.views import style
 
 IDLE = "·"
 _BETWEEN_TICKS = 10
@@ -63,21 +52,16 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
-    lines more, for its copies out to the host and in again. Large timelines are condensed
-    to one line per rank, as high in each column as the rank is busy then.
+    lines more, for its copies out to the host and in again. Large timelines are condensed to one line per rank, as high
+    in each column as the rank is busy then.
 
-        >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
-        >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
-        rank 0 F0F1····B0  ··B1
-
-    Args:
-        timeline: what to show.
-        width: columns of the terminal.
-        height: its lines.
+    >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
+    >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
+    rank 0 F0F1····B0  ··B1
     """
     label = len(f"rank {timeline.schedule.num_ranks - 1} ")
-    columns = max(width - label - len(number(timeline.makespan)), 20)
-    scale = _fitting(timeline, columns, height)
+    columns = max(width - label - len(style.number(timeline.makespan)), 20)
+    scale = _fit(timeline, columns, height)
     if _lines(timeline, scale) > _MOST_SCREENS * height:
         lines = _overview(timeline, columns, width, label)
     else:
@@ -87,16 +71,19 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
     """All ops, and a time axis below each band."""
-    colours = paints(timeline)
+    colours = style.paints(timeline)
     rows = [
         (name, _cells(spans, scale, colours))
         for rank, computed in enumerate(timeline.spans)
-        for name, spans in ((f"rank {rank} ", computed), *_lanes(timeline, rank, label))
+        for name, spans in (
+            (f"rank {rank} ".ljust(label), computed),
+            *((f"{name} ".rjust(label), spans) for name, spans in style.lanes(timeline, rank)),
+        )
     ]
     for begin in range(0, scale.columns, scale.band):
         end = min(begin + scale.band, scale.columns)
         for name, row in rows:
-            yield Text(name.ljust(label)).append_text(_line(row[begin:end]))
+            yield Text(name).append_text(_line(row[begin:end]))
         yield Text(" " * label + _axis(timeline, scale, begin, end), "dim")
 
 
@@ -108,14 +95,21 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[
         for rank, spans in enumerate(timeline.spans)
     ]
     lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
-    keys = [Text.assemble(("██", paint(kind, 0, 1).fill), f" mostly {KIND_WORDS[kind]}") for kind in kinds(timeline)]
-    words = (f"a column: {number(timeline.makespan / columns)}", "its height: how busy the rank is", "all ops: --html")
+    keys = [
+        Text.assemble(("██", style.paint(kind, 0, 1).fill), f" mostly {style.KIND_WORDS[kind]}")
+        for kind in style.kinds(timeline)
+    ]
+    words = (
+        f"a column: {style.number(timeline.makespan / columns)}",
+        "its height: how busy the rank is",
+        "all ops: --html",
+    )
     rest = [Text("██ a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
     return lines + _pack([*keys, *rest], width)
 
 
 def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
-    """A cell per column."""
+    """A cell per column, as high as the rank is busy then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
         begin, end = span.start * scale.per_second, min(span.end * scale.per_second, scale.columns)
@@ -127,23 +121,19 @@ def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
 
 
 def _level(shares: dict[OpKind, float]) -> _Cell:
-    """Of a column in which each kind runs for such a share of the time."""
+    """The cell of a column in which each kind runs for such a share of the time."""
     busy = sum(shares.values())
     level = min(round(busy * len(_LEVELS)), len(_LEVELS))
     if not level:
         return IDLE, ""
     kind = max(shares, key=lambda kind: shares[kind])
-    return _LEVELS[level - 1], paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
+    return _LEVELS[level - 1], style.paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
 
 
-def _lanes(timeline: Timeline, rank: int, label: int) -> Iterator[tuple[str, tuple[Span, ...]]]:
-    return ((f"{name} ".rjust(label), spans) for name, spans in lanes(timeline, rank))
-
-
-def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
+def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
     """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
-    shortest = shortest_to_show(timeline)
+    shortest = style.shortest_to_show(timeline)
     # Boxes get narrower, down to nothing, if the picture would be endless.
     shortest = max(shortest, timeline.makespan * (with_number + 1) / _MOST_COLUMNS)
     scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
@@ -154,18 +144,18 @@ def _fitting(timeline: Timeline, width: int, height: int) -> _Scale:
 
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
-    """Of the picture, with a legend of four."""
+    """The number of lines of the picture, with a legend of four."""
     return scale.bands * (timeline.schedule.num_ranks * (3 if timeline.copies else 1) + 1) + 4
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
-    """So many columns for the shortest box; bands are about equal, and whole boxes wide if all have one length."""
+    """The shortest box is `box` columns wide; bands are about equal, and whole boxes wide if all have one length."""
     columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
     bands = -(-columns // (width // box * box))
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
 
 
-def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], Paint]) -> list[_Cell]:
+def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], style.Paint]) -> list[_Cell]:
     cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
     for span in spans:
         begin, end = scale.column(span.start), scale.column(span.end)
@@ -181,34 +171,36 @@ def _label(op: Op, width: int) -> str:
 
 def _line(cells: list[_Cell]) -> Text:
     line = Text()
-    for style, run in groupby(cells, key=lambda cell: cell[1]):
-        line.append("".join(letter for letter, _ in run), style)
+    for look, run in groupby(cells, key=lambda cell: cell[1]):
+        line.append("".join(letter for letter, _ in run), look)
     return line
 
 
 def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
     """The times below the columns from `begin` to `end`; the end of the timeline has one, too."""
     axis = ""
-    for time in ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
+    for time in style.ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
         column = scale.column(time)
         if begin <= column < end or column == end == scale.columns:
-            axis = axis.ljust(column - begin) + number(time)
+            axis = axis.ljust(column - begin) + style.number(time)
     return axis
 
 
 def _legend(timeline: Timeline) -> Iterator[Text]:
     """Which colour and letter is what, and which shade is which stage of a rank."""
-    stages = most_stages(timeline.schedule.placement)
-    for kind in kinds(timeline):
-        shades = (paint(kind, nth, stages) for nth in range(stages))
-        yield Text.assemble(*((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {KIND_WORDS[kind]}")
+    stages = style.most_stages(timeline.schedule.placement)
+    for kind in style.kinds(timeline):
+        shades = (style.paint(kind, nth, stages) for nth in range(stages))
+        yield Text.assemble(
+            *((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {style.KIND_WORDS[kind]}"
+        )
     yield Text.assemble((IDLE, "dim"), " idle")
     if stages > 1:
         yield Text("paler: later stages of a rank")
 
 
 def _pack(entries: Iterable[Text], width: int) -> list[Text]:
-    """As many entries on a line as fit."""
+    """Lines with as many entries as fit."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= width:

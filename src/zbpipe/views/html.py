@@ -12,25 +12,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.views.style import (
-    DARK,
-    KIND_WORDS,
-    LIGHT,
-    UNIT_OF_ACTIVATIONS,
-    Theme,
-    kinds,
-    lanes,
-    memory,
-    most_stages,
-    nth_stage,
-    number,
-    outcome,
-    paint,
-    percent,
-    size,
-)
+from zbpipe.views import style
 
 _TICKS = 2**32
 """Of a makespan: whole numbers pack well, and six digits of the shortest op stay true."""
@@ -40,18 +25,15 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
     """The page: the grid of all ranks, the activations each holds over time below it, and the critical path on demand.
 
     It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
-    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and tell of each box. Tables say
-    the same. `drawn_with` says in words which costs these are.
-
-        >>> "4 ranks, 8 microbatches" in html(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))
-        True
+    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and describe each box. A table
+    has the ranks' numbers. `drawn_with` names the costs.
     """
-    sizes = size(timeline) + (f"; {drawn_with}" if drawn_with else "")
+    sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
         "page.html",
         title=escape(timeline.schedule.name),
         size=escape(sizes),
-        outcome=outcome(timeline),
+        outcome=style.outcome(timeline),
         ranks="\n".join(_table(timeline)),
         data=pack(drawing(timeline)),
     )
@@ -72,19 +54,15 @@ def _read(name: str) -> str:
 def _variables() -> str:
     """The colours of both themes, for CSS."""
 
-    def rules(theme: Theme) -> str:
+    def rules(theme: style.Theme) -> str:
         return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())
 
-    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {rules(DARK)} }} }}"
-    return f"  :root {{ color-scheme: light dark; {rules(LIGHT)} }}\n  {dark}"
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {rules(style.DARK)} }} }}"
+    return f"  :root {{ color-scheme: light dark; {rules(style.LIGHT)} }}\n  {dark}"
 
 
 def pack(data: Any) -> str:
-    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back.
-
-    >>> pack([1])
-    'eNqLNowFAAHTAOo='
-    """
+    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(zlib.compress(text, 9)).decode()
 
@@ -96,16 +74,16 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     and frees at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
     """
     placement = timeline.schedule.placement
-    stages, present = most_stages(placement), kinds(timeline)
+    stages, present = style.most_stages(placement), style.kinds(timeline)
     places = {id(span): n for spans in timeline.spans for n, span in enumerate(spans)}
     return {
         "makespan": timeline.makespan,
         "tick": _tick(timeline),
-        "unitOfActivations": UNIT_OF_ACTIVATIONS,
+        "unitOfActivations": style.UNIT_OF_ACTIVATIONS,
         "stagesPerRank": stages,
-        "kinds": [[kind, KIND_WORDS[kind]] for kind in present],
-        "paints": [[paint(kind, nth, stages) for nth in range(stages)] for kind in present],
-        "nthStage": nth_stage(placement),
+        "kinds": [[kind, style.KIND_WORDS[kind]] for kind in present],
+        "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in present],
+        "nthStage": style.nth_stage(placement),
         "changes": [_changes(timeline, kind) for kind in present],
         "ranks": [_rank(timeline, rank, present) for rank in range(len(timeline.spans))],
         "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
@@ -118,9 +96,9 @@ def _tick(timeline: Timeline) -> float:
 
 def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
     costs, placement = timeline.costs, timeline.schedule.placement
-    found = []
+    shares, found = rank_shares(placement, costs), []
     for stage, rank in enumerate(placement.rank_of):
-        share = sum(costs.activations[each] for each in placement.stages_on(rank)) or 1.0
+        share = shares[rank] or 1.0
         taken = costs.needs(stage, kind)
         found.append((taken / share, (taken - costs.adds(stage, kind)) / share))
     return found
@@ -147,7 +125,7 @@ def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str,
     return {
         "peak": timeline.peak_activations[rank],
         "ops": columns(timeline.spans[rank]),
-        "lanes": [columns(spans) for _, spans in lanes(timeline, rank)],
+        "lanes": [columns(spans) for _, spans in style.lanes(timeline, rank)],
     }
 
 
@@ -159,8 +137,8 @@ def _table(timeline: Timeline) -> Iterator[str]:
     yield f"<thead><tr>{head}</tr></thead><tbody>"
     for rank, busy in enumerate(timeline.busy):
         idle = max(timeline.makespan - busy, 0.0)
-        bubble = percent(idle / timeline.makespan if timeline.makespan else 0.0)
-        cells = (number(busy), number(idle), bubble, memory(timeline.peak_activations[rank]))
+        bubble = style.percent(idle / timeline.makespan if timeline.makespan else 0.0)
+        cells = (style.number(busy), style.number(idle), bubble, style.memory(timeline.peak_activations[rank]))
         row = "".join(f"<td>{cell}</td>" for cell in cells)
         yield f'<tr><th scope="row">{rank}</th>{row}</tr>'
     yield "</tbody></table>"

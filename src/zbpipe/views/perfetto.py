@@ -23,15 +23,8 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 
     Per rank one process with a complete event per op, named in torch's text form (`3F0`), and a counter of the
     activations that it holds, in its share of one microbatch; copies to its host and back have threads of their own.
-    Arrows lead from each op to the one on another rank that takes its result.
-
-        >>> trace = json.loads(perfetto(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))))
-        >>> sorted(trace)
-        ['displayTimeUnit', 'otherData', 'traceEvents']
-
-    Args:
-        timeline: what the file is about.
-        others: of as many ranks; each rank's are below its own, under these names: `perfetto(planned, measured=...)`.
+    Arrows lead from each op to the one on another rank that takes its result. Further timelines, of as many ranks, are
+    below each rank's own under their names: `perfetto(planned, measured=...)`.
     """
     every = {"": timeline, **others}
     rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]
@@ -52,14 +45,7 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 
 
 def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> None:
-    """Write `perfetto(timeline, **others)` to a file; gzipped, to a tenth or less, if its name ends in `.gz`.
-
-        >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
-        >>> write_perfetto("zbv.json.gz", timeline)  # doctest: +SKIP
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write `perfetto(timeline, **others)` to a file; gzipped, to a tenth or less, if its name ends in `.gz`."""
     data = perfetto(timeline, **others).encode()
     # Without the time of writing: the same timeline gives the same file.
     Path(file).write_bytes(gzip.compress(data, mtime=0) if Path(file).suffix == ".gz" else data)

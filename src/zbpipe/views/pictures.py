@@ -34,8 +34,8 @@ def write_html(timeline: Timeline, file: str | Path) -> None:
     Path(file).write_text(html(timeline), encoding="utf-8")
 
 
-def in_a_notebook(thing: Schedule | Timeline) -> str:
-    """Its `repr`, and the picture below; a schedule with a second for each of F, I and W."""
+def draw_in_notebook(thing: Schedule | Timeline) -> str:
+    """The `repr` and the picture below it; in that of a schedule F, I and W take a second each."""
     text = f"<code>{escape(repr(thing))}</code>"
     schedule = thing if isinstance(thing, Schedule) else thing.schedule
     if sum(map(len, schedule)) > _MOST_OPS:

@@ -22,9 +22,6 @@ def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
     `memory_to_1f1b` is the worst rank's peak by `baseline`, that of 1F1B's worst rank; None where that is not known.
-
-    >>> record(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1)))["makespan"]
-    25.5
     """
     schedule = timeline.schedule
     return {
@@ -55,7 +52,7 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
     compared = ComparedSchedule.of(timeline, None, baseline)
     peaks = timeline.peak_memory
     rows = [
-        (f"rank {rank}", number(busy), *map(_without_rounding, idle), memory(peak))
+        (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(baseline)})" if baseline else ""
@@ -125,7 +122,7 @@ class ComparedSchedule:
 
     @property
     def peak(self) -> float:
-        """Of the worst rank, in the unit of the costs' activations."""
+        """What the worst rank holds at its peak, in the unit of the costs' activations."""
         return float(max(self.figures["peak_memory"]))
 
     @property
@@ -151,10 +148,6 @@ class ComparedSchedule:
         return max(self.figures["makespan"] / bound - 1, 0.0) if bound else 0.0
 
     @property
-    def fits(self) -> bool:
-        return self.broken is None
-
-    @property
     def broken(self) -> float | None:
         """The limit that is exceeded by the most, None if all are kept to."""
         excess = [
@@ -169,10 +162,10 @@ class ComparedSchedule:
         """The lower the better: what fits comes first, then what is short, small, and has a split that works."""
         seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
         makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
-        return not self.fits, makespan, peak, self.has_torchs_split, self.figures["schedule"].lower()
+        return self.broken is not None, makespan, peak, self.has_torchs_split, self.figures["schedule"].lower()
 
     def record(self) -> dict[str, Any]:
-        figures = {**self.figures, "source": self.source, "gap": self.gap, "fits": self.fits}
+        figures = {**self.figures, "source": self.source, "gap": self.gap, "fits": self.broken is None}
         return figures if self.jitter is None else {**figures, "jitter": dict(self.jitter)}
 
 
@@ -242,10 +235,8 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
 
     best_first = sorted(compared, key=lambda each: each.sort_key)
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
-    heads, more = (
-        ["schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap"],
-        "gap: to the lower bound",
-    )
+    heads = ["schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap"]
+    more = "gap: to the lower bound"
     if plan is not None:
         heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
         more = "period: from step to step with zbpipe.OptimizerStep"
@@ -268,11 +259,7 @@ _LEGEND = (
 
 
 def longer(time: float, than: float) -> str:
-    """By how much: `+3.1%`; nothing where nothing takes time.
-
-    >>> longer(10.31, than=10)
-    '+3.1%'
-    """
+    """By how much a time is longer: `+3.1%`; nothing where nothing takes time."""
     return f"{time / than - 1:+.1%}" if than else ""
 
 
@@ -292,7 +279,3 @@ def _align(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[st
     for column, cell in enumerate(line):
         width = widths[column] if column < len(widths) else 0
         yield cell.ljust(width) if column < left else cell.rjust(width)
-
-
-def _without_rounding(time: float) -> str:
-    return number(round(time, 9))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
 from zbpipe.simulator.timeline import Span, Timeline
 
@@ -97,17 +98,13 @@ def paint(kind: OpKind, nth: int, of: int) -> Paint:
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3.
-
-    >>> round(contrast("#000000", "#ffffff"))
-    21
-    """
+    """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3."""
     darker, lighter = sorted((_luminance(one), _luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
 def _luminance(colour: str) -> float:
-    """From 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
+    """The luminance, from 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
     parts = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
     linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -130,11 +127,7 @@ def nth_stage(placement: Placement) -> tuple[int, ...]:
 
 
 def most_stages(placement: Placement) -> int:
-    """How many stages the rank with the most has.
-
-    >>> most_stages(Placement.v(2))
-    2
-    """
+    """How many stages the rank with the most has."""
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -154,34 +147,22 @@ def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], 
 
 
 def number(value: float) -> str:
-    """With at most six digits.
-
-    >>> number(25.5), number(4.0)
-    ('25.5', '4')
-    """
+    """A number with at most six digits: `25.5`, `4`."""
     return f"{value:.6g}"
 
 
 def memory(value: float) -> str:
-    """In the unit of the costs' activations: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
+    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
     return f"{value / 2**30:.3g} GiB" if value >= 2**20 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """In percent; a share that rounding took below zero counts as zero.
-
-    >>> percent(0.0588)
-    '5.9%'
-    """
+    """A share in percent, `5.9%`; one that rounding took below zero counts as zero."""
     return f"{max(share, 0.0):.1%}"
 
 
 def count_noun(count: int, thing: str) -> str:
-    """A count with its noun.
-
-    >>> count_noun(1, "rank"), count_noun(8, "microbatch")
-    ('1 rank', '8 microbatches')
-    """
+    """A count with its noun: `1 rank`, `8 microbatches`."""
     plural = "es" if thing.endswith("ch") else "s"
     return f"{count} {thing}{'' if count == 1 else plural}"
 
@@ -205,18 +186,13 @@ def outcome(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: the schedule, its size, and its outcome.
-
-    >>> print(summary(zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), (1, 1, 1))))
-    1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)
-    """
+    """One line: `1F1B, 2 ranks, 4 microbatches: makespan 15, bubble 20.0%, peak activations 2 (...)`."""
     return f"{timeline.schedule.name}, {size(timeline)}: {outcome(timeline)}"
 
 
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """(from when on, how much) activations `rank` holds, in its share of one microbatch; one entry per moment."""
-    stages = timeline.schedule.placement.stages_on(rank)
-    share = sum(timeline.costs.activations[stage] for stage in stages) or 1.0
+    share = rank_shares(timeline.schedule.placement, timeline.costs)[rank] or 1.0
     # Of several changes at one moment only the outcome is to be seen.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]
 

@@ -10,23 +10,7 @@ from itertools import accumulate
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Placement
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.views.style import (
-    DARK,
-    KIND_WORDS,
-    LIGHT,
-    Theme,
-    kinds,
-    lanes,
-    memory,
-    most_stages,
-    nth_stage,
-    number,
-    outcome,
-    paint,
-    shortest_to_show,
-    size,
-    ticks,
-)
+from zbpipe.views import style
 
 # All lengths are pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 84, 88, 74
@@ -67,14 +51,11 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     thousands. Further timelines are below the first one, all on one time scale, so that a shorter step is a shorter
     picture. Where ranks offload, thin boxes below an op's show the copies out to the host, and below these the copies
     in again. The picture is dark where the reader prefers that.
-
-        >>> svg(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).startswith("<svg")
-        True
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
     if not below:
-        return pictures[0].text()
+        return "\n".join([*pictures[0].lines(), ""])
     width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
     tops = accumulate((picture.height for picture in pictures), initial=0.0)
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
@@ -90,11 +71,8 @@ class _Picture:
     height: float
     content: list[str]
 
-    def text(self) -> str:
-        return "\n".join([*self.lines(), ""])
-
     def lines(self, y: float = 0.0) -> list[str]:
-        """As an element of its own, `y` below the top of what holds it."""
+        """The lines of the picture as an element of its own, `y` below the top of its parent."""
         shifted = f' y="{_px(y)}"' if y else ""
         return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
 
@@ -108,13 +86,14 @@ def _opening(width: float, height: float) -> str:
 
 def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture:
     scale = _Scale(per_second, timeline.makespan or 1.0)
-    headings = _headings(timeline, drawn_with)
+    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
+    headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
     width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in headings))
     width = max(width, legend_width)
     height = _TOP + _ROW * len(timeline.spans) + _BOTTOM
     content = [
-        f"<title>{escape(timeline.schedule.name)}, {size(timeline)}</title>",
+        f"<title>{escape(timeline.schedule.name)}, {style.size(timeline)}</title>",
         *_styles(timeline),
         f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
         *_heading(timeline.schedule.name, headings),
@@ -129,7 +108,7 @@ def _per_second(timeline: Timeline) -> float:
     """Wide enough for the shortest op to show its microbatch, within limits."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
     makespan = timeline.makespan or 1.0
-    return min(max(makespan * box / shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
+    return min(max(makespan * box / style.shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
 
 
 def _px(length: float) -> str:
@@ -138,17 +117,17 @@ def _px(length: float) -> str:
 
 def _styles(timeline: Timeline) -> Iterator[str]:
     """All rules are for pictures of zbpipe alone: a page may hold the picture as a part of its own."""
-    stages = most_stages(timeline.schedule.placement)
+    stages = style.most_stages(timeline.schedule.placement)
     yield "<style>"
     yield f".zbp .ops text{{text-anchor:middle;font-size:{_FONT - 1}px}}"
     yield f".zbp .ops path{{fill:none;stroke-width:{_BOX}}} .zbp .idle{{fill:url(#{_BUBBLE})}}"
-    yield from _theme(LIGHT)
+    yield from _theme(style.LIGHT)
     yield "@media (prefers-color-scheme:dark){"
-    yield from _theme(DARK)
+    yield from _theme(style.DARK)
     yield "}"
-    for kind in kinds(timeline):
+    for kind in style.kinds(timeline):
         for nth in range(stages):
-            fill, text = paint(kind, nth, stages)
+            fill, text = style.paint(kind, nth, stages)
             name = f"{kind}{nth}"
             yield f".zbp rect.{name}{{fill:{fill}}} .zbp path.{name}{{stroke:{fill}}} .zbp text.{name}{{fill:{text}}}"
     yield "</style>"
@@ -156,16 +135,11 @@ def _styles(timeline: Timeline) -> Iterator[str]:
     yield '<rect class="ground" width="6" height="6"/><rect class="stripe" width="2" height="6"/></pattern>'
 
 
-def _theme(theme: Theme) -> Iterator[str]:
+def _theme(theme: style.Theme) -> Iterator[str]:
     yield f".zbp .paper{{fill:{theme.paper}}} .zbp .grid{{stroke:{theme.line}}}"
     yield f".zbp .ground{{fill:{theme.idle}}} .zbp .stripe{{fill:{theme.stripe}}}"
     yield f".zbp text{{fill:{theme.ink}}} .zbp .faint{{fill:{theme.faint}}}"
     yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
-
-
-def _headings(timeline: Timeline, drawn_with: str) -> tuple[str, str]:
-    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
-    return outcome(timeline), size(timeline) + (f"; {costs}" if costs else "")
 
 
 def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:
@@ -179,22 +153,22 @@ def _times(costs: CostModel, placement: Placement) -> str:
     """What a rank takes per microbatch, if that is the same on all of them."""
 
     def per_rank(times: tuple[float, ...]) -> set[str]:
-        return {number(sum(times[stage] for stage in placement.stages_on(rank))) for rank in range(placement.num_ranks)}
+        return {style.number(seconds) for seconds in placement.sum_by_rank(times)}
 
     f, i, w = per_rank(costs.f), per_rank(costs.i), per_rank(costs.w)
     if len(f) + len(i) + len(w) > 3 or costs.links:
         return ""
-    comm = number(costs.link.seconds(costs.message_bytes))
+    comm = style.number(costs.link.seconds(costs.message_bytes))
     return f"times per rank and microbatch F {f.pop()}, I {i.pop()}, W {w.pop()}, transfer {comm}"
 
 
 def _axis(scale: _Scale, rows: int) -> Iterator[str]:
     top, bottom = _TOP - 2, _TOP + _ROW * rows + 4
     yield '<g class="axis">'
-    for time in ticks(scale.makespan, int(scale.plot / _BETWEEN_TICKS)):
+    for time in style.ticks(scale.makespan, int(scale.plot / _BETWEEN_TICKS)):
         x = _px(scale.x(time))
         yield f'<path class="grid" d="M{x} {top}V{bottom}"/>'
-        yield f'<text class="faint" x="{x}" y="{bottom + 14}" text-anchor="middle">{number(time)}</text>'
+        yield f'<text class="faint" x="{x}" y="{bottom + 14}" text-anchor="middle">{style.number(time)}</text>'
     yield f'<text class="faint" x="{_px(scale.x(scale.makespan) + 14)}" y="{bottom + 14}">time</text>'
     yield "</g>"
 
@@ -202,8 +176,8 @@ def _axis(scale: _Scale, rows: int) -> Iterator[str]:
 def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     y = _TOP + _ROW * rank
     middle = y + _BOX / 2 + 4
-    nth = nth_stage(timeline.schedule.placement)
-    peak = memory(timeline.peak_activations[rank])
+    nth = style.nth_stage(timeline.schedule.placement)
+    peak = style.memory(timeline.peak_activations[rank])
     yield f'<text x="{_LEFT - 8}" y="{_px(middle)}" text-anchor="end">rank {rank}</text>'
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_px(scale.plot)}" height="{_BOX}"/>'
     yield f'<text class="faint" x="{_px(scale.x(scale.makespan) + 8)}" y="{_px(middle)}">peak {peak}</text>'
@@ -216,7 +190,7 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     for span in timeline.spans[rank]:
         yield from _microbatch(span, nth[span.op.stage], scale, y)
     yield "</g>"
-    for lane, (name, copies) in enumerate(lanes(timeline, rank)):
+    for lane, (name, copies) in enumerate(style.lanes(timeline, rank)):
         yield f'<g class="copies {name}">'
         for span in copies:
             yield _box(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP, _STRIP)
@@ -229,27 +203,27 @@ def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: floa
     paths: dict[str, list[str]] = {}
     ends: dict[str, int] = {}
     for span in spans:
-        style = f"{span.op.kind}{nth[span.op.stage]}"
+        name = f"{span.op.kind}{nth[span.op.stage]}"
         begin, end = round(span.start * unit), round(span.end * unit)
         # Wide boxes leave a seam, as the strokes around boxes do.
         end -= _TENTHS if end - begin >= 6 * _TENTHS else 0
-        paths.setdefault(style, []).append(f"m{begin - ends.get(style, 0)} 0h{end - begin}")
-        ends[style] = end
+        paths.setdefault(name, []).append(f"m{begin - ends.get(name, 0)} 0h{end - begin}")
+        ends[name] = end
     place = f"translate({_LEFT} {_px(y + _BOX / 2)}) scale({1 / _TENTHS:g} 1)"
-    for style, strokes in paths.items():
-        yield f'<path class="{style}" transform="{place}" d="M0 0{"".join(strokes)}"/>'
+    for name, strokes in paths.items():
+        yield f'<path class="{name}" transform="{place}" d="M0 0{"".join(strokes)}"/>'
 
 
 def _box(span: Span, nth: int, scale: _Scale, y: float, height: int = _BOX) -> str:
     return (
         f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
         f' width="{_px((span.end - span.start) * scale.per_second)}" height="{height}">'
-        f"<title>{span.op}: {number(span.start)} to {number(span.end)}</title></rect>"
+        f"<title>{span.op}: {style.number(span.start)} to {style.number(span.end)}</title></rect>"
     )
 
 
 def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
-    """On its box, if that is wide enough."""
+    """The microbatch's number on its box, if that is wide enough."""
     begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
     microbatch = str(span.op.microbatch)
     if width >= len(microbatch) * _LETTER + 2:
@@ -259,7 +233,7 @@ def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
 
 def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
     """One swatch per kind, split into the shades of a rank's stages; and how wide all that is."""
-    stages = most_stages(timeline.schedule.placement)
+    stages = style.most_stages(timeline.schedule.placement)
     x, lines = float(_LEFT), ['<g class="legend">']
 
     def entry(swatches: list[str], words: str) -> None:
@@ -270,8 +244,8 @@ def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
         lines.append(f'<text x="{_px(x + 6)}" y="{_px(y)}">{words}</text>')
         x += 6 + len(words) * _LETTER + 14
 
-    for kind in kinds(timeline):
-        entry([f"key {kind}{nth}" for nth in range(stages)], f"{kind} {KIND_WORDS[kind]}")
+    for kind in style.kinds(timeline):
+        entry([f"key {kind}{nth}" for nth in range(stages)], f"{kind} {style.KIND_WORDS[kind]}")
     entry(["idle"], "idle: the bubble")
     if stages > 1:
         entry([], "paler: later stages of a rank")

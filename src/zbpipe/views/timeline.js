@@ -1,6 +1,6 @@
 "use strict";
 /* Draws a timeline into a canvas, with its memory below: what is in view only, and shares of time where boxes would be
-   too narrow. Pages of zbpipe include this file; `_data` in html.py makes what it draws. */
+   too narrow. Pages of zbpipe include this file; `drawing` in html.py makes what it draws. */
 
 // CSS pixels.
 const AXIS = 26, HEADING = 34, STRIP = 3, NARROW = 560, LEAST_BOX = 2, SEAM = 1, HATCH = 6, STRIPE = 2;
@@ -9,7 +9,7 @@ const FONT = 'Helvetica, Arial, "DejaVu Sans", sans-serif';
 const show = (value) => String(+value.toPrecision(6));
 const inRange = (value, low, high) => Math.max(Math.min(value, high), low);
 
-/* The object that `packed` in html.py has put into base64. */
+/* The object that `pack` in html.py has put into base64. */
 async function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text());

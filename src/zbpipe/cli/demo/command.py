@@ -6,14 +6,10 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from zbpipe.cli.base import OutputFile, in_one_line
-
-if TYPE_CHECKING:
-    from zbpipe.cli.demo.comparison import Run
 
 
 @click.command()
@@ -43,31 +39,25 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     if keep is not None:
         _require_new(keep)
     try:
-        with ConsoleProgress() as progress:
+        with ConsoleProgress.show() as progress:
             runs = run_demo(steps, progress, keep)
         print_table(runs)
         announce_emulated()
-        with ConsoleProgress() as progress:
-            progress.started("8 ranks that sleep", ROUNDS * len(SCHEDULES))
-            emulated = emulate(on_step=progress.ran)
+        with ConsoleProgress.show() as progress:
+            progress.start("8 ranks that sleep", ROUNDS * len(SCHEDULES))
+            emulated = emulate(on_step=progress.count)
     except DemoError as error:
         raise click.ClickException(str(error)) from None
     print_emulated(emulated)
     shown = emulated[-1]
     with in_one_line(OSError):
-        file = html_file or _temporary("zbpipe-demo-", ".html")
+        file = html_file or Path(tempfile.mkdtemp(prefix="zbpipe-demo-"), "demo.html")
         file.write_text(join_pages(shown.planned, shown.measured), encoding="utf-8")
         click.echo(f"\nThe same as a page to zoom: {file}")
         if json_file is not None:
             json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")
-    raise SystemExit(_exit_code(runs))
-
-
-def _temporary(prefix: str, suffix: str) -> Path:
-    """A new file that stays."""
-    handle, name = tempfile.mkstemp(suffix, prefix)
-    os.close(handle)
-    return Path(name)
+    # torch's ZBVZeroBubble is known to fail.
+    raise SystemExit(int(any(run.status == "failed" and run.schedule != "ZBVZeroBubble" for run in runs)))
 
 
 def _require_new(folder: Path) -> None:
@@ -77,8 +67,3 @@ def _require_new(folder: Path) -> None:
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise click.UsageError(f"--keep {folder}: {above} is no folder that you can write to")
-
-
-def _exit_code(runs: list[Run]) -> int:
-    """1 if a run failed, except torch's ZBVZeroBubble, which is known to fail."""
-    return int(any(run.status == "failed" and run.schedule != "ZBVZeroBubble" for run in runs))

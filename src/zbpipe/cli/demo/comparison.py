@@ -18,7 +18,7 @@ SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
 RANKS = 2
 ACTIVATION_CHECKPOINT = "selective"  # TorchTitan's default
 ROUNDS = 2
-"""So many times each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
+"""How often each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
 WARM_UP = 2
 """Steps of a job that set everything up, and are left out of speed and bubble."""
 _TIMEOUT = 300.0
@@ -44,24 +44,18 @@ class Run:
 class Progress(Protocol):
     """Shows how far the demo is."""
 
-    def started(self, what: str, steps: int) -> None: ...
+    def start(self, what: str, steps: int) -> None: ...
 
-    def stepped(self, step: int, loss: float) -> None: ...
+    def step(self, step: int, loss: float) -> None: ...
 
-    def ended(self, failed: bool) -> None: ...
+    def end(self, failed: bool) -> None: ...
 
 
 def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds: int = ROUNDS) -> list[Run]:
     """Train with each of `SCHEDULES` in turns, on `RANKS` processes, all from one seed checkpoint.
 
-    Args:
-        steps: optimizer steps of each job.
-        progress: called at every step.
-        folder: where checkpoints and logs go; default: a temporary one.
-        rounds: jobs of each schedule; one that fails is not repeated.
-
-    Raises:
-        DemoError: TorchTitan is not installed, zbpipe does not know its version, or the seed checkpoint failed.
+    Checkpoints and logs go to `folder`, by default a temporary one. A schedule that fails is not trained again.
+    DemoError if the installed TorchTitan cannot be used, or the seed checkpoint failed.
     """
     try:
         find_installed()
@@ -80,17 +74,17 @@ def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds:
 
 
 def _make_seed_checkpoint(folder: Path, progress: Progress) -> Path:
-    progress.started("seed checkpoint", 0)
+    progress.start("seed checkpoint", 0)
     checkpoint = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
     outcome = train_on_cpu(checkpoint, num_ranks=1, folder=folder, timeout=_TIMEOUT)
-    progress.ended(outcome.error is not None)
+    progress.end(outcome.error is not None)
     if outcome.error is not None:
         raise DemoError(f"TorchTitan could not make the seed checkpoint: {outcome.error}")
     return folder / "checkpoint" / "step-0"
 
 
 def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progress) -> JobOutcome:
-    progress.started(folder.name, steps)
+    progress.start(folder.name, steps)
     outcome = train_on_cpu(
         [
             *("--training.steps", str(steps)),
@@ -102,9 +96,9 @@ def _train(schedule: str, steps: int, seed: Path, folder: Path, progress: Progre
         num_ranks=RANKS,
         folder=folder,
         timeout=_TIMEOUT,
-        on_step=lambda step: progress.stepped(step["step"], step["loss_metrics/global_avg_loss"]),
+        on_step=lambda step: progress.step(step["step"], step["loss_metrics/global_avg_loss"]),
     )
-    progress.ended(outcome.error is not None)
+    progress.end(outcome.error is not None)
     return outcome
 
 

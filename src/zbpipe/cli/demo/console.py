@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +21,6 @@ from rich.text import Text
 from zbpipe.cli.demo.comparison import ACTIVATION_CHECKPOINT, RANKS, ROUNDS, Run, largest_difference
 from zbpipe.cli.demo.emulated import MICROBATCHES, SECONDS, Emulated
 from zbpipe.cli.demo.emulated import RANKS as RANKS_THAT_SLEEP
-from zbpipe.views.grid import grid
 from zbpipe.views.style import number, percent
 
 
@@ -42,28 +41,26 @@ class ConsoleProgress:
         )
         self._task = TaskID(0)
 
-    def __enter__(self) -> ConsoleProgress:
-        self._bars.start()
-        return self
+    @classmethod
+    @contextmanager
+    def show(cls) -> Iterator[ConsoleProgress]:
+        progress = cls()
+        with progress._bars:
+            yield progress
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
-
-    def started(self, what: str, steps: int) -> None:
+    def start(self, what: str, steps: int) -> None:
         self._task = self._bars.add_task(what, total=steps or 1, note="starting")
         self._say(f"{what}: starting")
 
-    def stepped(self, step: int, loss: float) -> None:
+    def step(self, step: int, loss: float) -> None:
         self._bars.update(self._task, completed=step, note=f"loss {loss:.4f}")
         self._say(f"  step {step}: loss {loss:.4f}")
 
-    def ran(self, steps: int) -> None:
-        """So many of the steps with stages that sleep."""
+    def count(self, steps: int) -> None:
+        """Show how many of the steps with stages that sleep have run."""
         self._bars.update(self._task, completed=steps, note="")
 
-    def ended(self, failed: bool) -> None:
+    def end(self, failed: bool) -> None:
         if failed:
             self._bars.update(self._task, note="failed")
             self._bars.stop_task(self._task)
@@ -104,7 +101,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def _print(table: Table) -> None:
-    """Each row on one line, however long, and nothing behind it."""
+    """Print each row on one line, however long, without trailing spaces."""
     wide = Console(highlight=False, width=10_000)
     with wide.capture() as capture:
         wide.print(table)
@@ -143,4 +140,4 @@ def print_emulated(emulated: Sequence[Emulated]) -> None:
     shown = emulated[-1]
     for what, timeline in (("planned", shown.planned), ("measured", shown.measured)):
         console.print(f"\n{shown.schedule} as {what}, {number(timeline.makespan)} s:")
-        console.print(grid(timeline, console.width, console.height))
+        timeline.show()

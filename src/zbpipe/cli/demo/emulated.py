@@ -8,18 +8,18 @@ torch.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zbpipe.cli.demo.launch import run_watched
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Op
 from zbpipe.schedule.registry import resolve
@@ -70,17 +70,10 @@ def emulate(
     rounds: int = ROUNDS,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> list[Emulated]:
-    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes.
+    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes that sleep `seconds` for each F, I and W.
 
-    Args:
-        ranks: of the pipeline.
-        microbatches: of a step.
-        seconds: that a rank sleeps for F, for I and for W of a microbatch.
-        rounds: measured steps of each schedule.
-        on_step: called with the number of measured steps so far.
-
-    Raises:
-        DemoError: a rank failed, or they took longer than two minutes; with the end of what they wrote.
+    `on_step` is called with the number of measured steps so far. DemoError, with the end of what the ranks wrote, if
+    one failed or they took longer than two minutes.
     """
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
         steps = _run(Path(folder), (ranks, microbatches, seconds, rounds), on_step)
@@ -107,26 +100,12 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
 def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:
     """The steps in their order."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
-    settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    deadline = time.monotonic() + _TIMEOUT
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
-        )
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                on_step(len(list(folder.glob("step-*"))))
-                time.sleep(0.2)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode:
+    code = run_watched(command, folder / "log", 1, _TIMEOUT, lambda: on_step(len(list(folder.glob("step-*")))))
+    if code != 0:
+        how = f"took more than {_TIMEOUT:.0f} seconds" if code is None else f"ended with {code}"
         end = " ".join((folder / "log").read_text().split())[-500:]
-        raise DemoError(f"the ranks with stages that sleep ended with {process.returncode}: {end}")
-    steps = sorted(folder.glob("step-*"))
-    on_step(len(steps))
-    return [json.loads(step.read_text()) for step in steps]
+        raise DemoError(f"the ranks with stages that sleep {how}: {end}")
+    return [json.loads(step.read_text()) for step in sorted(folder.glob("step-*"))]
 
 
 # What runs in the processes.
@@ -139,31 +118,17 @@ def main() -> None:
     from zbpipe.cli.demo import sleeping  # noqa: F401
 
     folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
-    pids = [_fork(rank, folder, int(ranks), int(microbatches), seconds, int(rounds)) for rank in range(int(ranks))]
-    codes = [os.waitstatus_to_exitcode(os.wait()[1])]
-    while len(codes) < len(pids) and not any(codes):
-        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
-    os._exit(int(any(codes)))  # `emulate` ends those that are left
+    job = folder, int(ranks), int(microbatches), seconds, int(rounds)
+    context = multiprocessing.get_context("fork")
+    forks = [context.Process(target=_run_rank, args=(rank, *job)) for rank in range(int(ranks))]
+    for fork in forks:
+        fork.start()
+    while any(fork.is_alive() for fork in forks) and not any(fork.exitcode for fork in forks):
+        wait([fork.sentinel for fork in forks if fork.exitcode is None])
+    os._exit(int(any(fork.exitcode for fork in forks)))  # `emulate` ends those that are left
 
 
-def _fork(rank: int, folder: Path, *job: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        _rank(rank, folder, *job)
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
+def _run_rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 

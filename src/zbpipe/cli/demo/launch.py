@@ -56,34 +56,43 @@ def train_on_cpu(
     """
     folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    no_accelerator = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
         *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
         *demo_arguments(folder, model),
         *arguments,
     ]
-    with (folder / "output.log").open("w") as log:
+    steps: list[dict[str, Any]] = []
+    code = run_watched(
+        command, folder / "output.log", threads, timeout, lambda: _read_steps(folder / METRICS, steps, on_step)
+    )
+    if code is None:
+        return JobOutcome(tuple(steps), f"not finished after {timeout:.0f} seconds")
+    return JobOutcome(tuple(steps), None if code == 0 else first_error(folder))
+
+
+def run_watched(
+    command: Sequence[str], log: Path, threads: int, timeout: float, look: Callable[[], None]
+) -> int | None:
+    """The exit code of a command that sees no accelerator; None if it took too long. All its processes are gone then.
+
+    All that it prints goes to `log`. `look` is called while it runs, and when it is over.
+    """
+    settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as output:
         process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | no_accelerator | {"OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
         )
-        steps: list[dict[str, Any]] = []
         try:
             deadline = time.monotonic() + timeout
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-                _read_steps(folder / METRICS, steps, on_step)
-            timed_out = process.poll() is None
+                look()
+            code = process.poll()
         finally:
             _end(process)
-        _read_steps(folder / METRICS, steps, on_step)
-    if timed_out:
-        return JobOutcome(tuple(steps), f"not finished after {timeout:.0f} seconds")
-    return JobOutcome(tuple(steps), None if process.returncode == 0 else first_error(folder))
+    look()
+    return code
 
 
 def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:

@@ -57,7 +57,7 @@ def deepseek_v3_python_stdlib() -> Trainer.Config:
 
 
 def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
-    """In float32, so that the losses of two schedules differ by rounding only."""
+    """The config in float32, so that the losses of two schedules differ by rounding only."""
     python_text.register()
     config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)

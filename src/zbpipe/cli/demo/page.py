@@ -23,12 +23,7 @@ _PAGE = """<!doctype html>
 
 
 def join_pages(planned: Timeline, measured: Timeline) -> str:
-    """One file, with both pages of `zbpipe.views.html` in it, one above the other.
-
-    >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
-    >>> join_pages(timeline, timeline).count("<iframe")
-    2
-    """
+    """One file, with both pages of `zbpipe.views.html` in it, one above the other."""
     pages = {"planned": html(planned, "as planned"), "measured": html(measured, "as measured")}
     frames = (f'<iframe title="{what}" srcdoc="{escape(page)}"></iframe>' for what, page in pages.items())
     return _PAGE.format(name=escape(planned.schedule.name), frames="\n".join(frames))

@@ -7,11 +7,9 @@ torch's executor, and both ways to split the backward.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,10 +55,10 @@ class SleepingLayer(nn.Linear):
         self._sleep(OpKind.F)
         # The batch needs no gradient. In a model there are more layers, and all but the very first compute dX.
         x = x if x.requires_grad else x.detach().requires_grad_()
-        return F.linear(self._sleeping(x, OpKind.I), self._sleeping(self.weight, OpKind.W))
+        return F.linear(self._sleep_in_backward(x, OpKind.I), self._sleep_in_backward(self.weight, OpKind.W))
 
-    def _sleeping(self, tensor: Tensor, kind: OpKind) -> Tensor:
-        """`tensor`, whose gradient takes its time. The I of a deferral hands on None where W will compute dW."""
+    def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
+        """`tensor`, with a sleep before its gradient. The I of a deferral hands on None where W will compute dW."""
         view = tensor.view_as(tensor)
         # torch has no types for it.
         view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))  # type: ignore[no-untyped-call]
@@ -86,7 +84,7 @@ def follow(stage: PipelineStage, ran: list[Ran]) -> None:
     """Add to `ran` what `stage` runs from now on."""
     layer = cast(SleepingLayer, stage.submod)
 
-    def followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def run_followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         kind = OpKind.I if kwargs.get("full_backward") is False else usual
         layer.slept = []
         start = time.monotonic()
@@ -95,7 +93,7 @@ def follow(stage: PipelineStage, ran: list[Ran]) -> None:
         return result
 
     for kind, method in _METHODS.items():
-        setattr(stage, method, partial(followed, getattr(stage, method), kind))
+        setattr(stage, method, partial(run_followed, getattr(stage, method), kind))
 
 
 def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
@@ -113,34 +111,8 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
             raise AssertionError(f"{op} slept {slept}")
 
 
-def message_seconds(messages: int = 100) -> float:
-    """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
-    rank, taken = dist.get_rank(), []
-    for number in range(messages if rank < 2 else 0):
-        sender = number % 2
-        sent_at = torch.zeros(1, dtype=torch.float64)
-        if rank == sender:
-            # As in a pipeline, the receiver has been waiting for some time, and is asleep.
-            sleep_until(time.monotonic() + 0.005)
-            sent_at[0] = time.monotonic()
-            dist.send(sent_at, 1 - rank)
-        else:
-            dist.recv(sent_at, sender)
-            taken.append(time.monotonic() - sent_at.item())
-    median = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
-    dist.broadcast(median, 0)
-    return median.item()
-
-
 class Runner:
-    """One schedule on this rank, ready to run steps.
-
-    Args:
-        source: its name, or the path of a CSV file.
-        costs: of its stages, in seconds.
-        microbatches: of a step.
-        receives: where they are posted; only for zbpipe's schedules.
-    """
+    """One schedule on this rank, by its name or the path of a CSV file, ready to run steps; costs are in seconds."""
 
     def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
@@ -157,8 +129,6 @@ class Runner:
         """Of the last step."""
         self.start = 0.0
         """Of the last step, in seconds of `time.monotonic`."""
-        self.within: list[float] = []
-        self.between: list[float] = []
         for stage in stages:
             follow(stage, self.ran)
         batch = torch.ones(microbatches, 1)
@@ -169,7 +139,7 @@ class Runner:
             layer.seconds = {kind: costs.seconds(index, kind) for kind in layer.seconds}
 
     def seconds(self) -> float:
-        """Of one step, from a start common to all ranks to the end of the last one."""
+        """Run one step; returns the seconds from a common start to the end of the last rank."""
         self.ran.clear()
         gc.collect()
         gc.disable()  # as trainers do, who collect garbage between steps
@@ -179,18 +149,8 @@ class Runner:
         taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
         gc.enable()
         check(self.ran, self.ops, self.costs, self.torchs)
-        self.within += [each.end - each.start - sum(seconds for _, seconds in each.slept) for each in self.ran]
-        self.between += [after.start - before.end for before, after in pairwise(self.ran)]
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return taken.item()
-
-    @property
-    def overhead(self) -> float:
-        """Seconds of this rank for an op beside its sleep: within it, and from it to the next.
-
-        Medians, because some ops wait for a message first.
-        """
-        return statistics.median(self.within) + statistics.median(self.between)
 
     def _run(self) -> None:
         self.schedule.step(*self.arguments, target=self.target, return_outputs=False)

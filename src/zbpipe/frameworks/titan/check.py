@@ -23,16 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: Any, options: Options) -> None:
-    """Refuse pipeline settings that cannot run, and options of zbpipe that would have no effect.
-
-    Args:
-        config: TorchTitan's.
-        options: zbpipe's.
-
-    Raises:
-        ValueError: the schedule is unknown, does not fit the job, or comes with TorchTitan's own CSV field; or an
-            option does not fit the schedule or the number of steps, or names a file that cannot be written.
-    """
+    """Refuse settings of TorchTitan's config that cannot run, and options of zbpipe that would have no effect."""
     name = config.parallelism.pipeline_parallel_schedule
     algorithm = find_algorithm(name)
     if algorithm is None:

@@ -48,7 +48,7 @@ def stand_in() -> None:
     torch.cpu.current_device = lambda: 0  # type: ignore[assignment, return-value]
 
 
-def summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
+def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
     """`parallelize_fn`, with FSDP2 set to sum and to scale by itself: gloo has no reduction that scales."""
 
     def parallelize(*args: Any, **kwargs: Any) -> Any:

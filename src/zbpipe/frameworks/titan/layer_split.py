@@ -36,16 +36,8 @@ class Model(NamedTuple):
     """Tokens of a sequence."""
 
 
-def cutting(titans: Cut, placement: Placement, parallelism: Any, model: Model, how: Checkpointing) -> Cut:
-    """A function that replaces TorchTitan's, and cuts as TorchTitan does where its user has said how.
-
-    Args:
-        titans: the function itself.
-        placement: of the stages.
-        parallelism: TorchTitan's config.
-        model: what to cut.
-        how: the checkpointing of the blocks.
-    """
+def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, how: Checkpointing) -> Cut:
+    """A function that replaces TorchTitan's, and cuts as TorchTitan does where its user has said how."""
 
     def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
         if ends_of_user(parallelism) is not None:
@@ -99,11 +91,8 @@ _BLOCKS = "layers."
 def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Checkpointing) -> tuple[Layer, ...]:
     """What the planner calls layers: what comes before the blocks, each block, and what comes after them.
 
-    Args:
-        model: whole.
-        names: of its modules, in their order.
-        attention: multiplications for each token in the attention of one block.
-        how: the checkpointing of the blocks.
+    `names` are those of the modules, in their order; `attention` is the multiplications for each token in that of one
+    block.
     """
     first = next(number for number, name in enumerate(names) if name.startswith(_BLOCKS))
     behind = next(number for number, name in enumerate(names) if number > first and not name.startswith(_BLOCKS))

@@ -89,7 +89,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
     timed = [record for each in records for record in each[1:]]
     memory = [each[0] for each in records]
 
-    def keyed(values: Mapping[Any, int]) -> dict[tuple[int, str], int]:
+    def add_stage(values: Mapping[Any, int]) -> dict[tuple[int, str], int]:
         return {(stage, str(op.kind)): size for op, size in values.items()}
 
     width, dtype = built.hidden
@@ -97,15 +97,15 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
     seconds = seconds_by_kind(timed, fmean)
     return RankTable(
         seconds={(stage, kind): each for (_, kind), each in seconds.items()},
-        kept={key: size for each in reversed(memory) for key, size in keyed(each.kept).items()},
-        most={key: size for each in reversed(memory) for key, size in keyed(each.most).items()},
+        kept={key: size for each in reversed(memory) for key, size in add_stage(each.kept).items()},
+        most={key: size for each in reversed(memory) for key, size in add_stage(each.most).items()},
         links={},
         message_bytes=0 if is_last else built.tokens[0] * built.tokens[1] * width * dtype.itemsize,
     )
 
 
 def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
-    """Of a step for memory, and of some for times."""
+    """The records of a step for memory, and of some for times."""
     made: list[StepRecord] = []
     schedule = build_pipeline_schedule(
         name,

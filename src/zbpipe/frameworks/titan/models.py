@@ -17,7 +17,12 @@ from torchtitan.tools import utils as titan_utils
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import ParameterBytes
 from zbpipe.frameworks.titan.layer_split import Model
-from zbpipe.frameworks.titan.plug import HAS_JOB_CONFIG, checkpointing_of, use_causal_attention, with_causal_attention
+from zbpipe.frameworks.titan.plug import (
+    HAS_JOB_CONFIG,
+    ask_for_causal_attention,
+    checkpointing_of,
+    use_causal_attention,
+)
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
@@ -31,11 +36,7 @@ HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
 
 
 def parse_config(arguments: list[str]) -> Any:
-    """TorchTitan's config from its command line.
-
-    Raises:
-        ValueError: TorchTitan refuses the arguments; what its parser prints goes to standard error.
-    """
+    """TorchTitan's config from its command line. What its parser prints goes to standard error."""
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
         arguments = [_NO_CUDA_GRAPHS, *arguments]  # which it refuses in a pipeline, and which make no difference here
     try:
@@ -57,9 +58,6 @@ def sizes(config: Any, fsdp: int) -> Sizes:
 
     A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds the
     gradients up in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
-
-    Raises:
-        ValueError: the job would run in float32 for want of FSDP.
     """
     training = config.training
     stored = _SIZES[training.dtype]
@@ -89,18 +87,14 @@ def build_on_meta(config: Any) -> Model:
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)  # where the model may come from
     spec = get_train_spec(config.model.name)
-    model_args = with_causal_attention(copy(spec.model_args[config.model.flavor]))
+    model_args = ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
     model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         return Model(spec.model_cls(model_args), model_args, config.training.seq_len)
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would.
-
-    Raises:
-        ValueError: the compiler decides what is kept.
-    """
+    """Wrap the blocks of a model as the job would; a ValueError where the compiler decides what is kept."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):
@@ -119,7 +113,7 @@ def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
 
 
 def chunks_of_loss(config: Any) -> int:
-    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    """The number of parts in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
     return 0 if HAS_JOB_CONFIG else getattr(config.loss, "num_chunks", 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -47,19 +47,15 @@ class PipelineMetrics(Watcher):
             self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
         planned, measured = timelines(schedule, self._record, self._links)
         self._record = None
+        steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {
             "zbpipe/step(s)": measured.makespan,
             "zbpipe/simulated_step(s)": planned.makespan,
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
-            **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in _optimizer_steps(schedule).items()},
+            **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in steps.items()},
         }
-
-
-def _optimizer_steps(schedule: pipelining.PipelineSchedule) -> Mapping[str, int]:
-    """How many of each kind there were, if zbpipe makes them."""
-    return schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
 
 
 class _Reported(NamedTuple):
@@ -78,13 +74,8 @@ _reported: dict[type, _Reported] = {}
 def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
     """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
 
-    If a job builds another pipeline and calls this again, the metrics are those of the new one.
-
-    Args:
-        pipeline: of the job's schedule.
-        processor: TorchTitan's `MetricsProcessor`.
-        rank_with_loss: by TorchTitan's `ParallelDims`, the rank that logs.
-        to_come: steps from the one that TorchTitan asks about to the next one that runs.
+    If a job builds another pipeline and calls this again, the metrics are those of the new one. `to_come` is the number
+    of steps from the one that TorchTitan asks about to the next one that runs.
     """
     is_wrapped = processor in _reported
     _reported[processor] = _Reported(ref(pipeline), rank_with_loss)
@@ -95,7 +86,7 @@ def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[
 def _wrap(processor: Any, to_come: int) -> None:
     should_log, log = processor.should_log, processor.log
 
-    def armed_where_logged(self: Any, step: int) -> bool:
+    def arm_where_logged(self: Any, step: int) -> bool:
         if pipeline := _reported[processor].pipeline():
             pipeline.armed = should_log(self, step + to_come)
         is_logged: bool = should_log(self, step)
@@ -108,7 +99,7 @@ def _wrap(processor: Any, to_come: int) -> None:
         if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
             logger.info(describe(found))
 
-    processor.should_log = armed_where_logged
+    processor.should_log = arm_where_logged
     processor.log = log_with_pipeline
 
 

@@ -102,17 +102,17 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
             check(config, options)  # now, before the ranks meet
             if not HAS_JOB_CONFIG and config.model_spec is not None:
-                config.model_spec = _with_pipelining(config.model_spec, options)
+                config.model_spec = _add_pipelining(config.model_spec, options)
             return config
 
     return PluggedConfigManager
 
 
-def _with_pipelining(spec: Any, options: Options) -> Any:
+def _add_pipelining(spec: Any, options: Options) -> Any:
     """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it has pipelines at all."""
     if spec.pipelining_fn is None:
         return spec
-    return replace(spec, pipelining_fn=pipeline_with(spec.pipelining_fn, options))
+    return replace(spec, pipelining_fn=make_pipelining(spec.pipelining_fn, options))
 
 
 def _replace_train_specs(options: Options, on_cpu: bool) -> None:
@@ -122,7 +122,7 @@ def _replace_train_specs(options: Options, on_cpu: bool) -> None:
 
     def get_plugged_train_spec(name: str) -> Any:
         spec = get_train_spec(name)
-        return _with_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
+        return _add_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
 
     train_spec.get_train_spec = get_plugged_train_spec
 
@@ -160,7 +160,7 @@ def checkpointing_of(config: Any) -> Checkpointing:
     return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE
 
 
-def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
+def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
 
     It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
@@ -190,8 +190,7 @@ def pipeline_with(pipelining_fn: PipeliningFunction, options: Options) -> Pipeli
 def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Callable[..., Any]]:
     """Functions that replace TorchTitan's, to cut the model and to place the stages as the schedule says.
 
-    Raises:
-        ValueError: the user cuts the model into another number of stages, or leaves out a module.
+    ValueError if the user cuts the model into another number of stages, or leaves out a module.
     """
     placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
     by_hand = job.parallelism.module_fqns_per_model_part
@@ -203,11 +202,11 @@ def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Cal
     generate, split = map(_find_name, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
     whole = layer_split.Model(model, job.model_config, job.training.seq_len)
     titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
-    cut = layer_split.cutting(titans_cut, placement, job.parallelism, whole, job.checkpointing)
+    cut = layer_split.make_cut(titans_cut, placement, job.parallelism, whole, job.checkpointing)
     # TorchTitan gives a rank one or two stages; a schedule may have more.
     helpers: dict[str, Callable[..., Any]] = {generate: lambda _, *more: cut(placement.num_stages, *more)}
     if not is_placed_by_frameworks(algorithm, placement):
-        helpers[split] = _splitting(titans_split, placement)
+        helpers[split] = _make_split(titans_split, placement)
     return helpers
 
 
@@ -239,7 +238,7 @@ def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None
         )
 
 
-def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     """TorchTitan's function that builds the stages of a rank, for stages in any placement."""
 
     def split(
@@ -256,7 +255,7 @@ def _splitting(titans_split: Callable[..., Any], placement: Placement) -> Callab
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=_place_in_loop):
+            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=lambda name: PipelineScheduleMulti):
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
             parts.append(part)
@@ -273,10 +272,6 @@ def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
-def _place_in_loop(name: str) -> type[pipelining.PipelineSchedule]:
-    return PipelineScheduleMulti
-
-
 _SILENT = logging.Logger("silent", logging.CRITICAL)
 """Replaces TorchTitan's logger while it takes a stage for a rank, and would log the wrong rank."""
 
@@ -284,13 +279,7 @@ _SILENT = logging.Logger("silent", logging.CRITICAL)
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Fit the schedule of this rank to TorchTitan, compare those of all ranks, and log TorchTitan's metrics of it.
 
-    Args:
-        schedule: of this rank.
-        name: the value of TorchTitan's schedule field.
-        job: TorchTitan's.
-
-    Raises:
-        PipelineError: on all ranks of the job, if their schedules differ.
+    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
     """
     if isinstance(schedule, RegisteredSchedule):
         _complete_zbpipes(schedule, job)
@@ -353,7 +342,9 @@ def adapt_to_cpu(config: Any) -> None:
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
         use_causal_attention(config.model_spec)
-        config.model_spec = replace(config.model_spec, parallelize_fn=cpu.summing(config.model_spec.parallelize_fn))
+        config.model_spec = replace(
+            config.model_spec, parallelize_fn=cpu.make_summing(config.model_spec.parallelize_fn)
+        )
 
 
 def use_causal_attention(model_spec: Any) -> None:
@@ -375,8 +366,8 @@ def _train_spec_on_cpu(spec: Any) -> Any:
 
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     torch.histc = _histogram
-    model_args = {flavor: with_causal_attention(args) for flavor, args in spec.model_args.items()}
-    return replace(spec, model_args=model_args, parallelize_fn=cpu.summing(spec.parallelize_fn))
+    model_args = {flavor: ask_for_causal_attention(args) for flavor, args in spec.model_args.items()}
+    return replace(spec, model_args=model_args, parallelize_fn=cpu.make_summing(spec.parallelize_fn))
 
 
 def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -387,7 +378,7 @@ def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 _titans_histogram = torch.histc
 
 
-def with_causal_attention(args: Any) -> Any:
+def ask_for_causal_attention(args: Any) -> Any:
     """A model's arguments with attention that the CPU and meta tensors have."""
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         return args

@@ -20,14 +20,12 @@ logger = logging.getLogger(__name__)
 def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any], float]) -> None:
     """Make the trainer step when a rank is done, and validate the norm of the gradients later.
 
-    Args:
-        trainer_class: TorchTitan's `Trainer`. Its methods `train` and `train_step` are replaced.
-        dist_utils: TorchTitan's module with the function `clip_grad_norm_`.
-        max_norm: the one to which a trainer clips.
+    The methods `train` and `train_step` of TorchTitan's `Trainer` are replaced. `dist_utils` is TorchTitan's module
+    with the function `clip_grad_norm_`, and `max_norm` the norm to which a trainer clips.
     """
     train, train_step = trainer_class.train, trainer_class.train_step
 
-    def with_steps(self: Any) -> None:
+    def train_in_steps(self: Any) -> None:
         steps = _Steps(self, dist_utils, max_norm(self))
         save = self.checkpointer.save
 
@@ -48,10 +46,10 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
         steps.step.finish()
         logger.info("Optimizer steps: %s", ", ".join(f"{n} {way}" for way, n in asdict(steps.step.counts).items() if n))
 
-    def in_steps(self: Any, data_iterator: Any) -> None:
+    def run_step(self: Any, data_iterator: Any) -> None:
         self._zbpipe_steps.train_step(lambda: train_step(self, data_iterator))
 
-    trainer_class.train, trainer_class.train_step, trainer_class._zbpipe_steps = with_steps, in_steps, None
+    trainer_class.train, trainer_class.train_step, trainer_class._zbpipe_steps = train_in_steps, run_step, None
 
 
 class _Steps:
@@ -100,11 +98,11 @@ class _Steps:
 
 
 def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_after(*args: Any, **kwargs: Any) -> Any:
         first()
         return call(*args, **kwargs)
 
-    return called
+    return call_after
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

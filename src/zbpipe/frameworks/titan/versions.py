@@ -27,11 +27,7 @@ class Version:
 
 
 def find_installed() -> Version:
-    """The version of TorchTitan that an import would find.
-
-    Raises:
-        ImportError: TorchTitan is not installed, zbpipe does not know the version, or torch is too old for it.
-    """
+    """The version of TorchTitan that an import would find; an ImportError with the way out if zbpipe cannot use it."""
     found, torch = _torchtitan_release(), version("torch")
     fitting = [_fitting()] if _fitting() else []
     titan = next((each for each in KNOWN if each.releases[0] <= _numbers(found) < each.releases[1]), None)

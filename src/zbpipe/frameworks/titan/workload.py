@@ -31,8 +31,8 @@ _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL:
 """Of these, how many I repeats: selective checkpointing keeps what was scattered."""
 
 
-def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None) -> Workload:
-    """The workload of a TorchTitan job, as its command line says it.
+def read(arguments: Sequence[str], gpus: int) -> Workload:
+    """The workload of a TorchTitan job, as its command line says it; `Workload.on` has it on other degrees.
 
         job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
         workload = zbpipe.frameworks.titan.workload.read(job, gpus=64)
@@ -41,7 +41,6 @@ def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None)
     Args:
         arguments: TorchTitan's, with 0.2 for example ["--job.config_file", "job.toml"]; zbpipe's own are left out.
         gpus: of the whole job; FSDP uses those that the other degrees leave.
-        degrees: others than those of the config.
 
     Raises:
         ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
@@ -50,7 +49,7 @@ def read(arguments: Sequence[str], gpus: int, *, degrees: Degrees | None = None)
     """
     found = parse(arguments)
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return read_config(found, degrees_of(found, gpus) if degrees is None else degrees, name)
+    return read_config(found, degrees_of(found, gpus), name)
 
 
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
@@ -71,11 +70,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def degrees_of(config: Any, num_gpus: int) -> Degrees:
-    """Those of the config; FSDP uses the GPUs that the others leave.
-
-    Raises:
-        ValueError: the GPUs are not a multiple of the product of the other degrees.
-    """
+    """Those of the config; FSDP uses the GPUs that the others leave."""
     parallelism = config.parallelism
     pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
     each = pipeline * tensor * parallelism.data_parallel_replicate_degree
@@ -197,7 +192,7 @@ class _OnOneGpu:
         return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
-        """As counted, shared by tensor parallelism as a Llama block as wide is; or that block."""
+        """The counted bytes, shared by tensor parallelism like a Llama block of that width; else that block's."""
         alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
@@ -291,7 +286,7 @@ def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) ->
 
 
 def _tokens(config: Any) -> int:
-    """Of a microbatch."""
+    """Tokens of a microbatch."""
     return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
 
 
@@ -359,7 +354,7 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
 
 
 def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
-    """From the weights that each token is multiplied with: two operations for each."""
+    """Two operations for each weight with which a token is multiplied."""
     layer = layer_split.layer(["block"], 2 * products * tokens, how)
     return Operations(layer.f, layer.i, layer.w)
 

@@ -76,14 +76,7 @@ class Setting:
 
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
-        """From texts by name.
-
-        >>> Setting.parse(next(iter(presets().values())).texts()).times
-        (1.0, 1.0, 1.0)
-
-        Raises:
-            ValueError: a name is missing or unknown, or a text is not what it has to be.
-        """
+        """The setting from texts by name; ValueError for missing and unknown names, and for what is no number."""
         if missing := [name for name in _NAMES if name not in asked]:
             raise ValueError(f"{', '.join(missing)} is missing")
         if unknown := [name for name in asked if name not in _NAMES]:
@@ -131,11 +124,7 @@ class Setting:
 
 
 def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
-    """A named schedule under these costs: its figures, its picture, and how to get it.
-
-    Raises:
-        ValueError: there is no such schedule, or it cannot have this size.
-    """
+    """A named schedule under these costs: its figures, its picture, and how to get it."""
     algorithm = schedules().get(name.lower())
     if algorithm is None:
         # `resolve` would take the path of a file, and a page on the network must not read files.
@@ -149,11 +138,7 @@ def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def answer_plan(setting: Setting) -> dict[str, Any]:
-    """The best schedule found within the limit, and a bound for all.
-
-    Raises:
-        ValueError: the limit is too small for even one microbatch.
-    """
+    """The best schedule found within the limit, and a bound for all."""
     limit = None if setting.limit is None else f"{setting.limit!r}x"
     found = plan(
         setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET

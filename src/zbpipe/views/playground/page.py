@@ -61,11 +61,7 @@ def make_served_page() -> str:
 
 
 def make_exported_page(progress: Callable[[float], None] = lambda share: None) -> str:
-    """The page that needs no server: it has the answers for all stops of its sliders.
-
-    Args:
-        progress: called with the share of the work that is done.
-    """
+    """The page that needs no server: it has the answers for all stops of its sliders."""
     settings = list(_exported_settings())
     answers = {}
     for n, setting in enumerate(settings):
@@ -87,7 +83,7 @@ def _exported_settings() -> Iterator[Setting]:
 
 
 def _all_answers(setting: Setting) -> dict[str, Any]:
-    """Of all schedules that can have this size, and the plan. A limit makes no difference to named ones."""
+    """The answers of all schedules of this size, and the plan. A limit makes no difference to named ones."""
     found = {}
     if setting.limit is None:
         for name in _names():

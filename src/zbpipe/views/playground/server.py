@@ -15,18 +15,7 @@ ADDRESS = "127.0.0.1"
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """One that listens on this machine's own address, to be started by `serve_forever`.
-
-    >>> with server() as started:
-    ...     started.server_address[0]
-    '127.0.0.1'
-
-    Args:
-        port: 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """One that listens on this machine's own address, to be started by `serve_forever`; port 0 takes a free one."""
     return ThreadingHTTPServer((ADDRESS, port), _Handler)
 
 
@@ -35,11 +24,7 @@ _simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxs
 
 
 def answer(path: str, query: str) -> tuple[int, str, str]:
-    """Status, content type and text for a request.
-
-    >>> answer("/nothing", "")
-    (404, 'application/json', '{"error": "there is no /nothing here: open /"}')
-    """
+    """Status, content type and text for a request."""
     if path == "/":
         return 200, "text/html; charset=utf-8", make_served_page()
     if path not in ("/schedule", "/plan"):
@@ -61,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers GET, and nothing else."""
 
     def do_GET(self) -> None:
-        # A page from elsewhere may make its own name point here; that name then stands in Host.
+        # A page from another site may make its own name point here; Host has that name then.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
             self._send(*_json(403, {"error": f"this server answers at {ADDRESS} and localhost alone"}))
             return
