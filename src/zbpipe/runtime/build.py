@@ -99,7 +99,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
         "placements": [planned.placement],
         "objective": plan.objective,
     }
-    return agreement.first_answer(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
+    return agreement.ask_first_rank(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(
@@ -145,11 +145,7 @@ def _make_or_error(make: Callable[[], Made]) -> Made | str:
 
 
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
-    """Refuse options that the schedule does not have with the installed torch.
-
-    Raises:
-        ValueError: the message lists the options that it has.
-    """
+    """Refuse options that the schedule does not have with the installed torch."""
     if algorithm.source == "torch":
         checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:
@@ -157,10 +153,6 @@ def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
 
 
 def require_splittable(schedule: pipelining.PipelineSchedule, name: str) -> None:
-    """Refuse one of torch's own schedules with I and W on compiled stages.
-
-    Raises:
-        ValueError: its first W would fail, or with `donated_buffer=False` its gradients would be wrong.
-    """
+    """Refuse one of torch's own schedules with I and W on compiled stages."""
     if isinstance(schedule, pipelining.ScheduleRuntime) and pipelining.has_split_backward(schedule):
         split.require_not_compiled(hooks.stages_of(schedule), f"torch's own {name}")

@@ -36,7 +36,6 @@ class _Weight(NamedTuple):
     """A matrix, as a rank describes it to the others."""
 
     name: str
-    """Within its stage."""
     trains: bool
     digest: bytes
     """Of shape, dtype and some values."""
@@ -54,18 +53,14 @@ class _Description(NamedTuple):
 
 
 def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> None:
-    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this.
-
-    Args:
-        stages: of this rank. Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
-        placement: of all stages.
-    """
+    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this."""
+    # Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
     if first == last or dist.get_backend(group) == "fake":
         return
     mine = _Description(
-        tuple(_weights(stages[0].submod, (nn.Embedding,))) if stages[0].is_first else (),
-        tuple(_weights(stages[-1].submod, (nn.Embedding, nn.Linear))) if stages[-1].is_last else (),
+        tuple(_list_weights(stages[0].submod, (nn.Embedding,))) if stages[0].is_first else (),
+        tuple(_list_weights(stages[-1].submod, (nn.Embedding, nn.Linear))) if stages[-1].is_last else (),
         any(_says_tied(stage.submod) for stage in stages if stage.is_first or stage.is_last),
     )
     descriptions = [mine] * placement.num_ranks
@@ -74,11 +69,11 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     where = f"stage 0 (rank {ranks[first]})", f"stage {placement.num_stages - 1} (rank {ranks[last]})"
-    if finding := _finding(descriptions[first], descriptions[last], *where):
+    if finding := _find_tied(descriptions[first], descriptions[last], *where):
         logger.warning("%s; %s: %s", finding, _NOT_KEPT, _WAY_OUT)
 
 
-def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
+def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
     for embedding in first.embeddings:
         for head in last.heads:
             if embedding.digest == head.digest and (embedding.trains or head.trains):
@@ -91,18 +86,18 @@ def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -
     return None
 
 
-def _weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
+def _list_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
     for name, layer in module.named_modules():
         # Not `layer.weight`, which runs the parametrization of a weight that has one.
         weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
         if weight is not None:
-            digest = _digest(weight)
+            digest = _compute_digest(weight)
             if digest is not None:
                 yield _Weight(f"{name}.weight".lstrip("."), weight.requires_grad, digest)
 
 
 @torch.no_grad()
-def _digest(weight: Tensor) -> bytes | None:
+def _compute_digest(weight: Tensor) -> bytes | None:
     """None for a weight that shows nothing: without values, or with all of them equal, as after an initialization."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0 or local.dim() != 2:

@@ -58,9 +58,7 @@ class Further(NamedTuple):
 
 
 NONE = Further()
-"""No such arguments."""
 TENSOR = "tensor"
-"""The placeholder for a tensor."""
 
 
 def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:

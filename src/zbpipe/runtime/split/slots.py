@@ -1,8 +1,6 @@
 """How x and dY leave a compiled region: as the "gradients" of inputs that take no memory.
 
-A compiled backward is a pure function, so nothing in it can store (x, dY). But it may return them. For each call of a
-region `zbpipe.runtime.split.compiled` gives every product a `SlotHandle`, with inputs in the shapes of x and of y, the
-slots. The compiler traces what runs here.
+The compiler traces what runs here; see `zbpipe.runtime.split.compiled`.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class Use:
     x: Spec
     y: Spec
     further: Further = NONE
-    """The arguments after x and the weight."""
     more: tuple[Spec, ...] = ()
     """What the tensors among them look like."""
 
@@ -119,9 +116,9 @@ class SlotHandle:
         return (
             slots is not None
             and x.dtype == slots.x.dtype
-            and compiler.surely_same_shape(x, slots.x)
+            and compiler.is_surely_same_shape(x, slots.x)
             and len(more) == len(slots.more)
-            and all(compiler.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
+            and all(compiler.is_surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
 
     def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
@@ -205,7 +202,6 @@ class WeightWithSlots:
     def __init__(self, plain: Tensor, permutation: tuple[int, ...], handle: SlotHandle) -> None:
         self.plain = plain
         self.permutation = permutation
-        """The order of the parameter's dimensions."""
         self.handle = handle
 
     @classmethod
@@ -223,7 +219,7 @@ class WeightWithSlots:
             return args[0].permute(*args[1:], **kwargs)
         if func is torch.t:
             return args[0].t()
-        return func(*_plain(args), **dict(zip(kwargs, _plain(tuple(kwargs.values())), strict=True)))
+        return func(*_unwrap(args), **dict(zip(kwargs, _unwrap(tuple(kwargs.values())), strict=True)))
 
     def _multiply(self, x: Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> Any:
         handle = self.handle
@@ -239,24 +235,6 @@ class WeightWithSlots:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
                 return _ProductInSlots.apply(handle, x, self.plain, slots.x, slots.y, *with_slots)
         return handle.function(x, self.plain, *rest, **options)
-
-    def _cast(self, plain: Tensor) -> WeightWithSlots:
-        return WeightWithSlots(plain, self.permutation, self.handle)
-
-    def to(self, *args: Any, **kwargs: Any) -> WeightWithSlots:
-        return self._cast(self.plain.to(*args, **kwargs))
-
-    def type_as(self, other: Tensor) -> WeightWithSlots:
-        return self._cast(self.plain.type_as(other))
-
-    def bfloat16(self) -> WeightWithSlots:
-        return self._cast(self.plain.bfloat16())
-
-    def half(self) -> WeightWithSlots:
-        return self._cast(self.plain.half())
-
-    def float(self) -> WeightWithSlots:
-        return self._cast(self.plain.float())
 
     def permute(self, *dims: Any) -> WeightWithSlots:
         order = dims[0] if len(dims) == 1 else dims
@@ -286,11 +264,20 @@ class WeightWithSlots:
 
 def _as_plain(name: str) -> Callable[..., Any]:
     def operate(self: WeightWithSlots, *args: Any) -> Any:
-        return getattr(self.plain, name)(*_plain(args))
+        return getattr(self.plain, name)(*_unwrap(args))
 
     return operate
 
 
+def _as_cast(name: str) -> Callable[..., Any]:
+    def cast(self: WeightWithSlots, *args: Any, **kwargs: Any) -> WeightWithSlots:
+        return WeightWithSlots(getattr(self.plain, name)(*args, **kwargs), self.permutation, self.handle)
+
+    return cast
+
+
+for _name in ("to", "type_as", "bfloat16", "half", "float"):
+    setattr(WeightWithSlots, _name, _as_cast(_name))
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 for _name in ("getitem", "len", "iter", "neg", "pos", "abs", "invert", "bool", "float", "int", *_COMPARISONS):
@@ -300,11 +287,11 @@ for _name in _ARITHMETIC:
     setattr(WeightWithSlots, f"__r{_name}__", _as_plain(f"__r{_name}__"))
 
 
-def _plain(values: Sequence[Any]) -> list[Any]:
+def _unwrap(values: Sequence[Any]) -> list[Any]:
     return [
         each.plain
         if isinstance(each, WeightWithSlots)
-        else type(each)(_plain(each))
+        else type(each)(_unwrap(each))
         if isinstance(each, (list, tuple))
         else each
         for each in values
