@@ -126,22 +126,19 @@ def from_first_rank(
     Raises:
         ValueError: on all ranks, if `make` fails or gives something else than a Schedule or a Plan.
     """
-    made: list[Any] = [_make_or_error(make) if dist.get_rank(group) == 0 else None]
+    made: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            made = [make()]
+            if not isinstance(made[0], (Schedule, Plan)):
+                made = [f"it made {made[0]!r}, not a zbpipe.Schedule or a zbpipe.Plan"]
+        except Exception as error:  # the other ranks wait for an answer, whatever it is
+            made = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
         raise ValueError(f"the first rank has no schedule for the others: {made[0]}")
     found: Made = made[0]
     return found
-
-
-def _make_or_error(make: Callable[[], Made]) -> Made | str:
-    try:
-        found = make()
-    except Exception as error:  # the other ranks wait for an answer, whatever it is
-        return f"{type(error).__name__}: {error}"
-    return (
-        found if isinstance(found, (Schedule, Plan)) else f"it made {found!r}, not a zbpipe.Schedule or a zbpipe.Plan"
-    )
 
 
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:

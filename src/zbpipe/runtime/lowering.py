@@ -63,11 +63,8 @@ class Lowering:
 
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
         """The schedule as `runtime` runs it, whose own lists may be others afterwards; `costs` place receives."""
-        if schedule not in self._known:
-            self._known[schedule] = self._lower(runtime, schedule, costs)
-        return self._known[schedule]
-
-    def _lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+        if schedule in self._known:
+            return self._known[schedule]
         checks.require_runnable(schedule)
         computations = schedule.computations
         pipelining.lower(runtime, computations)
@@ -77,7 +74,9 @@ class Lowering:
             rows = passes.free_sends_early(passes.add_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
         pipelining.use_rows(runtime, rows)
-        return Lowered(schedule, (runtime.pipeline_order, runtime.pipeline_order_with_comms), receives)
+        lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
+        self._known[schedule] = lowered = Lowered(schedule, lists, receives)
+        return lowered
 
 
 @contextmanager

@@ -215,8 +215,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def for_microbatches(self, number: int) -> Schedule:
         """The schedule of a step with this number of microbatches: the adopted one, else one made for it.
 
-        It is made at the first such step.
-
         Raises:
             ValueError: there is no such schedule, for example because the one that runs is a table.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getclosurevars, isfunction, unwrap
 from math import inf
 from typing import Literal, get_args
@@ -266,8 +266,7 @@ class OptimizerStep:
                 )
 
     def _count(self, which: str) -> None:
-        counts = vars(self.counts)
-        self.counts = StepCounts(**{**counts, which: counts[which] + 1})
+        self.counts = replace(self.counts, **{which: getattr(self.counts, which) + 1})
 
 
 def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> tuple[Optimizer, ...]:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from zbpipe.runtime.split.products import (
     require_shape,
     rows,
 )
-from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, use_of_linear, use_of_product
+from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -135,7 +135,7 @@ class Deferral:
             x = _SharedCast.apply(x, dtype, self)
         y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
         if self.seen is not None and (own := self._find_name(weight)):
-            self.seen.append(use_of_linear(*own, input, y))
+            self.seen.append(make_use(own, F.linear, LINEAR, (rows(input), rows(y))))
         return y
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -147,10 +147,10 @@ class Deferral:
             return function(*args, **kwargs)
         self.deferrable.add(function)
         product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, _Call(function, product, further), self, target, *more)
+        y = _DeferredProduct.apply(x, weight, (function, product, further), self, target, *more)
         # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
-            self.seen.append(use_of_product(*own, function, product, (x, y), further, more))
+            self.seen.append(make_use(own, function, product, (x, y), further, more))
         return y
 
     def owns(self, weight: object) -> bool:
@@ -267,6 +267,7 @@ class _CatchProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_Call = tuple[Callable[..., Tensor], WeightProduct, Further]
 Target = Tensor | GradientEdge
 """Where a weight gradient goes."""
 PLAIN = (Tensor, nn.Parameter)
@@ -321,18 +322,6 @@ class _DeferredLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-class _Call(NamedTuple):
-    """A product with all but its tensors."""
-
-    function: Callable[..., Tensor]
-    product: WeightProduct
-    further: Further
-
-    def call(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
-        args, options = self.further.fill_in(more)
-        return self.function(x, weight, *args, **options)
-
-
 class _DeferredProduct(torch.autograd.Function):
     """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
 
@@ -341,18 +330,18 @@ class _DeferredProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
-        ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return autograd.without_base(call.call(x, weight, more))
+        _, ctx.product, ctx.further = call
+        ctx.deferral, ctx.target = deferral, target
+        return autograd.without_base(_multiply(x, weight, call, deferral, target, *more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *more = ctx.saved_tensors
-        call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = call.product.of_input(dy, weight, call.further, more)
+            dx = ctx.product.of_input(dy, weight, ctx.further, more)
         x, dy, *more = _detach(x, dy, *more)
-        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.further, tuple(more))
+        pending = PendingGradient(ctx.deferral.layer, ctx.product, ctx.target, x, dy, ctx.further, tuple(more))
         if ctx.needs_input_grad[0]:
             require_shape(dx, x.shape, "input_gradient", pending)
         if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]):
@@ -360,9 +349,14 @@ class _DeferredProduct(torch.autograd.Function):
         return dx, dw, None, None, None, *[None for _ in more]
 
 
+def _multiply(x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor) -> Tensor:
+    function, _, further = call
+    return further.call(function, x, weight, more)
+
+
+autograd.copy_type(_DeferredProduct, _multiply)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-autograd.copy_type(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
 
 
 def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:

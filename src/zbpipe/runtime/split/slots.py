@@ -53,24 +53,18 @@ class Use:
         return tuple([each.to(like.dtype) for each, like in zip(carried, self.more, strict=True)])
 
 
-def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
-    """`F.linear` of x: (..., in); a bias gets its gradient in I."""
-    return Use(weight_name, F.linear, _permute(LINEAR, permutation), permutation, spec(rows(x)), spec(rows(y)))
-
-
-def use_of_product(
-    weight_name: str,
-    permutation: tuple[int, ...],
+def make_use(
+    weight: tuple[str, tuple[int, ...]],
     function: Callable[..., Any],
     product: WeightProduct,
     factors: tuple[Tensor, Tensor],
-    further: Further,
-    more: Sequence[Tensor],
+    further: Further = NONE,
+    more: Sequence[Tensor] = (),
 ) -> Use:
     """`function(x, weight, ...)`, where `factors` are x and the result, and `more` the tensors among the rest."""
-    product = _permute(product, permutation)
+    name, permutation = weight
     x, y = map(spec, factors)
-    return Use(weight_name, function, product, permutation, x, y, further, tuple(map(spec, more)))
+    return Use(name, function, _permute(product, permutation), permutation, x, y, further, tuple(map(spec, more)))
 
 
 def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
@@ -121,11 +115,6 @@ class SlotHandle:
             and all(compiler.is_surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
 
-    def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
-        """The product itself."""
-        args, options = self.further.fill_in(more)
-        return self.function(x, weight, *args, **options)  # type: ignore[no-any-return]
-
     def take(self) -> Slots | None:
         """The slots, if this use may have them; they carry one product."""
         permit = self.may_use()
@@ -173,7 +162,7 @@ class _ProductInSlots(torch.autograd.Function):
         more = more_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.handle = handle
-        return autograd.without_base(handle.multiply(x, weight, more))
+        return autograd.without_base(handle.further.call(handle.function, x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,7 +177,10 @@ class _ProductInSlots(torch.autograd.Function):
 
 
 autograd.copy_type(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-autograd.copy_type(_ProductInSlots, lambda handle, x, weight, *slots: handle.multiply(x, weight, slots[2::2]))
+autograd.copy_type(
+    _ProductInSlots,
+    lambda handle, x, weight, *slots: handle.further.call(handle.function, x, weight, slots[2::2]),
+)
 
 
 class WeightWithSlots:
