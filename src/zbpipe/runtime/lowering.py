@@ -35,7 +35,7 @@ class Lowered:
 
     def cut(self, runtime: pipelining.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
         """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that."""
-        # Nor with copies to the host, which would have to be undone.
+        # Copies to the host would have to be undone.
         if self.schedule.has_copies:
             return None
         if self._cut is None:

@@ -166,7 +166,7 @@ class Microbatch:
 
     def _repeats_with_the_split(self) -> bool:
         """Whether the very same forward gives what it gave: if not, it depends on more than can be put back."""
-        # Twice: something that alternates may be back where it was.
+        # It runs twice: something that alternates may be back where it was.
         for _ in range(2):
             self.state.put_back()
             if not self._is_as_in_f(pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)):

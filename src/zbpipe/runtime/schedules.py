@@ -136,7 +136,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.always_train()
         self.transport = transport or find_usual_transport(stages[0])
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
@@ -187,7 +186,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.by_size.adopt(schedule)
 
     def load_table(self, file: str) -> None:
-        """Adopt the computations of a CSV file: what torch's `_load_csv` does here."""
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:

@@ -8,7 +8,7 @@ see that alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -32,21 +32,16 @@ _WAY_OUT = (
 logger = logging.getLogger(__name__)
 
 
-class _Weight(NamedTuple):
-    """A matrix, as a rank describes it to the others."""
-
-    name: str
-    trains: bool
-    digest: bytes
-    """Of shape, dtype and some values."""
+_Weights = dict[bytes, tuple[str, bool]]
+"""By digest of shape, dtype and some values, the name of a matrix within its stage, and whether it trains."""
 
 
 class _Description(NamedTuple):
     """A rank's part of the model, as it describes it to the others."""
 
-    embeddings: tuple[_Weight, ...]
+    embeddings: _Weights
     """Those of stage 0."""
-    heads: tuple[_Weight, ...]
+    heads: _Weights
     """Those of the last stage that could be tied to them."""
     is_tied: bool
     """Whether a config in one of these two stages says so, as Hugging Face's do."""
@@ -59,8 +54,8 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
     if first == last or dist.get_backend(group) == "fake":
         return
     mine = _Description(
-        tuple(_list_weights(stages[0].submod, (nn.Embedding,))) if stages[0].is_first else (),
-        tuple(_list_weights(stages[-1].submod, (nn.Embedding, nn.Linear))) if stages[-1].is_last else (),
+        _find_weights(stages[0].submod, (nn.Embedding,)) if stages[0].is_first else {},
+        _find_weights(stages[-1].submod, (nn.Embedding, nn.Linear)) if stages[-1].is_last else {},
         any(_says_tied(stage.submod) for stage in stages if stage.is_first or stage.is_last),
     )
     descriptions = [mine] * placement.num_ranks
@@ -74,10 +69,10 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
 
 
 def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
-    for embedding in first.embeddings:
-        for head in last.heads:
-            if embedding.digest == head.digest and (embedding.trains or head.trains):
-                return f"{embedding.name!r} of {of_0} and {head.name!r} of {of_last} are equal, as tied weights are"
+    for digest, (embedding, trains) in first.embeddings.items():
+        head, head_trains = last.heads.get(digest, ("", False))
+        if head and (trains or head_trains):
+            return f"{embedding!r} of {of_0} and {head!r} of {of_last} are equal, as tied weights are"
     if first.is_tied or last.is_tied:
         return (
             f"the model's config says tie_word_embeddings, but the embedding of {of_0} and the head of {of_last} are"
@@ -86,14 +81,14 @@ def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str)
     return None
 
 
-def _list_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
+def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Weights:
+    found: _Weights = {}
     for name, layer in module.named_modules():
         # Not `layer.weight`, which runs the parametrization of a weight that has one.
         weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
-        if weight is not None:
-            digest = _compute_digest(weight)
-            if digest is not None:
-                yield _Weight(f"{name}.weight".lstrip("."), weight.requires_grad, digest)
+        if weight is not None and (digest := _compute_digest(weight)) is not None:
+            found[digest] = f"{name}.weight".lstrip("."), weight.requires_grad
+    return found
 
 
 @torch.no_grad()

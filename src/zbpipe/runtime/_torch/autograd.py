@@ -69,7 +69,7 @@ def profiler_is_on() -> bool:
 
 def list_allocations(seen: torch.profiler.profile, mark: str) -> list[tuple[str, list[int]]]:
     """In order, the names that begin with `mark` of each `record_function`, and the bytes that it allocated."""
-    # Less than zero are those that it freed.
+    # Bytes that it freed are negative.
     found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
     events: list[Any] = sorted(found, key=lambda event: event.start_ns())
     memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]

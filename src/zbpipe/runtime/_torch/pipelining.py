@@ -71,15 +71,12 @@ class OwnRuntime(_PipelineScheduleRuntime):
             own(stage)
         super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
         self.own_stages = cast(list[OwnStage], self._stages)
+        self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
         self.abandoned_by = None
         self.place = Place()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
         if not WAITS_FOR_SENDS:
             wait_for_sends(self)
-
-    def always_train(self) -> None:
-        """Make `step` a training step even without a loss_fn; torch would treat it as `eval`."""
-        self._has_backward = True
 
     def finish_optimizer_step(self) -> None:
         """Wait for what an earlier step has left open."""
@@ -148,7 +145,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def load_table(self, file: str) -> None:
         """Run the computations of a CSV file from the next step on."""
-        super()._load_csv(file)
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
         self.load_table(filename)

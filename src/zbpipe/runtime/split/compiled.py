@@ -189,9 +189,9 @@ def _with_inner_regions_eager() -> Iterator[None]:
 
 def _find_sites(deferral: Deferral) -> Iterator[_Site]:
     """Those products of a layer that can leave the region."""
-    # Not those with a weight that is multiplied twice: it would need two pairs of slots, and nothing distinguishes the
-    # calls. Nor those of a layer with a forward of its own, which may do anything with its weight, unless the layer
-    # declares by `weight_products` what it multiplies: only then another object may stand in for the weight.
+    # A weight that is multiplied twice would need two pairs of slots, and nothing distinguishes the calls. A layer with
+    # a forward of its own may do anything with its weight, unless it declares by `weight_products` what it multiplies:
+    # only then another object may stand in for the weight.
     uses = deferral.seen or ()
     if deferral.is_caught and not deferral.is_declared:
         return
