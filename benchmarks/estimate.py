@@ -117,7 +117,7 @@ def _metered(found: dict[str, float]) -> Any:
                 record_function("all of it"),
             ):
                 yield
-            ((_, changes),) = autograd.allocations(seen, "all of it")
+            ((_, changes),) = autograd.list_allocations(seen, "all of it")
             found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return Metered()

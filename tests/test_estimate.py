@@ -29,8 +29,7 @@ from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Step
 from zbpipe.estimation.search import degrees_to_try, search
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, rates
-from zbpipe.runtime.measure.layer_bytes import layer_bytes
-from zbpipe.runtime.measure.operations import operations
+from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.simulator.memory import peak_bytes, peak_parts
 
@@ -221,10 +220,10 @@ def on_meta(checkpointed: bool = False) -> tuple[Block, torch.Tensor]:
 
 
 def test_operations_of_f_i_and_w() -> None:
-    found = operations(*on_meta())
+    found = count_operations(*on_meta())
     assert (found.f, found.w) == (PRODUCTS + ATTENTION, PRODUCTS)
     assert found.i == PRODUCTS + 2.5 * ATTENTION
-    again = operations(*on_meta(checkpointed=True))
+    again = count_operations(*on_meta(checkpointed=True))
     assert (again.f, again.w) == (found.f, found.w)
     assert again.i == found.i + found.f
 
@@ -234,14 +233,14 @@ def test_attention_without_a_mask_costs_twice() -> None:
         q = torch.empty(1, HEADS, LENGTH, DIM // HEADS, requires_grad=True)
     attend = nn.Module()
     attend.forward = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # type: ignore[misc]
-    found = operations(attend, q)
+    found = count_operations(attend, q)
     assert (found.f, found.i, found.w) == (2 * ATTENTION, 5 * ATTENTION, 0)
 
 
 def test_bytes_of_a_layer() -> None:
     """x and dY of four products wait for W; a checkpoint keeps the input alone."""
     hidden = 4 * LENGTH * DIM
-    found, lean = layer_bytes(*on_meta()), layer_bytes(*on_meta(checkpointed=True))
+    found, lean = count_bytes(*on_meta()), count_bytes(*on_meta(checkpointed=True))
     assert lean.activations == hidden
     assert found.activations > 5 * hidden
     # x: the norm's result, attention's, the sum, relu's; dY: of q-k-v, out, up, down.

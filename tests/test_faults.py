@@ -251,21 +251,21 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
 def test_what_a_device_ran() -> None:
     device = Events(0)
     launched = progress.Launched(device.new)
-    assert launched.in_words() == ""
+    assert launched.describe() == ""
     for microbatch in range(3):
         assert launched.around("F", 2, microbatch, lambda: "result") == "result"
-    assert launched.in_words() == "on the device what ran last is not known, 2F0 has not ended, nor have 2 after it"
+    assert launched.describe() == "on the device what ran last is not known, 2F0 has not ended, nor have 2 after it"
     device.runs = 2
-    assert launched.in_words() == "on the device 2F1 ran last, 2F2 has not ended"
+    assert launched.describe() == "on the device 2F1 ran last, 2F2 has not ended"
     device.runs = 3
-    assert launched.in_words() == "the device has run all that was launched, 2F2 last"
+    assert launched.describe() == "the device has run all that was launched, 2F2 last"
     for microbatch in range(3, 2 * progress.MOST):
         launched.around("F", 2, microbatch, lambda: None)
     assert device.made == progress.MOST
-    assert launched.in_words().startswith(f"on the device what ran last is not known, 2F{progress.MOST} has not ended")
+    assert launched.describe().startswith(f"on the device what ran last is not known, 2F{progress.MOST} has not ended")
     device.runs = 2 * progress.MOST - 1
-    assert launched.ran() == device.runs
-    assert launched.in_words() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
+    assert launched.count_ended() == device.runs
+    assert launched.describe() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
 
 
 def places() -> list[str]:
@@ -274,10 +274,10 @@ def places() -> list[str]:
     job = Job()
     job.step()  # torch runs the stages once before it
     for module in job.modules.values():
-        module.register_forward_pre_hook(lambda *_: found.append(frames.place_now(job.schedule)))
-        module.register_full_backward_hook(lambda *_: found.append(frames.place_now(job.schedule)))
+        module.register_forward_pre_hook(lambda *_: found.append(frames.find_place(job.schedule)))
+        module.register_full_backward_hook(lambda *_: found.append(frames.find_place(job.schedule)))
     job.step()
-    return [*found, frames.place_now(job.schedule)]
+    return [*found, frames.find_place(job.schedule)]
 
 
 def test_another_thread_can_tell_where_a_step_is() -> None:
@@ -314,7 +314,7 @@ class BrokenStore:
 def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
     monkeypatch.setattr(pipelining, "default_store", lambda: store)
     monkeypatch.setattr(failures, "_PATIENCE", 0.2)
-    with pytest.raises(ArithmeticError), failures.shared_with_other_ranks():
+    with pytest.raises(ArithmeticError), failures.share_with_other_ranks():
         explode()
 
 

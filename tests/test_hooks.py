@@ -17,7 +17,7 @@ import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.hooks import HookOrder
-from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.attributes import replaced
 
 ORDERS = (HookOrder.ABANDON, HookOrder.CHECK, HookOrder.COPY)
 

@@ -25,7 +25,7 @@ from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
-from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, copier_for
+from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, make_copier
 from zbpipe.runtime.offload.memory import Saved, find_unshared
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload
@@ -179,11 +179,11 @@ def test_what_others_hold_stays(one_rank: None) -> None:
     weight, cache = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
     x = torch.randn(3, 4, requires_grad=True)
     saved = Saved()
-    with saved.recorded():
+    with saved.record():
         y = (x @ weight * cache).exp().square()
         z = y.sigmoid().exp()
     loss = z.sum()
-    tensors = saved.alive()
+    tensors = saved.list_alive()
     places = {each.untyped_storage().data_ptr() for each in tensors}
     assert {each.data_ptr() for each in (weight, cache, x, z)} <= places
     found = find_unshared(tensors, smallest=0)
@@ -192,18 +192,18 @@ def test_what_others_hold_stays(one_rank: None) -> None:
     assert find_unshared(tensors, smallest=49) == []
     copier = StandIn()
     expected = torch.autograd.grad(loss, [x, weight], retain_graph=True)
-    copy = copier.out(found)
+    copy = copier.copy_out(found)
     assert all(each.nbytes() == 0 for each in found)
-    copier.back(copy)
+    copier.copy_back(copy)
     copier.wait(copy)
     assert all(map(torch.equal, torch.autograd.grad(loss, [x, weight]), expected))
 
 
 def test_what_died_is_not_kept(one_rank: None) -> None:
     saved = Saved()
-    with saved.recorded():
+    with saved.record():
         torch.randn(3, requires_grad=True).exp().exp()
-    assert saved.alive() == []
+    assert saved.list_alive() == []
 
 
 # When
@@ -216,16 +216,16 @@ class Logged(StandIn):
         super().__init__()
         self.log = log
 
-    def out(self, storages: Storages) -> HostCopy:
+    def copy_out(self, storages: Storages) -> HostCopy:
         self.log.append("out")
-        return super().out(storages)
+        return super().copy_out(storages)
 
     def release(self, copy: HostCopy) -> None:
         self.log.append("release")
 
-    def back(self, copy: HostCopy) -> None:
+    def copy_back(self, copy: HostCopy) -> None:
         self.log.append("back")
-        super().back(copy)
+        super().copy_back(copy)
 
     def wait(self, copy: HostCopy) -> None:
         self.log.append("wait")
@@ -252,7 +252,7 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
             log.append(f"{kind}{microbatch}")
         return around(self, kind, stage, microbatch, compute)
 
-    monkeypatch.setattr("zbpipe.runtime.schedules.copier_for", lambda device: Logged(log))
+    monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Logged(log))
     monkeypatch.setattr(beside.Copies, "around", logged)
     schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")
     runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))
@@ -290,7 +290,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     x = torch.randn(2, 4)
     runtime.step(x, target=x)
     with pytest.raises(ValueError, match="on the CPU for tests, not from meta"):
-        copier_for(torch.device("meta"))
+        make_copier(torch.device("meta"))
     with pytest.raises(ValueError, match="offload"):
         zbpipe.build_pipeline_schedule("1F1B", stages, 2, F.mse_loss, offload=True)
 

@@ -252,7 +252,7 @@ def made_again_for_running_ahead() -> None:
     job.ahead(1.0)
     assert job.schedule.schedule.name == "ZBH2"
     job.schedule.adopt(another := zbpipe.generate("ZBH1", 2, 4))
-    job.schedule.validate_with(job.schedule._validation)
+    job.schedule.run_ahead_of(job.schedule._optimizer_step)
     assert job.schedule.schedule is another
 
 

@@ -29,7 +29,7 @@ from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import auto
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.auto import memory_limits
+from zbpipe.runtime.auto import find_memory_limits
 from zbpipe.runtime.measure.profiler import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
@@ -352,7 +352,7 @@ def test_who_has_seen_enough_leaves(one_rank: None) -> None:
     for _ in range(4):
         job.step()
         left.append([type(each).__name__ for each in job.schedule._watchers])
-    both, profiler = ["_Collector", "GradientCheck"], ["_Collector"]
+    both, profiler = ["Collector", "GradientCheck"], ["Collector"]
     assert left == [both, both, profiler, []]
 
 
@@ -494,11 +494,11 @@ def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:
 def test_memory_limits_of_the_plan() -> None:
     """In the unit of the costs, and at least what one microbatch takes."""
     even = CostModel.uniform(Placement.v(4))
-    assert memory_limits(MemoryLimit.parse("0.5x"), even, 4, 8) == (2.0, 2.0, 2.0, 2.0)
-    assert memory_limits(None, even, 4, 8) == (4.08, 4.08, 4.08, 4.08)
-    assert memory_limits(MemoryLimit.parse("0.1"), even, 4, 8) == (1.0, 1.0, 1.0, 1.0)
+    assert find_memory_limits(MemoryLimit.parse("0.5x"), even, 4, 8) == (2.0, 2.0, 2.0, 2.0)
+    assert find_memory_limits(None, even, 4, 8) == (4.08, 4.08, 4.08, 4.08)
+    assert find_memory_limits(MemoryLimit.parse("0.1"), even, 4, 8) == (1.0, 1.0, 1.0, 1.0)
     # Under full checkpointing 1F1B needs more than 4 checkpoints: what B needs while it runs.
     full = typical_costs(Placement.v(4), "full")
     of_1f1b = max(zbpipe.simulate(zbpipe.generate("1F1B", 4, 8), typical_costs(Placement.loop(4), "full")).peak_memory)
     assert of_1f1b > 7
-    assert max(memory_limits(None, full, 4, 8)) == pytest.approx(1.02 * of_1f1b)
+    assert max(find_memory_limits(None, full, 4, 8)) == pytest.approx(1.02 * of_1f1b)

@@ -29,7 +29,7 @@ import zbpipe
 import zbpipe.titan
 from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime import messages
+from zbpipe.runtime import lowering
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.auto import AutoSchedule
 from zbpipe.runtime.classes import class_of
@@ -211,7 +211,7 @@ def ways_to_receive() -> list[str]:
 
     usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
     modelled = [built(transport=transport) for transport in Transport]
-    messages.ON_ROCM = True
+    lowering.ON_ROCM = True
     return [*usual, *modelled, built()]
 
 
@@ -249,9 +249,9 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
 def test_the_usual_transport_of_a_device(
     device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "ON_ROCM", rocm)
+    monkeypatch.setattr(lowering, "ON_ROCM", rocm)
     stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
-    assert messages.usual_transport(stage) is expected
+    assert lowering.find_usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.ranks.failures import shared_with_other_ranks
+from zbpipe.runtime.ranks.failures import share_with_other_ranks
 
 HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` takes microbatches, too (since 2.14)."""
@@ -236,7 +236,7 @@ def test_parameters_that_are_inference_tensors(one_rank: None) -> None:
     ],
 )
 def test_interruptions_of_a_job(one_rank: None, error: BaseException, note: str) -> None:
-    with pytest.raises(type(error)), shared_with_other_ranks():
+    with pytest.raises(type(error)), share_with_other_ranks():
         raise error
     assert note in pipelining.default_store().compare_set("zbpipe/first_failure", "", "nothing").decode()
     assert bool(note) == (b"nothing" not in pipelining.default_store().get("zbpipe/first_failure"))

@@ -351,14 +351,14 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["max-active-stages 2", "unshard-lookahead 1,2", "max-outstanding-sends 3"]
     words = [word for each in given for word in f"--zbpipe.{each}".split()]
     found, _ = parse([*words, "--zbpipe.defer-reduce-grad-wait"])
-    assert found.for_torch() == {
+    assert found.select_for("torch") == {
         "max_active_stages": 2,
         "unshard_lookahead": (1, 2),
         "defer_reduce_grad_wait": True,
         "max_outstanding_sends": 3,
     }
-    assert not found.need_zbpipes_schedule()
-    assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].for_torch() == {"unshard_lookahead": "auto"}
+    assert not found.select_for("zbpipe", "job of zbpipe")
+    assert parse(["--zbpipe.unshard-lookahead", "auto"])[0].select_for("torch") == {"unshard_lookahead": "auto"}
     assert parse(["--zbpipe.check-gradients", "2"])[0].check_gradients == 2
     for wrong in (
         ["--zbpipe.defer"],

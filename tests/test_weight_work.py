@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import BY_NAME
 
 import zbpipe
-from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.verify.gradient_report import GradientReport
 
 WIDTH, EXPERTS, TOKENS = 16, 4, 24

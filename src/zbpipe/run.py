@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zbpipe.frameworks.installation import install_with, list_asked
 from zbpipe.runtime.options import add_arguments, from_arguments
-from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
+from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         install_with(options, found.schedule, everywhere=found.schedule is not None)
     except ValueError as error:
         parser.error(str(error))
-    with ended_at_once(), shared_with_other_ranks():
+    with end_at_once(), share_with_other_ranks():
         _run(target, is_module)
     if found.schedule is not None and not list_asked():
         _say(

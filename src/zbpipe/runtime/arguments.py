@@ -1,4 +1,4 @@
-"""Arguments of public functions, refused at the edge: with the value, and what to give instead."""
+"""Arguments of public functions, refused at the edge: by a ValueError with the value, and what to give instead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from zbpipe.runtime._torch import pipelining
 
 
 def require_schedule(what: str, schedule: object) -> None:
-    """Refuse what is no schedule of torch's or zbpipe's.
-
-    Raises:
-        ValueError: as all functions of this module.
-    """
+    """Refuse what is no schedule of torch's or zbpipe's."""
     if not isinstance(schedule, pipelining.PipelineSchedule):
         raise ValueError(
             f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"

@@ -1,4 +1,4 @@
-"""Attributes of users' modules, read without running the users' code.
+"""Attributes of users' modules, read without running the users' code, and attributes replaced for a while.
 
 A property, a parametrization or a `__getattr__` may draw random numbers, count, or raise. So zbpipe reads an attribute
 of a module as a plain value, or not at all.
@@ -7,6 +7,8 @@ of a module as a plain value, or not at all.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -31,3 +33,19 @@ def declares(owner: object, name: str) -> bool:
 
 
 _MISSING = object()
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within, `owner` (an object or a module) has these attributes; afterwards it is as it was."""
+    for name in attributes:  # nobody would read one that it did not have
+        if name not in vars(owner) and not hasattr(type(owner), name):
+            raise AttributeError(f"{owner!r} has no attribute {name!r} to replace")
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes.keys() - before.keys():
+            del vars(owner)[name]
+        vars(owner).update(before)

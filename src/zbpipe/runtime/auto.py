@@ -25,9 +25,9 @@ from zbpipe.runtime import arguments, checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
+from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
 from zbpipe.runtime.measure.watching import DriftWatcher
-from zbpipe.runtime.offload.copiers import copier_for
+from zbpipe.runtime.offload.copiers import make_copier
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
@@ -43,6 +43,8 @@ USUAL_STEPS = 5
 """Timed steps of each schedule."""
 _WORTH_IT = 0.995
 """A plan has to be faster than this share of the start's step, simulated, to be tried."""
+
+Records = list[StepRecord]
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +139,10 @@ class AutoSchedule(RegisteredSchedule):
         arguments.require_yes_or_no("keep_watching", keep_watching)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
-        """None until it has chosen."""
         self._offload = Offload.parse(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
-            copier_for(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices that have none
+            make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices that have none
         self._group = group
         self._budget = budget
         self._measured = measured
@@ -169,19 +170,19 @@ class AutoSchedule(RegisteredSchedule):
         """What it measures with, until it has planned; then the better one of a plan and ZBVLean."""
         if self._known is None:
             return super().make_for_microbatches(number)
-        lean = self._lean(number, self._known)
+        lean = self._make_lean(number, self._known)
         if self._chose_lean:
             return lean
-        found = self._search(JobCosts(self._known), self._limits(number, self._known), number)
+        found = self._search(JobCosts(self._known), self._find_limits(number, self._known), number)
         is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
         return Schedule.from_csv(found.table, "plan") if is_better else lean
 
-    def _lean(self, number: int, costs: CostModel) -> Schedule:
-        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, self._limits(number, costs))
+    def _make_lean(self, number: int, costs: CostModel) -> Schedule:
+        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, self._find_limits(number, costs))
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
-    def _limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        return memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
+    def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
+        return find_memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records
@@ -191,8 +192,8 @@ class AutoSchedule(RegisteredSchedule):
         if self._known is not None:
             self._log(f"compared with the costs for which it planned, {causes(self._known, model, self.placement)}")
         number = self.sizes.usual
-        limits = self._limits(number, model)
-        start = self._to_beat or self._lean(number, model)
+        limits = self._find_limits(number, model)
+        start = self._to_beat or self._make_lean(number, model)
         self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
@@ -211,8 +212,8 @@ class AutoSchedule(RegisteredSchedule):
             self._settle_for(outcome)
             return
 
-        def decide(of_plan: Sequence[StepRecord], of_start: Sequence[StepRecord]) -> None:
-            after, before = self._step_seconds(of_plan), self._step_seconds(of_start)
+        def decide(records: Records) -> None:
+            after, before = self._step_seconds(records[1::2]), self._step_seconds(records[2::2])
             self.adopt(start if after > before else planned)
             self._log(
                 f"in turn, the plan takes {after:.4g} s a step and {start.name} {before:.4g} s, simulated"
@@ -237,7 +238,7 @@ class AutoSchedule(RegisteredSchedule):
             return
         if words := uneven_stages(job):
             self._log(words)
-        found = advise_placement(self.sizes.usual, job, here, self._budget_for(self.sizes.usual))
+        found = advise_placement(self.sizes.usual, job, here, self._find_budget(self.sizes.usual))
         if found is None:
             return
         self._log(found.words)
@@ -253,14 +254,14 @@ class AutoSchedule(RegisteredSchedule):
         job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
         size = self.placement.num_ranks, num_microbatches, job
-        wanted = {"budget": self._budget_for(num_microbatches), "objective": objective, "offload": self._offload}
-        return agreement.first_answer(f"Auto {size} {wanted}", lambda: _proposal(*size, **wanted))
+        wanted = {"budget": self._find_budget(num_microbatches), "objective": objective, "offload": self._offload}
+        return agreement.ask_first_rank(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
 
-    def _budget_for(self, num_microbatches: int) -> float | None:
+    def _find_budget(self, num_microbatches: int) -> float | None:
         num_ops = 3 * self.placement.num_stages * num_microbatches
         return self._budget or (_WORK if num_ops > _MANY_OPS else None)
 
-    def _step_seconds(self, records: Sequence[StepRecord]) -> float:
+    def _step_seconds(self, records: Records) -> float:
         """The median step of all ranks, each as long as its slowest rank."""
         mine = [record.seconds for record in records]
         by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
@@ -272,43 +273,29 @@ class AutoSchedule(RegisteredSchedule):
             log_visibly(logger, "Auto: %s", words)
 
 
-class _InTurn(Watcher):
+class _InTurn(Collector):
     """Runs two schedules in turn, step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(
-        self,
-        runtime: AutoSchedule,
-        first: Schedule,
-        second: Schedule,
-        times: int,
-        done: Callable[[Sequence[StepRecord], Sequence[StepRecord]], None],
+        self, runtime: AutoSchedule, first: Schedule, second: Schedule, times: int, done: Callable[[Records], None]
     ) -> None:
-        self._runtime = runtime
-        self._done = done
         # The first step of a schedule allocates memory, so it is not counted.
-        self._coming = [first, *[first, second] * times][::-1]
-        self._records: list[StepRecord] = []
+        self._turns = [first, *[first, second] * times]
+        self._runtime = runtime
+        super().__init__([Wanted.TIMES] * len(self._turns), done)
 
     def before(self) -> Wanted | None:
-        if not self._coming:
-            return None
-        self._runtime.adopt(self._coming.pop())
-        return Wanted.TIMES
-
-    def missed(self) -> None:
-        self._coming.append(self._runtime.schedule)
+        wanted = super().before()
+        if wanted is not None:
+            self._runtime.adopt(self._turns[len(self.records)])
+        return wanted
 
     def after(self, record: StepRecord) -> None:
-        if not self._runtime.sizes.last_was_usual:
-            self.missed()  # a step of another size is no measurement
-            return
-        self._records.append(record)
-        if not self._coming:
-            _, *records = self._records
-            self._done(records[::2], records[1::2])
+        is_usual = self._runtime.sizes.last_was_usual  # a step of another size is no measurement
+        super().after(replace(record, has_usual_shapes=is_usual))
 
 
-def _proposal(*size: Any, **wanted: Any) -> _Proposal:
+def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:
     try:
         found = plan(*size, **wanted)
     except ValueError as error:
@@ -320,10 +307,8 @@ def _proposal(*size: Any, **wanted: Any) -> _Proposal:
     return _Proposal(found.schedule.to_csv(), found.makespan, words)
 
 
-def memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
-    """By rank what it may hold, in the unit of `costs.activations`: the limit, or None for 1F1B's memory.
-
-    At least what one microbatch alone takes: it has run.
-    """
+def find_memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
+    """By rank what it may hold, in the unit of `costs.activations`: the limit, or None for 1F1B's memory."""
+    # At least what one microbatch alone takes: it has run.
     limits = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
     return tuple(map(max, limits, least_room(Placement.v(ranks), costs)))

@@ -99,7 +99,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
         "placements": [planned.placement],
         "objective": plan.objective,
     }
-    return agreement.first_answer(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
+    return agreement.ask_first_rank(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(
@@ -126,7 +126,14 @@ def from_first_rank(
     Raises:
         ValueError: on all ranks, if `make` fails or gives something else than a Schedule or a Plan.
     """
-    made: list[Any] = [_make_or_error(make) if dist.get_rank(group) == 0 else None]
+    made: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            made = [make()]
+            if not isinstance(made[0], (Schedule, Plan)):
+                made = [f"it made {made[0]!r}, not a zbpipe.Schedule or a zbpipe.Plan"]
+        except Exception as error:  # the other ranks wait for an answer, whatever it is
+            made = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
         raise ValueError(f"the first rank has no schedule for the others: {made[0]}")
@@ -134,22 +141,8 @@ def from_first_rank(
     return found
 
 
-def _make_or_error(make: Callable[[], Made]) -> Made | str:
-    try:
-        found = make()
-    except Exception as error:  # the other ranks wait for an answer, whatever it is
-        return f"{type(error).__name__}: {error}"
-    return (
-        found if isinstance(found, (Schedule, Plan)) else f"it made {found!r}, not a zbpipe.Schedule or a zbpipe.Plan"
-    )
-
-
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
-    """Refuse options that the schedule does not have with the installed torch.
-
-    Raises:
-        ValueError: the message lists the options that it has.
-    """
+    """Refuse options that the schedule does not have with the installed torch."""
     if algorithm.source == "torch":
         checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:
@@ -157,10 +150,6 @@ def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
 
 
 def require_splittable(schedule: pipelining.PipelineSchedule, name: str) -> None:
-    """Refuse one of torch's own schedules with I and W on compiled stages.
-
-    Raises:
-        ValueError: its first W would fail, or with `donated_buffer=False` its gradients would be wrong.
-    """
+    """Refuse one of torch's own schedules with I and W on compiled stages."""
     if isinstance(schedule, pipelining.ScheduleRuntime) and pipelining.has_split_backward(schedule):
         split.require_not_compiled(hooks.stages_of(schedule), f"torch's own {name}")

@@ -36,11 +36,7 @@ _WAY_OUT = (
 
 
 def require_writable(file: str | Path) -> None:
-    """Refuse, before the job runs, a file that it could not write later; makes the folder if there is none.
-
-    Raises:
-        ValueError: the message has the reason.
-    """
+    """Refuse, before the job runs, a file that it could not write later; makes the folder if there is none."""
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,35 +50,15 @@ def require_writable(file: str | Path) -> None:
 
 
 def require_options(name: str, options: Iterable[str], build: Callable[..., Any], more: Iterable[str] = ()) -> None:
-    """Refuse options that a schedule does not have with the installed torch.
-
-    Args:
-        name: of the schedule, for the message.
-        options: their names.
-        build: the constructor, whose own arguments are known.
-        more: names of further arguments.
-
-    Raises:
-        ValueError: the message lists those that it takes.
-    """
+    """Refuse options that a schedule does not have with the installed torch: no arguments of `build`, nor in `more`."""
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
     arguments.require_known(f"{name} on this torch", options, known)
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
-    """Refuse a job's own number of stages that the schedule called `name` does not have.
-
-    Args:
-        name: of the schedule.
-        placement: of its stages.
-        num_layers: of the model.
-        cut: into how many stages the job's config cuts it; None where it leaves that to the schedule.
-        field: what the config says.
-
-    Raises:
-        ValueError: the two numbers differ.
-    """
+    """Refuse a job's own number of stages, `cut`, if the schedule called `name` has another one."""
+    # None leaves it to the schedule. `field` is the part of the job's config that cuts.
     if cut is not None and cut != placement.num_stages:
         raise ValueError(
             f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
@@ -91,11 +67,7 @@ def require_cut(name: str, placement: Placement, num_layers: int, cut: int | Non
 
 
 def require_parts(name: str, placement: Placement, num_parts: int) -> None:
-    """Refuse a list of modules for another number of stages than the schedule called `name` has.
-
-    Raises:
-        ValueError: the two numbers differ.
-    """
+    """Refuse a list of modules for another number of stages than the schedule called `name` has."""
     if num_parts != placement.num_stages:
         raise ValueError(
             f"{name} on {placement.num_ranks} ranks has {placement.num_stages} stages, but module_fqns_per_model_part"
@@ -129,40 +101,30 @@ def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> l
 def place_stages(
     stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
 ) -> tuple[list[PipelineStage], Placement]:
-    """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here.
-
-    Raises:
-        ValueError: they are not those that the schedule has on this rank.
-    """
-    ordered = sort_stages(stages, algorithm.name)
-    placement = algorithm.place(ordered[0].group_size, len(ordered) if algorithm.any_stages_per_rank else None)
-    require_placement(ordered, algorithm.name, placement)
-    return ordered, placement
-
-
-def require_placement(stages: Sequence[PipelineStage], name: str, placement: Placement) -> None:
-    """Refuse stages that are not those of their rank."""
-    rank, group_size = stages[0].group_rank, stages[0].group_size
-    if any((stage.group_rank, stage.group_size) != (rank, group_size) for stage in stages):
-        groups = [(stage.group_rank, stage.group_size) for stage in stages]
+    """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here."""
+    name, ordered = algorithm.name, sort_stages(stages, algorithm.name)
+    groups = [(stage.group_rank, stage.group_size) for stage in ordered]
+    if len(set(groups)) > 1:
         raise ValueError(f"{name}: all stages of a rank belong to one process group, got (rank, size) {groups}")
+    rank, group_size = groups[0]
+    placement = algorithm.place(group_size, len(ordered) if algorithm.any_stages_per_rank else None)
     expected = placement.stages_on(rank)
-    found = tuple(stage.stage_index for stage in stages)
-    totals = {stage.num_stages for stage in stages}
+    found = tuple(stage.stage_index for stage in ordered)
+    totals = {stage.num_stages for stage in ordered}
     if found != expected or totals != {placement.num_stages}:
         raise ValueError(
             f"{name} on {group_size} pipeline ranks has {placement.num_stages} stages in all, and rank {rank} holds"
             f" the stages {list(expected)}; got the stages {list(found)} built with num_stages={sorted(totals)}."
             f" Build those that zbpipe.stage_indices({name!r}, rank={rank}, num_ranks={group_size}) names"
         )
+    return ordered, placement
 
 
 def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
-    """Refuse torch's late receives where they do not match the sends.
-
-    On a V, messages of F and I go the same way between two ranks, so a rank can receive one for the other (torch 2.15).
-    Elsewhere a rank can wait for a message that the other rank sends only after it has received one of this rank.
-    """
+    """Refuse torch's late receives where they do not match the sends."""
+    # On a V, messages of F and I go the same way between two ranks, so a rank can receive one for the other (torch
+    # 2.15). Elsewhere a rank can wait for a message that the other rank sends only after it has received one of this
+    # rank.
     if not options.get("defer_pp_recv") or not isinstance(runtime, pipelining.ScheduleRuntime):
         return
     rows = pipelining.rows_of(runtime)
@@ -182,13 +144,7 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
 
 
 def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
-    """Refuse a training step without a loss, an empty batch, and a target that makes no equal microbatches.
-
-    Args:
-        runtime: the schedule whose step begins.
-        inputs: of the whole batch, as given to `step`.
-        target: of the whole batch, as given to `step`; None on most ranks.
-    """
+    """Refuse a training step without a loss, an empty batch, and a target that makes no equal microbatches."""
     if pipelining.trains(runtime) and pipelining.loss_fn_of(runtime) is None:
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
@@ -227,14 +183,7 @@ def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
 def require_microbatches_alike(
     runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any
 ) -> None:
-    """Refuse the microbatches of a step if some are missing, or of another shape than the others.
-
-    Args:
-        runtime: the schedule whose step begins.
-        inputs: a tuple of positional arguments of stage 0 for each microbatch; None for none.
-        keyword_inputs: the same for the keyword arguments, for all stages of this rank.
-        targets: one for each microbatch.
-    """
+    """Refuse the microbatches of a step if some are missing, or of another shape than the others."""
     n_microbatches = pipelining.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
@@ -247,7 +196,7 @@ def require_microbatches_alike(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )
     for number, microbatch in enumerate(inputs or () if stages[0].is_first else ()):
-        if (found := _shapes(microbatch)) != (of_first := _shapes(inputs[0])):
+        if (found := _list_shapes(microbatch)) != (of_first := _list_shapes(inputs[0])):
             raise ValueError(
                 f"microbatch {number} has inputs of the shapes {_describe(found)}, but microbatch 0 has"
                 f" {_describe(of_first)}: {_WAY_OUT}"
@@ -260,25 +209,24 @@ def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> No
     expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
     if not stage.is_first or not inputs or expected is None:
         return
-    if (found := _shapes(inputs[0])) != expected:
+    if (found := _list_shapes(inputs[0])) != expected:
         raise ValueError(
             f"the microbatches have inputs of the shapes {_describe(found)}, but those of the first step, for which"
             f" the messages between ranks are set up, had {_describe(expected)}: {_WAY_OUT}"
         )
 
 
-def _shapes(microbatch: Iterable[Any]) -> list[torch.Size]:
-    return [_local_shape(each) for each in microbatch if isinstance(each, Tensor)]
+def _list_shapes(microbatch: Iterable[Any]) -> list[torch.Size]:
+    return [_find_local_shape(each) for each in microbatch if isinstance(each, Tensor)]
 
 
-def input_shapes(inputs: Iterable[Any]) -> list[Any]:
+def describe_inputs(inputs: Iterable[Any]) -> list[Any]:
     """What the first of these microbatches gives stage 0: shapes and types."""
-    for microbatch in inputs:
-        return [(tuple(_local_shape(each)), each.dtype) for each in microbatch if isinstance(each, Tensor)]
-    return []
+    first = next(iter(inputs), ())
+    return [(tuple(_find_local_shape(each)), each.dtype) for each in first if isinstance(each, Tensor)]
 
 
-def _local_shape(tensor: Tensor) -> torch.Size:
+def _find_local_shape(tensor: Tensor) -> torch.Size:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape
 
 
@@ -316,13 +264,9 @@ def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
 
 
 def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -> Receives | None:
-    """When the user wants receives to be posted; None leaves it to zbpipe.
-
-    With `max_outstanding_sends` torch places its waits between its own early receives, so that option means early ones.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """When the user wants receives to be posted; None leaves it to zbpipe."""
+    # With `max_outstanding_sends` torch places its waits between its own early receives, so that option means early
+    # ones.
     if receives is not None:
         return Receives.parse(receives)
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
@@ -337,7 +281,7 @@ def require_same_placement(schedule: Schedule, placement: Placement) -> None:
         )
 
 
-def require_inferred_shapes(runtime: pipelining.ScheduleRuntime) -> None:
+def require_inferred_shapes(runtime: pipelining.OwnRuntime) -> None:
     """Refuse microbatches of other shapes where torch cannot infer them."""
     if not pipelining.can_infer_shapes(runtime):
         raise ValueError(
@@ -348,11 +292,7 @@ def require_inferred_shapes(runtime: pipelining.ScheduleRuntime) -> None:
 
 
 def require_offload(what: Offload | None, split_backward: SplitBackward, spell: Spell = str) -> None:
-    """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph.
-
-    Raises:
-        ValueError: with the options as `spell` writes them.
-    """
+    """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
     if split_backward == "autograd" and what not in (None, Offload.ACTIVATIONS):
         raise ValueError(
             f"{spell('offload')} {what} takes deferred gradients, and only zbpipe's split frees them: leave out"

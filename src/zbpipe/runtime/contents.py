@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 24
 """Larger arrays are data sets rather than counters."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 
-PutBack = Callable[[], None]
+PutBack = Callable[[], object]
 
 
 class Contents:
@@ -38,14 +38,14 @@ class Contents:
         self.tensors: list[Tensor] = []
         """Those that lie in attributes and containers; whoever asks keeps their values."""
         self._put_back: list[PutBack] = []
-        self._packages = {_package(type(part)) for part in parts}
+        self._packages = {_find_package(type(part)) for part in parts}
         # They hold what it has seen, so that no id is used again meanwhile.
         self._seen: dict[int, object] = {id(part): part for part in parts}
         waiting: list[object] = []
         for part in parts:
             waiting += [value for name, value in vars(part).items() if name not in _KEPT_ELSEWHERE]
         for kind in {kind for part in parts for kind in type(part).__mro__ if self._is_users(kind)}:
-            waiting += self._class(kind)
+            waiting += self._keep_class(kind)
         while waiting and len(self._seen) < _MOST_OBJECTS:
             value = waiting.pop()
             if not isinstance(value, _ATOMS) and id(value) not in self._seen:
@@ -63,7 +63,7 @@ class Contents:
             if not isinstance(value, nn.Parameter):
                 self.tensors.append(value)
             return ()
-        if put_back := _generator(value) or _buffer(value):
+        if put_back := _keep_generator(value) or _keep_array(value):
             self._put_back.append(put_back)
             return ()
         for kind, keep in _CONTAINERS.items():
@@ -74,15 +74,13 @@ class Contents:
         if isinstance(value, (tuple, frozenset)):
             return value if len(value) <= _MOST else ()
         if isinstance(value, (nn.Module, SimpleNamespace)) or self._is_users(type(value)):
-            return self._object(value)
+            return self._keep_object(value)
         return ()
 
     def _is_users(self, kind: type) -> bool:
-        """Whether a class is of the user's own code, or of the package of one of the modules.
-
-        An object of another package, such as a logger, may be in use by other threads.
-        """
-        package = _package(kind)
+        """Whether a class is of the user's own code, or of the package of one of the modules."""
+        # An object of another package, such as a logger, may be in use by other threads.
+        package = _find_package(kind)
         if package in ("torch", "zbpipe") or package in sys.stdlib_module_names:
             return package == "__main__"
         if package in self._packages or dataclasses.is_dataclass(kind):
@@ -90,7 +88,7 @@ class Contents:
         file = getattr(sys.modules.get(package), "__file__", None)
         return file is not None and "site-packages" not in file and "dist-packages" not in file
 
-    def _object(self, value: Any) -> Iterator[object]:
+    def _keep_object(self, value: Any) -> Iterator[object]:
         names = [each for kind in type(value).__mro__ for each in vars(kind).values()]
         for slot in (each for each in names if isinstance(each, MemberDescriptorType) and each.__name__ != "__dict__"):
             try:
@@ -106,7 +104,7 @@ class Contents:
             is_module = isinstance(value, nn.Module)  # one that no other module has as its own
             yield from (held for name, held in own.items() if not (is_module and name == "_parameters"))
 
-    def _class(self, kind: type) -> Iterator[object]:
+    def _keep_class(self, kind: type) -> Iterator[object]:
         """Plain attributes of a class, such as a counter of all its instances."""
         for name, value in list(vars(kind).items()):
             if not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__"):
@@ -118,7 +116,7 @@ _KEPT_ELSEWHERE = {"_parameters", "_buffers", "_modules"}
 """FSDP swaps parameters between F and I, and `State` keeps buffers."""
 
 
-def _package(kind: type) -> str:
+def _find_package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
@@ -131,7 +129,7 @@ Kept = tuple[list[object], PutBack]
 """What is in a container, and how to put it back."""
 
 
-def _keep_mapping(value: dict[Any, Any]) -> Kept:
+def _keep_mapping(value: Any) -> Kept:
     # Not by methods of a subclass: `Counter.update` adds, and one of the user's may do anything.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     before = list(kind.items(value))
@@ -146,43 +144,22 @@ def _keep_mapping(value: dict[Any, Any]) -> Kept:
     return [each for _, each in before], put_back
 
 
-def _keep_list(value: list[Any]) -> Kept:
-    before = list.copy(value)
+def _keep_entries(kind: Any, fill: Callable[[Any, list[object]], None], value: Any) -> Kept:
+    before = list(kind.__iter__(value))
 
     def put_back() -> None:
-        if not _are_same(value, before):
-            list.__setitem__(value, slice(None), before)
+        if not _are_same(kind.__iter__(value), before):
+            kind.clear(value)
+            fill(value, before)
 
     return before, put_back
-
-
-def _keep_deque(value: deque[Any]) -> Kept:
-    before = list(value)
-
-    def put_back() -> None:
-        if not _are_same(list(value), before):
-            deque.clear(value)
-            deque.extend(value, before)
-
-    return before, put_back
-
-
-def _keep_set(value: set[Any]) -> Kept:
-    before = set.copy(value)
-
-    def put_back() -> None:
-        if not set.__eq__(value, before):
-            set.clear(value)
-            set.update(value, before)
-
-    return list(before), put_back
 
 
 _CONTAINERS: dict[type, Callable[[Any], Kept]] = {
     dict: _keep_mapping,
-    list: _keep_list,
-    deque: _keep_deque,
-    set: _keep_set,
+    list: partial(_keep_entries, list, list.extend),
+    deque: partial(_keep_entries, deque, deque.extend),
+    set: partial(_keep_entries, set, set.update),
 }
 
 
@@ -191,8 +168,7 @@ def _are_same(one: Iterable[object], other: Iterable[object]) -> bool:
     return [*map(id, one)] == [*map(id, other)]
 
 
-def _buffer(value: Any) -> PutBack | None:
-    """For arrays of numbers."""
+def _keep_array(value: Any) -> PutBack | None:
     numpy = sys.modules.get("numpy")
     if isinstance(value, (bytearray, array)):
         return partial(value.__setitem__, slice(None), value[:])
@@ -201,11 +177,11 @@ def _buffer(value: Any) -> PutBack | None:
     return None
 
 
-def _generator(value: Any) -> PutBack | None:
+def _keep_generator(value: Any) -> PutBack | None:
     """For sources of random numbers that a module has of its own."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
-        return partial(_call, value.set_state, value.get_state())
+        return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
     if numpy is not None and isinstance(value, numpy.random.Generator):
@@ -215,11 +191,7 @@ def _generator(value: Any) -> PutBack | None:
     return None
 
 
-def _call(function: Callable[[Any], object], argument: object) -> None:
-    function(argument)
-
-
-def find_shared_generators() -> Iterator[PutBack]:
+def keep_shared_generators() -> Iterator[PutBack]:
     """Those of Python and numpy that every module may use."""
     yield partial(random.setstate, random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):

@@ -35,28 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
-    """Refuse options that do not fit the schedule, or name a file that cannot be written.
-
-    Args:
-        algorithm: of the schedule.
-        options: those of the job.
-        spell: for the messages.
-        will_run: False for a job without a pipeline, which writes no files.
-
-    Raises:
-        ValueError: for the first of them.
-    """
+    """Refuse options that do not fit the schedule, or name a file that cannot be written."""
+    # A job without a pipeline (not `will_run`) writes no files.
     name, is_auto = algorithm.name, algorithm is AutoSchedule.algorithm
-    require_options(algorithm, options.for_torch())
+    require_options(algorithm, options.select_for("torch"))
     if options.memory_limit is not None:
         algorithm.require_limits(spell("memory_limit"))
-    if algorithm.source == "torch" and options.need_zbpipes_schedule():
+    if algorithm.source == "torch" and options.select_for("zbpipe", "job of zbpipe"):
         raise ValueError(
             f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    checks.read_receives(options.receives, options.for_torch())
+    checks.read_receives(options.receives, options.select_for("torch"))
     if options.transport is not None:
         Transport.parse(options.transport)
     if not will_run:
@@ -79,15 +70,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
 def require_size(
     algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: checks.Spell
 ) -> None:
-    """Refuse options that do not fit a job of this size.
-
-    Args:
-        algorithm: of the schedule.
-        options: those of the job, which fit the schedule.
-        num_ranks: of the pipeline.
-        n_microbatches: of a step.
-        steps: that the job trains; None if that is not known.
-        spell: for the messages.
+    """Refuse options that do not fit a job of this size; `steps` are None if their number is not known.
 
     Raises:
         ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
@@ -99,12 +82,21 @@ def require_size(
         # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
         costs = known.on(placement) if known else CostModel.uniform(placement)
         require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
-    if options.profile_steps and not _runs_i_and_w(algorithm, num_ranks, n_microbatches):
+    rows = algorithm.make(num_ranks, n_microbatches) if options.profile_steps else ()
+    if options.profile_steps and all(op.kind is not OpKind.I for ops in rows for op in ops):
         raise ValueError(
             f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with one of"
             " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
         )
-    for option, needed in _steps_needed(algorithm, options).items():
+    timed = options.profile_steps
+    if timed is None and algorithm is AutoSchedule.algorithm and options.costs_out:
+        timed = USUAL_STEPS
+    steps_needed = {
+        "profile_steps": timed + WARM_UP + 1 if timed else 0,
+        "trace_step": options.trace_step if options.trace else 0,
+        "check_gradients": options.check_gradients or 0,
+    }
+    for option, needed in steps_needed.items():
         if steps is not None and needed > steps:
             raise ValueError(
                 f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
@@ -127,12 +119,7 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
 
 
 def read_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
-    """The costs in the job's cost file for stages with this placement; None without a file.
-
-    Raises:
-        ValueError: the file cannot be read, or is for layers or for other stages; or the job offloads and the file does
-            not know the way to the host.
-    """
+    """The costs in the job's cost file for stages with this placement; None without a file."""
     if options.costs_file is None:
         return None
     named = f"{spell('costs_file')} {options.costs_file}"
@@ -156,20 +143,6 @@ def read_costs(options: Options, placement: Placement, spell: checks.Spell = str
             f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes a second"
         )
     return found
-
-
-def _steps_needed(algorithm: Algorithm, options: Options) -> dict[str, int]:
-    measures = algorithm is AutoSchedule.algorithm and options.costs_out
-    timed = options.profile_steps or (USUAL_STEPS if measures else 0)
-    return {
-        "profile_steps": timed + WARM_UP + 1 if timed else 0,
-        "trace_step": options.trace_step if options.trace else 0,
-        "check_gradients": options.check_gradients or 0,
-    }
-
-
-def _runs_i_and_w(algorithm: Algorithm, num_ranks: int, n_microbatches: int) -> bool:
-    return any(op.kind is OpKind.I for ops in algorithm.make(num_ranks, n_microbatches) for op in ops)
 
 
 def _require_files(options: Options, spell: checks.Spell) -> None:
@@ -197,22 +170,17 @@ def build(
     options: Options,
     **more: Any,
 ) -> pipelining.PipelineSchedule:
-    """The schedule with `options`; the job's own arguments, `more`, win over them.
-
-    Raises:
-        ValueError: see `zbpipe.build_pipeline_schedule`.
-    """
-    own = {} if algorithm.source == "torch" else options.for_zbpipe()
+    """The schedule with `options`; the job's own arguments, `more`, win over them."""
+    own = options.select_for("torch", "zbpipe")
     if options.costs_file is not None:
         _, placement = checks.place_stages(stages, algorithm)
         known = read_costs(options, placement)
         assert known is not None
-        own["costs"] = known.costs
-        own["transport"] = own["transport"] or known.transport
+        own = {"transport": known.transport, **own, "costs": known.costs}
     if algorithm is AutoSchedule.algorithm:
-        own |= options.for_auto()
+        own |= options.select_for("auto")
         own["measured"] = lambda costs: write_costs(costs, options.costs_out)
-    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **options.for_torch() | own | more)
+    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **own | more)
 
 
 def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
@@ -226,16 +194,13 @@ def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Log the measured costs on the first rank, and write them to `file`, if it is given.
-
-    If the file cannot be written, this logs a warning: the job does not depend on it.
-    """
+    """Log the measured costs on the first rank, and write them to `file`, if it is given."""
     if dist.get_rank() != 0:
         return
     log_visibly(logger, "measured costs:\n%s", report.costs(costs))
     if not file:
         return
-    try:
+    try:  # the job does not depend on it
         costs_file.dump_costs(costs, file)
     except OSError as error:
         logger.warning("the measured costs cannot be written: %s", error)

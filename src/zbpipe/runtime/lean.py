@@ -13,7 +13,7 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import checkpoints, hooks
+from zbpipe.runtime._torch import checkpoints, hooks, pipelining
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -29,12 +29,10 @@ class LeanSchedule(RegisteredSchedule):
     It takes what all of zbpipe's schedules take, and
 
     Args:
-        stages: all stages of this rank, already wrapped for checkpointing; also `n_microbatches`, `loss_fn`,
-            `args` and `options` as for every schedule of zbpipe's.
+        stages: all stages of this rank, already wrapped for checkpointing.
         checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
             `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
         costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
-        memory_limit: see `zbpipe.costs.MemoryLimit`.
 
     Raises:
         ValueError: as for every schedule, or an unknown checkpointing.
@@ -69,12 +67,11 @@ class LeanSchedule(RegisteredSchedule):
         unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
-        stage = hooks.stages_of(self)[0]
-        words = agreement.answers(
-            self, self.algorithm.name, "checkpointing", self.checkpointing, stage.group, stage.device
-        )
+        stage, name = hooks.stages_of(self)[0], self.algorithm.name
+        question = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
+        words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
-        logger.info("%s is made for %s activation checkpointing, as the modules show", self.algorithm.name, agreed)
+        logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
         self.make_for(agreed)  # not before: a rank that refuses this step asks again in the next one
 
     def make_for(self, checkpointing: Checkpointing) -> None:

@@ -1,4 +1,4 @@
-"""Schedules as torch runs them: with sends and receives, lowered once and kept."""
+"""Schedules as torch runs them: with sends and receives, lowered once and kept; what these messages wait for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator import passes
 from zbpipe.simulator.post_validation import RunAhead, ahead_of
 from zbpipe.simulator.simulation import best_receives, simulate
+
+ON_ROCM = torch.version.hip is not None
+"""Whether this torch was built for AMD's GPUs."""
 
 
 @dataclass
@@ -24,20 +29,13 @@ class Lowered:
     schedule: Schedule
     lists: pipelining.Lists
     receives: Receives
-    """When ranks post them."""
     is_agreed: bool = False
     """Whether all ranks have been seen to have the same lists."""
     _cut: RunAhead | None = None
 
     def cut(self, runtime: pipelining.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
-        """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that.
-
-        Nor with copies to the host, which would have to be undone.
-
-        Args:
-            runtime: which runs it.
-            costs: to simulate how far ranks may run ahead.
-        """
+        """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that."""
+        # Copies to the host would have to be undone.
         if self.schedule.has_copies:
             return None
         if self._cut is None:
@@ -55,7 +53,6 @@ class Lowering:
     receives: Receives | None
     """When ranks post them; None for what gives the shortest step."""
     transport: Transport
-    """What messages wait for."""
     frees_sends_early: bool
     """Whether sent tensors are freed as soon as they have surely been received."""
     _known: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
@@ -65,21 +62,9 @@ class Lowering:
         self._known.clear()
 
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
-        """The schedule as `runtime` runs it, whose own lists may be others afterwards.
-
-        Args:
-            runtime: with the number of microbatches of `schedule`.
-            schedule: with or without copies.
-            costs: to place receives.
-
-        Raises:
-            ValueError: torch cannot run it.
-        """
-        if schedule not in self._known:
-            self._known[schedule] = self._lower(runtime, schedule, costs)
-        return self._known[schedule]
-
-    def _lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
+        """The schedule as `runtime` runs it, whose own lists may be others afterwards; `costs` place receives."""
+        if schedule in self._known:
+            return self._known[schedule]
         checks.require_runnable(schedule)
         computations = schedule.computations
         pipelining.lower(runtime, computations)
@@ -89,7 +74,9 @@ class Lowering:
             rows = passes.free_sends_early(passes.add_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
         pipelining.use_rows(runtime, rows)
-        return Lowered(schedule, pipelining.lists_of(runtime), receives)
+        lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
+        self._known[schedule] = lowered = Lowered(schedule, lists, receives)
+        return lowered
 
 
 @contextmanager
@@ -102,3 +89,21 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def find_usual_transport(stage: pipelining.Stage) -> Transport:
+    """What messages between `stage` and others usually wait for on its device."""
+    # NCCL has one queue for all messages of a process group; torch >= 2.15 can give each edge of the pipeline a group
+    # of its own. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
+    if pipelining.device_of(stage).type == "cpu":
+        return Transport.IDEAL
+    if ON_ROCM:
+        return Transport.SHARED
+    return Transport.QUEUE_PER_PEER if getattr(stage, "p2p_per_edge", False) else Transport.ONE_QUEUE
+
+
+def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Receives]:
+    """What the messages wait for, and when ranks post receives, in one of zbpipe's schedules or torch's."""
+    usual = find_usual_transport(hooks.stages_of(schedule)[0])
+    by_torch = Receives.LATE if pipelining.receives_late(schedule) else Receives.EARLY
+    return getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch)

@@ -23,10 +23,10 @@ from zbpipe.simulator.offloading import Offload
 OptimizerSteps = Literal["synchronous", "validated"]
 """How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""
 
-_Taker = Literal["torch", "zbpipe", "auto", "job", "trainer"]
+_Taker = Literal["torch", "zbpipe", "auto", "job", "job of zbpipe", "trainer"]
 """Who takes an option: torch's schedules and zbpipe's, zbpipe's alone, `Auto` alone, `zbpipe.runtime.job`, which builds
-the schedule and attaches what watches it, or a plug that has the job's trainer. The order of the fields is that of
-docs/options.md."""
+the schedule and attaches what watches it (some options only for zbpipe's), or a plug that has the job's trainer. The
+order of the fields is that of docs/options.md."""
 
 
 def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
@@ -34,7 +34,7 @@ def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None,
 
     Args:
         taker: who takes it.
-        text: sentences for the command line and docs/options.md, with `{prefix}` before names of options.
+        text: for the command line and docs/options.md, with `{prefix}` before names of options.
         default: of the field.
         check: called with name and value; raises ValueError.
         how: for argparse.
@@ -49,7 +49,7 @@ _jobs = partial(_option, "job")
 _trainers = partial(_option, "trainer")
 
 
-def _words(kind: type[StrEnum]) -> list[str]:
+def _list_words(kind: type[StrEnum]) -> list[str]:
     return [each.replace(" ", "-") for each in kind]
 
 
@@ -68,26 +68,26 @@ def _require_count(name: str, value: object) -> None:
         require_whole(1, **{name: value})
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if not _count(text):
+def _parse_positive(text: str) -> int:
+    if not _parse_count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
-def _lookahead(text: str) -> str | tuple[int, ...]:
-    return text if text in ("full", "auto") else tuple(map(_count, text.split(",")))
+def _parse_lookahead(text: str) -> str | tuple[int, ...]:
+    return text if text in ("full", "auto") else tuple(map(_parse_count, text.split(",")))
 
 
-_COUNT: Mapping[str, Any] = {"metavar": "N", "type": _count}
+_COUNT: Mapping[str, Any] = {"metavar": "N", "type": _parse_count}
 _FLAG: Mapping[str, Any] = {"action": "store_true", "check": arguments.require_yes_or_no}
 _FILE: Mapping[str, Any] = {"metavar": "FILE", "check": arguments.require_path}
-_STEPS: Mapping[str, Any] = {"metavar": "N", "type": _positive, "check": _require_count}
+_STEPS: Mapping[str, Any] = {"metavar": "N", "type": _parse_positive, "check": _require_count}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Options:
         default=False,
         **_FLAG,
     )
-    check_gradients: int | None = _jobs(
+    check_gradients: int | None = _option(
+        "job of zbpipe",
         "Compare the split's gradients with those of an ordinary backward in the first N steps"
         " (docs/checking-gradients.md).",
         **_STEPS,
@@ -138,7 +139,8 @@ class Options:
     )
     trace: str | None = _jobs("Write what every rank did in one step to this file, for ui.perfetto.dev.", **_FILE)
     trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
-    costs_file: str | None = _jobs(
+    costs_file: str | None = _option(
+        "job of zbpipe",
         "Make the schedule for the stages' costs in this file, as an earlier job has measured and written them. The"
         " file's memory_limit counts for `zbpipe plan` only (docs/costs-file.md).",
         **_FILE,
@@ -146,16 +148,16 @@ class Options:
     offload: Offload | str | bool | None = _zbpipes(
         "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
         " time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
-        choices=_words(Offload),
+        choices=_list_words(Offload),
         check=lambda name, value: Offload.parse(value),
     )
     receives: str | None = _zbpipes(
         "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
-        choices=_words(Receives),
+        choices=_list_words(Receives),
     )
     transport: str | None = _zbpipes(
         "What messages wait for. Default: what is usual on the device (docs/messages.md).",
-        choices=_words(Transport),
+        choices=_list_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(
         "torch's option: the number of sends that a rank may have under way.",
@@ -173,7 +175,7 @@ class Options:
     )
     unshard_lookahead: str | tuple[int, ...] | None = _torchs(
         "torch's option: how many stages ahead FSDP gathers weights, on each rank.",
-        type=_lookahead,
+        type=_parse_lookahead,
         metavar="full|auto|N,N,...",
     )
     defer_reduce_grad_wait: bool | None = _torchs(
@@ -188,25 +190,11 @@ class Options:
         limit = MemoryLimit.parse(self.memory_limit, costs_are_known=self.costs_file is not None)
         set_fields(self, memory_limit=limit)
 
-    def _of(self, taker: _Taker) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["taker"] == taker}
-
-    def for_torch(self) -> dict[str, Any]:
-        """The keyword arguments that torch's schedules have, too, as far as they are given."""
-        return {name: value for name, value in self._of("torch").items() if value is not None}
-
-    def for_zbpipe(self) -> dict[str, Any]:
-        """The keyword arguments that only zbpipe's schedules have."""
-        return self._of("zbpipe")
-
-    def for_auto(self) -> dict[str, Any]:
-        """The keyword arguments that only `Auto` has, as far as they are given."""
-        return {name: value for name, value in self._of("auto").items() if value is not None}
-
-    def need_zbpipes_schedule(self) -> bool:
-        """Whether an option is set that torch's own schedules do not have."""
-        given = (self.check_gradients, self.costs_file)
-        return self.for_zbpipe() != Options().for_zbpipe() or any(each is not None for each in given)
+    def select_for(self, *takers: _Taker) -> dict[str, Any]:
+        """The keyword arguments that these take, as far as they are not the default."""
+        taken = (each for each in fields(self) if each.metadata["taker"] in takers)
+        given = {each.name: (getattr(self, each.name), each.default) for each in taken}
+        return {name: value for name, (value, default) in given.items() if value != default}
 
 
 def list_options(*, steps_optimizer: bool) -> Iterator[Field[Any]]:
@@ -240,10 +228,8 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_
 
 
 def from_arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> Options:
-    """The options among the `values` that a parser with `add_arguments` found; imports the modules that they name.
-
-    What cannot be ends the program with an error.
-    """
+    """The options among the `values` that a parser with `add_arguments` found; imports the modules that they name."""
+    # What cannot be ends the program with an error.
     try:
         import_modules(values["imported"])
         return Options(**{each.name: values[each.name] for each in fields(Options) if each.name in values})

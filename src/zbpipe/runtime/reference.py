@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
-from zbpipe.runtime.contents import Contents, find_shared_generators
+from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.contents import Contents, keep_shared_generators
 from zbpipe.runtime.optimizer.backup import RandomState
-from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.split.layers import deferrals
 
 
@@ -37,16 +37,20 @@ class State:
     ) -> None:
         known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
         self._contents = Contents(module.modules())
-        self._values: list[tuple[Tensor, Tensor, Tensor]] = [
-            (tensor, local, _copy_unless_equal(local, known.get(id(tensor))))
-            for tensor, local in _tensors_of(
-                [*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors]
-            )
-        ]
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []
+        for tensor in (*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors):
+            local = tensor.detach()
+            if isinstance(local, DTensor):
+                local = local.to_local()
+            if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
+                copy = known.get(id(tensor))
+                if copy is None or not torch.equal(local, copy):
+                    copy = local.clone()
+                self._values.append((tensor, local, copy))
         attributes = (own for part in module.modules() for own in (vars(part), autograd.own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
-        self._random = RandomState.now(device)
-        self._shared_random = list(find_shared_generators())
+        self._random = RandomState(device)
+        self._shared_random = list(keep_shared_generators())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -61,31 +65,13 @@ class State:
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
         self._contents.put_back()
         for _, local, copy in self._values:
-            # Write only what differs: the graph of another microbatch may need the tensor unchanged.
-            if _has_storage(local) and not torch.equal(local, copy):
+            # Write only what differs: the graph of another microbatch may need the tensor unchanged. A parameter that
+            # FSDP2 has resharded since has no memory.
+            if local.untyped_storage().size() and not torch.equal(local, copy):
                 local.copy_(copy)
         self._random.restore()
         for put_back in self._shared_random:
             put_back()
-
-
-def _tensors_of(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each with this rank's part of it; without tensor subclasses other than DTensor."""
-    for tensor in tensors:
-        local = tensor.detach()
-        if isinstance(local, DTensor):
-            local = local.to_local()
-        if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
-            yield tensor, local
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """False for a parameter that FSDP2 has resharded since."""
-    return tensor.untyped_storage().size() > 0
-
-
-def _copy_unless_equal(tensor: Tensor, copy: Tensor | None) -> Tensor:
-    return copy if copy is not None and torch.equal(tensor, copy) else tensor.clone()
 
 
 class Gradients(NamedTuple):
@@ -123,14 +109,14 @@ class Microbatch:
         self._outputs: list[tuple[Tensor, int]] = []
         """Of F, each with the number of its changes in place."""
         self.repeats = True
-        """Whether its forward gives the same output once more from the same state, known after `gradients`."""
+        """Whether its forward gives the same output once more from the same state; known after `compute_gradients`."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
         self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
-            for module, (compiled, eager) in _regions(self.stage.submod):
-                watched.enter_context(compiler.with_calls(module, compiled, partial(self._eagerly, module, eager)))
+            for module, (compiled, eager) in _list_regions(self.stage.submod):
+                watched.enter_context(compiler.with_calls(module, compiled, partial(self._run_eagerly, module, eager)))
             output = call(*args, **kwargs)
         tensors = [each.detach() for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         self._outputs = [(each, autograd.version_of(each)) for each in tensors]
@@ -140,7 +126,7 @@ class Microbatch:
         copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._copies.setdefault(id(tensor), copy)
 
-    def _eagerly(self, module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_eagerly(self, module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._ran_eagerly.add(module)
         return eager(*args, **kwargs)
 
@@ -154,17 +140,17 @@ class Microbatch:
         self._output_grads = autograd.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
-    def gradients(self) -> Gradients:
+    def compute_gradients(self) -> Gradients:
         """The gradients of one ordinary backward; afterwards everything is as it was."""
         module = self.stage.submod
         now = State(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), autograd.versions_kept(written), fsdp.without_gradients(module):
+        with torch.no_grad(), autograd.keep_versions(written), fsdp.without_gradients(module):
             self.state.put_back()
             try:
                 with torch.enable_grad():
                     output, inputs = self._run()
-                    gradients = Gradients(gradients_of(module), inputs)
+                    gradients = Gradients(copy_gradients(module), inputs)
                     self.repeats = self._is_as_in_f(output) or self._repeats_with_the_split()
                 return gradients
             finally:
@@ -179,10 +165,8 @@ class Microbatch:
         )
 
     def _repeats_with_the_split(self) -> bool:
-        """Whether the very same forward gives what it gave: if not, it depends on more than can be put back.
-
-        Twice: something that alternates may be back where it was.
-        """
+        """Whether the very same forward gives what it gave: if not, it depends on more than can be put back."""
+        # It runs twice: something that alternates may be back where it was.
         for _ in range(2):
             self.state.put_back()
             if not self._is_as_in_f(pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)):
@@ -207,20 +191,20 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_floating_point() and not one.is_complex():
         return torch.equal(one, other)
-    size = torch.linalg.vector_norm(wide(one, one))
-    error = torch.linalg.vector_norm(wide(one, one) - wide(other, one))
+    size = torch.linalg.vector_norm(widen(one, one))
+    error = torch.linalg.vector_norm(widen(one, one) - widen(other, one))
     return not bool(error > _CLOSE.get(one.dtype, 1e-2) * size)
 
 
 _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, torch.complex64: 1e-5}
 
 
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
-    return {each.name: wide(each.gradient, each.parameter) for each in fsdp.iterate_accumulated(module)}
+    return {each.name: widen(each.gradient, each.parameter) for each in fsdp.iterate_accumulated(module)}
 
 
-def wide(gradient: Tensor, like: Tensor) -> Tensor:
+def widen(gradient: Tensor, like: Tensor) -> Tensor:
     """A copy in at least float32; for DTensors this rank's part, placed as `like`."""
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
@@ -234,19 +218,17 @@ def wide(gradient: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
-    """Within, layers and compiled regions run as if zbpipe had never prepared them.
-
-    Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
-    """
+    """Within, layers and compiled regions run as if zbpipe had never prepared them."""
+    # Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
             plain.enter_context(replaced(deferral, linear=F.linear, products={}))
-        for part, (compiled, eager) in _regions(module):
+        for part, (compiled, eager) in _list_regions(module):
             plain.enter_context(compiler.without_region(part, eager if part in eagerly else compiled))
         yield
 
 
-def _regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[hooks.Call, hooks.Call]]]:
+def _list_regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[hooks.Call, hooks.Call]]]:
     for part in module.modules():
         calls = compiler.find_diverted_calls(part)
         if calls is not None:

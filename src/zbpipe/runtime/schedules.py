@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -16,18 +16,16 @@ from zbpipe.costs.model import CostModel, as_cost_model
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights
-from zbpipe.runtime._torch import abandoned, fsdp, hooks, pipelining
-from zbpipe.runtime.lowering import Lowering, without_collections
-from zbpipe.runtime.messages import usual_transport
+from zbpipe.runtime._torch import abandoned, fsdp, hooks, pipelining, running_ahead
+from zbpipe.runtime.lowering import Lowering, find_usual_transport, without_collections
 from zbpipe.runtime.offload.beside import Copies
-from zbpipe.runtime.offload.copiers import copier_for
-from zbpipe.runtime.optimizer.validation import Validation, run_validated
+from zbpipe.runtime.offload.copiers import make_copier
+from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.ranks.step_board import StepBoard
 from zbpipe.runtime.ranks.step_failures import StepFailures
 from zbpipe.runtime.ranks.step_sizes import StepSizes
-from zbpipe.runtime.ranks.unfreezing import pass_on_unfreezing
 from zbpipe.runtime.schedules_by_size import SchedulesBySize
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.compiled import forget_eager_calls
@@ -41,6 +39,9 @@ from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
+
+if TYPE_CHECKING:
+    from zbpipe.runtime.optimizer.step import OptimizerStep
 
 
 class RegisteredSchedule(pipelining.OwnRuntime):
@@ -86,12 +87,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """
 
     algorithm: ClassVar[Algorithm]
-    """What makes its schedules."""
     changes_by_itself: ClassVar[bool] = False
     """Whether it may run other lists later than the first ones."""
-    _validation: Validation | None = None
+    _optimizer_step: OptimizerStep | None = None
     _copies: Copies | None = None
-    """What runs the copies of schedules that have some."""
     _models_are_checked = False
     _is_warm = False
     """Whether the compiler has seen the stages."""
@@ -126,10 +125,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, self.placement = checks.place_stages(stages, algorithm)
-        """Which rank has which stage."""
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
-        """What steps run, by their number of microbatches."""
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
         self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
@@ -139,14 +136,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.always_train()
-        self.transport = transport or usual_transport(stages[0])
-        """What messages wait for."""
+        self.transport = transport or find_usual_transport(stages[0])
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board)
         self.sizes = StepSizes(self._board, n_microbatches)
-        """Of the steps: numbers of microbatches, and shapes."""
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
@@ -192,7 +186,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.by_size.adopt(schedule)
 
     def load_table(self, file: str) -> None:
-        """Adopt the computations of a CSV file: what torch's `_load_csv` does here."""
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:
@@ -220,8 +213,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def for_microbatches(self, number: int) -> Schedule:
         """The schedule of a step with this number of microbatches: the adopted one, else one made for it.
 
-        It is made at the first such step.
-
         Raises:
             ValueError: there is no such schedule, for example because the one that runs is a table.
         """
@@ -229,7 +220,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        return self.by_size.make(number, runs_ahead=self._validation is not None)
+        return self.by_size.make(number, runs_ahead=self._optimizer_step is not None)
 
     def _use_costs(self, costs: CostModel) -> None:
         self.by_size.use_costs(costs)
@@ -260,7 +251,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._split = None
         checks.require_pairs(schedule, stages)
         if schedule.has_copies:
-            self._copies = self._copies or Copies(stages, copier_for(pipelining.device_of(stages[0])))
+            self._copies = self._copies or Copies(stages, make_copier(pipelining.device_of(stages[0])))
             self._copies.follow(simulate(schedule, costs))
         self._running = lowered
         pipelining.use_lists(self, lowered.lists)
@@ -300,7 +291,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 last stage, no loss_fn, or a `microbatches` that is not the same on all ranks.
             PipelineError: this step, or an earlier one, failed on this rank or on another one.
         """
-        microbatches = self.sizes.number_asked(microbatches, kwargs.get("kwarg_mbs"))
+        microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
@@ -336,10 +327,28 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _run_lists(self, *args: Any, **kwargs: Any) -> None:
         """Run what all ranks have agreed on."""
-        pass_on_unfreezing(self, self._board)
+        self._board.pass_on_unfreezing(self)
         run = partial(super().run_microbatches, *args, **kwargs)
         with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
-            run_validated(self, self._validation, self._cut, run)
+            self._run_ahead(run)
+
+    def _run_ahead(self, run: Callable[[], None]) -> None:
+        """Run a step ahead of the last optimizer step's validation, if that is pending; again if that did not count."""
+        stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
+        kept: list[Tensor] = []
+        if self.scale_grads and trains:  # then the end of the step divides the gradients of earlier steps, too
+            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+        cut = self._cut() if last is not None and last.is_pending and trains and not kept else None
+        if last is None or cut is None:
+            self.finish_optimizer_step()
+            with pipelining.saved_from_scaling(self, kept):
+                run()
+            return
+        random = RandomState(pipelining.device_of(stages[0]))
+        if not running_ahead.run_ahead(self, cut, last.verdict, run):
+            last.redo()
+            random.restore()
+            run()
 
     @contextmanager
     def _refuse_with_all(self) -> Iterator[None]:
@@ -381,21 +390,18 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._failures.tell(error, self, self.schedule.name)
 
     def ask_why_abandoned(self) -> Exception | None:
-        return self._failures.why_abandoned()
+        return self._failures.find_why_abandoned()
 
-    def validate_with(self, validation: Validation) -> None:
-        """Run ahead of `validation` in each step that begins while it is pending: `zbpipe.OptimizerStep` calls this.
-
-        A schedule that can be made for this is made again, unless another one was adopted.
-        """
-        self._validation = validation
+    def run_ahead_of(self, optimizer_step: OptimizerStep) -> None:
+        """From now on begin steps while the validation of the last optimizer step is pending."""
+        self._optimizer_step = optimizer_step
         if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:
             self.adopt(schedule)
 
     @property
     def optimizer_steps(self) -> dict[str, int]:
         """How many of each kind `zbpipe.OptimizerStep` has made; empty without it."""
-        return {} if self._validation is None else asdict(self._validation.counts)
+        return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
 
     @property
     def runs_ahead(self) -> bool:
@@ -403,30 +409,22 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         return self._cut() is not None
 
     def gain_of_running_ahead(self) -> float:
-        """The share of a step that this saves, as simulated with the costs, or with equal times.
-
-        None with copies to the host, which would have to be undone.
-        """
+        """The share of a step that this saves, as simulated; none with copies to the host, which cannot be undone."""
         schedule = self.by_size.make_to_run_ahead(self.schedule)
         return 0.0 if schedule.has_copies else gain(schedule, self.by_size.simulated_costs)
 
     def finish_optimizer_step(self) -> None:
         """Wait until the last optimizer step is validated."""
-        if self._validation is not None and self._validation.is_pending:
-            self._validation.finish()
+        if self._optimizer_step is not None:
+            self._optimizer_step.finish()
 
     def _cut(self) -> RunAhead | None:
         return self._running.cut(self, self.by_size.simulated_costs)
 
 
 def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> pipelining.ScheduleRuntime:
-    """What torch's schedule visualizer shows of a schedule. It cannot run.
-
-    Args:
-        algorithm: what makes the schedule.
-        mocks: of its stages, at least two a rank whatever the schedule has, unless the class is for one.
-        n_microbatches: of a step.
-    """
+    """What torch's schedule visualizer shows of a schedule, on mocks of its stages. It cannot run."""
+    # There are at least two mocks a rank whatever the schedule has, unless the class is for one.
     stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
     is_asked = algorithm.any_stages_per_rank or len(stages) > 2
     made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)

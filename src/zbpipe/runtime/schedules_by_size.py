@@ -25,7 +25,6 @@ class SchedulesBySize:
     limit: MemoryLimit | None
     """What a rank may hold; None for the algorithm's own limit."""
     offload: Offload | None
-    """What goes to the host's memory; None for nothing."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
 
@@ -52,15 +51,7 @@ class SchedulesBySize:
         self._made.clear()
 
     def make(self, number: int, *, runs_ahead: bool = False) -> Schedule:
-        """One for the known costs.
-
-        Args:
-            number: of microbatches.
-            runs_ahead: whether it is for steps with `zbpipe.OptimizerStep`.
-
-        Raises:
-            ValueError: there is none, for example because the schedule is a table.
-        """
+        """One for the known costs, perhaps for steps with `zbpipe.OptimizerStep`; ValueError if there is none."""
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,

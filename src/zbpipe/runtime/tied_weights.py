@@ -8,7 +8,7 @@ see that alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -32,40 +32,30 @@ _WAY_OUT = (
 logger = logging.getLogger(__name__)
 
 
-class _Weight(NamedTuple):
-    """A matrix, as a rank describes it to the others."""
-
-    name: str
-    """Within its stage."""
-    trains: bool
-    digest: bytes
-    """Of shape, dtype and some values."""
+_Weights = dict[bytes, tuple[str, bool]]
+"""By digest of shape, dtype and some values, the name of a matrix within its stage, and whether it trains."""
 
 
 class _Description(NamedTuple):
     """A rank's part of the model, as it describes it to the others."""
 
-    embeddings: tuple[_Weight, ...]
+    embeddings: _Weights
     """Those of stage 0."""
-    heads: tuple[_Weight, ...]
+    heads: _Weights
     """Those of the last stage that could be tied to them."""
     is_tied: bool
     """Whether a config in one of these two stages says so, as Hugging Face's do."""
 
 
 def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> None:
-    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this.
-
-    Args:
-        stages: of this rank. Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
-        placement: of all stages.
-    """
+    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this."""
+    # Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
     if first == last or dist.get_backend(group) == "fake":
         return
     mine = _Description(
-        tuple(_weights(stages[0].submod, (nn.Embedding,))) if stages[0].is_first else (),
-        tuple(_weights(stages[-1].submod, (nn.Embedding, nn.Linear))) if stages[-1].is_last else (),
+        _find_weights(stages[0].submod, (nn.Embedding,)) if stages[0].is_first else {},
+        _find_weights(stages[-1].submod, (nn.Embedding, nn.Linear)) if stages[-1].is_last else {},
         any(_says_tied(stage.submod) for stage in stages if stage.is_first or stage.is_last),
     )
     descriptions = [mine] * placement.num_ranks
@@ -74,15 +64,15 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
         return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     where = f"stage 0 (rank {ranks[first]})", f"stage {placement.num_stages - 1} (rank {ranks[last]})"
-    if finding := _finding(descriptions[first], descriptions[last], *where):
+    if finding := _find_tied(descriptions[first], descriptions[last], *where):
         logger.warning("%s; %s: %s", finding, _NOT_KEPT, _WAY_OUT)
 
 
-def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
-    for embedding in first.embeddings:
-        for head in last.heads:
-            if embedding.digest == head.digest and (embedding.trains or head.trains):
-                return f"{embedding.name!r} of {of_0} and {head.name!r} of {of_last} are equal, as tied weights are"
+def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
+    for digest, (embedding, trains) in first.embeddings.items():
+        head, head_trains = last.heads.get(digest, ("", False))
+        if head and (trains or head_trains):
+            return f"{embedding!r} of {of_0} and {head!r} of {of_last} are equal, as tied weights are"
     if first.is_tied or last.is_tied:
         return (
             f"the model's config says tie_word_embeddings, but the embedding of {of_0} and the head of {of_last} are"
@@ -91,18 +81,18 @@ def _finding(first: _Description, last: _Description, of_0: str, of_last: str) -
     return None
 
 
-def _weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[_Weight]:
+def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Weights:
+    found: _Weights = {}
     for name, layer in module.named_modules():
         # Not `layer.weight`, which runs the parametrization of a weight that has one.
         weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
-        if weight is not None:
-            digest = _digest(weight)
-            if digest is not None:
-                yield _Weight(f"{name}.weight".lstrip("."), weight.requires_grad, digest)
+        if weight is not None and (digest := _compute_digest(weight)) is not None:
+            found[digest] = f"{name}.weight".lstrip("."), weight.requires_grad
+    return found
 
 
 @torch.no_grad()
-def _digest(weight: Tensor) -> bytes | None:
+def _compute_digest(weight: Tensor) -> bytes | None:
     """None for a weight that shows nothing: without values, or with all of them equal, as after an initialization."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0 or local.dim() != 2:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
 from zbpipe.runtime.reference import State
-from zbpipe.runtime.split.compiled import all_compiled
+from zbpipe.runtime.split.compiled import are_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +30,10 @@ def warm_up(
     target: Any = None,
     loss_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run every stage of this rank that has compiled modules, forward and backward.
-
-    It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. It leaves out
-    stages whose inputs torch does not know, and the last stage where torch (before 2.13) has no target yet.
-
-    Args:
-        schedule: with initialised stages.
-        args: of the first microbatch, where this rank has stage 0.
-        kwargs: of the first microbatch.
-        target: of the first microbatch, where this rank has the last stage.
-        loss_kwargs: as torch hands them to the loss.
-    """
+    """Run every stage of this rank that has compiled modules, forward and backward."""
+    # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. It leaves out
+    # stages whose inputs torch does not know, and the last stage where torch (before 2.13) has no target yet. The
+    # arguments are those of the first microbatch, as torch hands them to the stage and to the loss.
     for stage in hooks.stages_of(schedule):
         if not any(map(compiler.is_compiled, stage.submod.modules())):
             continue
@@ -52,9 +44,9 @@ def warm_up(
         try:
             # The first call with new shapes runs without the compiler.
             for _ in range(2):
-                with fsdp.unsharded(stage.submod), fsdp.without_gradients(stage.submod):
+                with fsdp.unshard(stage.submod), fsdp.without_gradients(stage.submod):
                     _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
-                if all_compiled(stage.submod):
+                if are_compiled(stage.submod):
                     break
         finally:
             with torch.no_grad():

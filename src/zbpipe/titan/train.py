@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import zbpipe.titan
 from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
-from zbpipe.runtime.ranks.failures import ended_at_once, shared_with_other_ranks
+from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         ImportError: zbpipe does not know the installed TorchTitan.
         PipelineError: a step or another rank failed. Other exceptions of the job pass as they are.
     """
-    with ended_at_once():
+    with end_at_once():
         _train()
 
 
@@ -40,7 +40,7 @@ def _train() -> None:
     zbpipe.titan.plug_in(options)
     from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
 
-    with shared_with_other_ranks():
+    with share_with_other_ranks():
         plug.train()
     # TorchTitan turns the collection off and leaves its trainer in circles. The interpreter would free the process
     # groups while it ends, which aborts the process now and then.

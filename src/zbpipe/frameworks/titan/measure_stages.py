@@ -26,7 +26,7 @@ from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 from zbpipe.frameworks.titan.workload import parse, read_config
 from zbpipe.runtime.build import build_pipeline_schedule
-from zbpipe.runtime.measure.profiler import RankTable, combine, seconds_by_kind
+from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.registry import resolve
 
@@ -94,7 +94,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
 
     width, dtype = built.hidden
     # The mean: what a step of many ops takes has their slow ones in it.
-    seconds = seconds_by_kind(timed, fmean)
+    seconds = average_by_kind(timed, fmean)
     return RankTable(
         seconds={(stage, kind): each for (_, kind), each in seconds.items()},
         kept={key: size for each in reversed(memory) for key, size in add_stage(each.kept).items()},

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
-from zbpipe.runtime.measure.trace import timelines
+from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class PipelineMetrics(Watcher):
             return {}
         if self._links is None:
             self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
-        planned, measured = timelines(schedule, self._record, self._links)
+        planned, measured = make_timelines(schedule, self._record, self._links)
         self._record = None
         steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {

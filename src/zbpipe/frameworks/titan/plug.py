@@ -41,10 +41,10 @@ from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
+from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.lean import LeanSchedule
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.patching import replaced
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM

@@ -11,8 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.optimizer.step import OptimizerStep
-from zbpipe.runtime.patching import replaced
 
 logger = logging.getLogger(__name__)
 

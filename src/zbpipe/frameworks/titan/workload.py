@@ -16,8 +16,7 @@ from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.titan import command_line, cpu, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
-from zbpipe.runtime.measure.layer_bytes import LayerBytes, layer_bytes
-from zbpipe.runtime.measure.operations import Operations, operations
+from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 if TYPE_CHECKING:
@@ -348,7 +347,7 @@ def _count(config: Any) -> _Counted:
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:
     """None if the block cannot run on meta tensors."""
     try:
-        return operations(block, x, *args), layer_bytes(block, x, *args)
+        return count_operations(block, x, *args), count_bytes(block, x, *args)
     except _ON_META:
         return None
 

@@ -1,4 +1,4 @@
-"""Steps that a rank abandons: messages go on, with a mark in place of values. Known from torch 2.11 to 2.15.
+"""Steps that a rank abandons: messages go on, with a mark in place of values.
 
 Ranks wait for each other's messages and match them by their order. So a rank that refuses a step, or fails in it, still
 sends and receives all that its list has, and computes nothing. A rank that receives a mark asks why, and abandons the
@@ -7,7 +7,6 @@ step, too. In the end no rank waits, no message is left over, and the next step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from ctypes import string_at
 from typing import Any
 
@@ -26,10 +25,8 @@ def can_send_marks(stage: _PipelineStageBase) -> bool:
 
 
 def is_marked(stage: _PipelineStageBase, kind: str, microbatch: int) -> bool:
-    """Whether what `stage` has received for this F, I or B is a mark.
-
-    Values can look like one, such as a mask of integers that are all -1, so ask the other ranks then.
-    """
+    """Whether what `stage` has received for this F, I or B is a mark."""
+    # Values can look like one, such as a mask of integers that are all -1, so ask the other ranks then.
     if kind == "W":
         return False
     received = (stage.args_recv_info if kind == "F" else stage.grad_recv_info).get(microbatch, ())
@@ -45,12 +42,6 @@ def _is_mark(tensor: Tensor) -> bool:
     return bool((tensor.detach().contiguous().view(-1).view(torch.uint8) == _BYTE).all())
 
 
-def mark(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A message of this shape without values."""
-    count = shape.numel() * dtype.itemsize
-    return torch.full((count,), _BYTE, dtype=torch.uint8, device=device).view(dtype).view(shape)
-
-
 def mark_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
     """A mark for each output of the stage's module."""
     if stage.is_last:
@@ -58,7 +49,7 @@ def mark_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
     known: Any = stage
     # torch 2.11 keeps them on the stage itself.
     metas = known._stage_meta.outputs if hasattr(stage, "_stage_meta") else known.get_outputs_meta()
-    return _marks(metas, stage.device)
+    return tuple(_make_mark(meta, stage.device) for meta in metas)
 
 
 def mark_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]:
@@ -68,9 +59,10 @@ def mark_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]
         metas = [None if info.is_root_arg else stage._get_grad_send_meta(n) for n, info in enumerate(received)]
     else:
         metas = [getattr(info, "buffer", None) for info in received]
-    return tuple(None if meta is None else _marks([meta], stage.device)[0] for meta in metas)
+    return tuple(None if meta is None else _make_mark(meta, stage.device) for meta in metas)
 
 
-def _marks(metas: Iterable[Any], device: torch.device | str) -> tuple[Tensor, ...]:
-    local = [meta.to_local() if isinstance(meta, DTensor) else meta for meta in metas]
-    return tuple(mark(torch.Size(meta.shape), meta.dtype, device) for meta in local)
+def _make_mark(like: Any, device: torch.device | str) -> Tensor:
+    local = like.to_local() if isinstance(like, DTensor) else like
+    count = torch.Size(local.shape).numel() * local.dtype.itemsize
+    return torch.full((count,), _BYTE, dtype=torch.uint8, device=device).view(local.dtype).view(local.shape)

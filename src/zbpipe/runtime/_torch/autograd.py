@@ -1,10 +1,10 @@
-"""Autograd and tensors: the graph, hooks, and memory that tensors share. Known from torch 2.11 to 2.15."""
+"""Autograd and tensors: the graph, hooks, and memory that tensors share."""
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 
 
@@ -24,17 +25,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """`function`, for which strict SPMD type checking (spmd_types) finds the types of `plain`.
-
-    Args:
-        function: of zbpipe.
-        plain: takes the same arguments, and computes the same with functions of torch's alone.
-    """
+def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> None:
+    """Have strict SPMD type checking (spmd_types) give `function` the types of `plain`."""
+    # `plain` takes the same arguments, and computes the same with functions of torch's alone.
     _TYPED[function] = plain
-    if "spmd_types" in sys.modules:
-        register_types()
-    return function
+    register_types()
 
 
 _TYPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
@@ -47,30 +42,18 @@ def register_types() -> None:
         register(*_TYPED.popitem())
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd sees it as a view of another tensor."""
-    return tensor._is_view()
-
-
 def without_base(output: Tensor) -> Tensor:
-    """An autograd Function's output that can be changed in place.
-
-    Before torch 2.15 `F.linear` gives a view of its product for inputs of three dimensions with a bias, and autograd
-    refuses to change a view that a Function made.
-    """
+    """An autograd Function's output that can be changed in place."""
+    # Before torch 2.15 `F.linear` gives a view of its product for inputs of three dimensions with a bias, and autograd
+    # refuses to change a view that a Function made.
     if torch.compiler.is_compiling():
         # The same memory, but no view for autograd; compiled code does nothing for it.
         return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
     return output.data if output._is_view() else output
 
 
-def own_parameter(module: nn.Module, name: str) -> Tensor:
-    """The parameter itself, even if an attribute of the same name hides it."""
-    return cast(Tensor, module._parameters[name])
-
-
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own dictionary of parameters."""
+    """The module's own dictionary of parameters, even if attributes of the same names hide them."""
     return module._parameters
 
 
@@ -84,11 +67,9 @@ def profiler_is_on() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def allocations(seen: torch.profiler.profile, mark: str) -> list[tuple[str, list[int]]]:
-    """What was allocated and freed while `seen` ran, within each `record_function` with a name that begins so.
-
-    Returns, in order, names with the bytes of each allocation, and less than zero of each that was freed.
-    """
+def list_allocations(seen: torch.profiler.profile, mark: str) -> list[tuple[str, list[int]]]:
+    """In order, the names that begin with `mark` of each `record_function`, and the bytes that it allocated."""
+    # Bytes that it freed are negative.
     found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
     events: list[Any] = sorted(found, key=lambda event: event.start_ns())
     memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
@@ -107,11 +88,9 @@ def has_hooks(weight: Tensor) -> bool:
 
 
 def has_hooks_on_node(weight: Tensor) -> bool:
-    """Whether there are hooks on the node with which autograd adds to `weight.grad`.
-
-    torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
-    """
+    """Whether there are hooks on the node with which autograd adds to `weight.grad`."""
     node = get_gradient_edge(weight).node
+    # torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *gradients: None)
         hooks = handle.hooks_dict_ref()
@@ -122,10 +101,8 @@ def has_hooks_on_node(weight: Tensor) -> bool:
 
 
 def will_run(node: Node) -> bool | None:
-    """Within a backward, whether it will run `node`: `torch.autograd.grad` runs only what its inputs need.
-
-    None if `node` is itself one of those inputs; then the gradient belongs to the caller of `torch.autograd.grad`.
-    """
+    """Within a backward, whether it will run `node`: `torch.autograd.grad` runs only what its inputs need."""
+    # None if `node` is itself one of those inputs; then the gradient belongs to the caller of `torch.autograd.grad`.
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -137,13 +114,12 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def saving_hooks() -> object:
+def find_saving_hooks() -> object:
     """The innermost hooks for tensors that autograd saves, such as those of the checkpoint around this call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 any_autocast = torch._C._is_any_autocast_enabled
-"""Whether autocast is on, for any device."""
 
 
 def is_transformed() -> bool:
@@ -176,14 +152,11 @@ HIDDEN = -(1 << 63)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes if the content does, on the device; `HIDDEN` for tensors that do not show theirs.
-
-    Sums of integers do not depend on the order in which a device adds them up.
-    """
+    """A number that changes if the content does, on the device; `HIDDEN` for tensors that do not show theirs."""
     tensor = _local(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
-    bits = _bits(tensor)
+    bits = _bits(tensor)  # sums of integers do not depend on the order in which a device adds them up
     if bits.dim() > 1:
         columns = bits.sum(tuple(range(bits.dim() - 1)), dtype=torch.int64)
         by_place = torch.cat([columns, bits.sum(-1, dtype=torch.int64).flatten()])
@@ -192,16 +165,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
     # Another factor for each row and each column, so that numbers that change places count.
     factors = torch.arange(1, len(by_place) + 1, device=tensor.device) * -7046029254386353131
     return (by_place * (factors ^ (factors >> 29))).sum()
-
-
-def stack(numbers: Sequence[Tensor]) -> Tensor:
-    """On the device of the first."""
-    return torch.stack([each.to(numbers[0].device) for each in numbers])
-
-
-def concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """On the device of the first."""
-    return torch.cat([each.to(tensors[0].device) for each in tensors])
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
@@ -215,11 +178,9 @@ def is_torchs_own(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor or tensor.untyped_storage().resizable()
 
 
-def place_in_memory(tensor: Tensor) -> tuple[int | None, int, int]:
-    """The storage of a tensor, how many tensors it counts for there (a view keeps its base alive, too), and its bytes.
-
-    No storage for tensors that do not show theirs, such as results of collectives under way.
-    """
+def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
+    """The storage of a tensor, how many tensors it counts for there (a view keeps its base alive), and its bytes."""
+    # No storage for tensors that do not show theirs, such as results of collectives under way.
     tensor = _local(tensor)
     number = 1 if tensor._base is None else 2
     if type(tensor) is not Tensor:
@@ -228,7 +189,7 @@ def place_in_memory(tensor: Tensor) -> tuple[int | None, int, int]:
     return storage._cdata, number, storage.nbytes()
 
 
-def tensors_in_memory(tensor: Tensor) -> list[Tensor]:
+def list_holders(tensor: Tensor) -> list[Tensor]:
     """Those that hold the memory of `tensor`: itself and what it is a view of; none for others than plain tensors."""
     if type(tensor) is not Tensor:
         return []
@@ -239,13 +200,13 @@ Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
 """The storages of some tensors, by weak references: an address alone would soon be used again."""
 
 
-def memory_of(tensors: Iterable[Tensor]) -> Memory:
+def refer_to_memory(tensors: Iterable[Tensor]) -> Memory:
     """The storages of `tensors`, in order."""
     return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
-def num_holders(storage: int) -> int:
-    """How many tensors lie in the storage that `place_in_memory` gave."""
+def count_holders(storage: int) -> int:
+    """How many tensors lie in the storage that `find_memory` gave."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -255,15 +216,15 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""`place_in_memory` leaves one more Python object, which counts as a holder."""
+"""`find_memory` leaves one more Python object, which counts as a holder."""
 
 
-def hooks_after_accumulation(weight: Tensor) -> bool:
+def has_hooks_after_accumulation(weight: Tensor) -> bool:
     """Whether `weight` has hooks of `register_post_accumulate_grad_hook`, which may change or use `.grad`."""
     return bool(weight._post_accumulate_grad_hooks)
 
 
-def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Within, autograd does not notice writes to `tensors`; the caller restores their values."""
     counted = tuple(each for each in tensors if not each.is_inference())
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
@@ -283,17 +244,16 @@ PASS_ON = {
 """Nodes that save no tensors of the forward, so that a second backward can run them, at next to no cost."""
 
 
-def leaf_behind(tensor: Tensor) -> Tensor | None:
+def find_leaf(tensor: Tensor | GradientEdge) -> Tensor | None:
     """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
-    return _leaf_before(get_gradient_edge(tensor).node)
-
-
-def _leaf_before(node: Node | None) -> Tensor | None:
-    *_, last = _passed(node)
+    # For an edge, the leaf to which a gradient goes that is given there.
+    if isinstance(tensor, Tensor) and tensor.is_leaf:
+        return tensor
+    *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
     return cast(Tensor | None, getattr(last, "variable", None))
 
 
-def _passed(node: Node | None) -> list[Node | None]:
+def _pass_nodes(node: Node | None) -> list[Node | None]:
     """`node`, and all behind it up to the first that does more than pass a gradient on; None if there is none."""
     nodes = [node]
     while node is not None and node.name() in PASS_ON:
@@ -302,10 +262,10 @@ def _passed(node: Node | None) -> list[Node | None]:
     return nodes
 
 
-def permutation_of_leaf(tensor: Tensor) -> tuple[int, ...] | None:
+def find_permutation(tensor: Tensor) -> tuple[int, ...] | None:
     """The leaf's dimensions in the order of `tensor`; None if `tensor` is more than a cast and a permutation."""
     order = list(range(tensor.dim()))
-    *steps, _ = _passed(tensor.grad_fn)
+    *steps, _ = _pass_nodes(tensor.grad_fn)
     for step in reversed(cast(list[Node], steps)):
         kind, saved = step.name(), cast(Any, step)
         if kind == "TBackward0":
@@ -325,21 +285,17 @@ def _sign(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def leaf_at(place: Tensor | GradientEdge) -> Tensor | None:
-    """The leaf to which a gradient goes that is given here."""
-    return place if isinstance(place, Tensor) else _leaf_before(place.node)
-
-
-def edge_to_leaf(tensor: Tensor) -> GradientEdge | None:
+def find_edge(tensor: Tensor) -> GradientEdge | None:
     """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None for a leaf with hooks."""
-    leaf = leaf_behind(tensor)
+    leaf = find_leaf(tensor)
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
-def shape_at(edge: GradientEdge) -> torch.Size:
-    """The shape of the gradients that `edge` takes."""
-    metadata = cast(Any, edge.node)._input_metadata[edge.output_nr]
-    return torch.Size(metadata.shape)
+def find_shape(weight: Tensor | GradientEdge) -> torch.Size:
+    """The shape of the gradients that `weight`, or the place of one, takes."""
+    if isinstance(weight, Tensor):
+        return weight.shape
+    return torch.Size(cast(Any, weight.node)._input_metadata[weight.output_nr].shape)
 
 
 grouped_mm = torch._grouped_mm
@@ -353,12 +309,9 @@ def find_dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
     return _DISPATCHED.get(function, function)
 
 
-def grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
-    """The dtype in which autograd would keep `gradient` of `weight`.
-
-    FSDP2 sets `grad_dtype` to get wider gradients; None there means the gradient's own dtype. torch before 2.13 has no
-    such attribute and wants the weight's dtype.
-    """
+def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
+    """The dtype in which autograd would keep `gradient` of `weight`."""
+    # FSDP2 sets `grad_dtype` to get wider gradients; None means the gradient's own. torch before 2.13 has none.
     return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
 
 

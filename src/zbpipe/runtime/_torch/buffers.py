@@ -2,7 +2,7 @@
 
 torch 2.15 does that by itself. Before, torch allocates what all microbatches of a step receive at once and keeps it
 for the whole job, and keeps what it sends until the end of the step: with m microbatches up to 4 m messages each way
-on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts those of now. Known from torch 2.11 to 2.15.
+on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts those of now.
 """
 
 from __future__ import annotations
@@ -16,23 +16,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _batch_p2p,
-    _ComputationType,
-    _wait_batch_p2p,
-)
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
 class ReceivesOnDemand(_PipelineStageBase):
-    """A stage that allocates what it receives when it posts the receive, and releases it when it runs F, I or B.
-
-    Whoever needs it for longer, such as autograd and deferred gradients, holds it then.
-    """
+    """A stage that allocates what it receives when it posts the receive, and releases it when it runs F, I or B."""
 
     def receive_on_demand(self) -> None:
-        """Let go of what is allocated. Call it once, after the stage's class has got these methods."""
+        """Release what is allocated. Call it once, after the stage's class has got these methods."""
         self.args_recv_info = _Received(self.args_recv_info)
         self.grad_recv_info = _Received(self.grad_recv_info)
 
@@ -43,13 +35,17 @@ class ReceivesOnDemand(_PipelineStageBase):
         self.act_send_info, self.grad_send_info = {}, None
 
     def forget_receives(self) -> None:
-        """Know of no messages, before torch sets them up anew because a step trains and the last one did not, or not.
-
-        It does so for the microbatches of one step. What the other mode knows of more would be taken for theirs.
-        """
+        """Know of no messages, before torch sets up those of one step anew: it would use what is left of more."""
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.grad_send_info = None
+
+    def is_without_gradients(self, side: Literal["inputs", "outputs"]) -> bool:
+        """Whether messages on this side were set up (from torch 2.13 on) without any gradient: all before is frozen."""
+        if self.is_first if side == "inputs" else self.is_last:
+            return False
+        metas = self.metas(side)
+        return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
 
     def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
         """From now on have gradients of the messages on this side, which were set up without any."""
@@ -77,21 +73,21 @@ class ReceivesOnDemand(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device, self.infers_shapes)
-        return self._in_memory_order(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
+        return self._order_by_memory(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes)
         operations = super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._in_memory_order(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
+        return self._order_by_memory(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         operations = super().get_fwd_send_ops(fwd_chunk_id)
-        return self._contiguous(operations, self.metas("outputs"))
+        return self._make_contiguous(operations, self.metas("outputs"))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         operations = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._contiguous(operations, [each for each in self.metas("input_grads") if each is not None])
+        return self._make_contiguous(operations, [each for each in self.metas("input_grads") if each is not None])
 
     @property
     def infers_shapes(self) -> bool:
@@ -102,7 +98,7 @@ class ReceivesOnDemand(_PipelineStageBase):
         """What torch (from 2.13 on) has set up for the tensors of this kind, which are the same on both ends."""
         return getattr(getattr(self, "_stage_meta", None), kind, None) or ()
 
-    def _contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
+    def _make_contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
         """These sends, contiguous as backends want them, in the order that the receiver takes them to be in."""
         for number, operation in enumerate(operations):
             order = memory_order(metas[number].shape, metas[number].stride) if self.infers_shapes else None
@@ -110,7 +106,7 @@ class ReceivesOnDemand(_PipelineStageBase):
             operation.tensor = tensor.contiguous()
         return operations
 
-    def _in_memory_order(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
+    def _order_by_memory(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
         """These receives, each into its buffer as a contiguous tensor."""
         for operation in operations:
             buffer = operation.tensor
@@ -130,7 +126,7 @@ class ReceivesOnDemand(_PipelineStageBase):
         if self.has_backward and torch.is_grad_enabled():
             for number, (given, meta) in enumerate(zip(inputs, self.metas("inputs"), strict=False)):
                 if meta.requires_grad and not given.requires_grad:
-                    raise _stand_in(self.stage_index, fwd_chunk_id, f"cannot give the gradient of its input {number}")
+                    raise _make_error(self.stage_index, fwd_chunk_id, f"cannot give the gradient of its input {number}")
         return inputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
@@ -141,11 +137,11 @@ class ReceivesOnDemand(_PipelineStageBase):
         _let_go(self.grad_recv_info[bwd_chunk_id])
         for number, (given, meta) in enumerate(zip(gradients, self.metas("output_grads"), strict=False)):
             if meta is not None and given is None:
-                raise _stand_in(self.stage_index, bwd_chunk_id, f"does not get the gradient of its output {number}")
+                raise _make_error(self.stage_index, bwd_chunk_id, f"does not get the gradient of its output {number}")
         return gradients
 
 
-def _stand_in(stage: int, microbatch: int, what: str) -> RuntimeError:
+def _make_error(stage: int, microbatch: int, what: str) -> RuntimeError:
     """Where torch would go on with zeros, and the gradients of all stages before would be wrong."""
     return RuntimeError(
         f"stage {stage} {what} in microbatch {microbatch}, although the stages were set up to pass it on: something was"
@@ -170,10 +166,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 class _Received(dict[int, tuple[Any, ...]]):
-    """By microbatch torch's descriptions of what a stage receives, each with a placeholder instead of its buffer.
-
-    The placeholder has the shape of the buffer and is on the device "meta", so it takes no memory.
-    """
+    """By microbatch torch's descriptions of what a stage receives, each with a meta tensor instead of its buffer."""
 
     def __init__(self, known: Mapping[int, tuple[Any, ...]]) -> None:
         super().__init__()
@@ -193,11 +186,11 @@ class _Received(dict[int, tuple[Any, ...]]):
         for info in infos:
             # torch 2.15 has no buffer here yet, and what the user gives to stage 0 never has one.
             if isinstance(getattr(info, "buffer", None), Tensor):
-                info.buffer = info.placeholder = _like(info.buffer, "meta")
+                info.buffer = info.placeholder = _make_like(info.buffer, "meta")
         super().__setitem__(microbatch, infos)
 
 
-def _like(buffer: Tensor, device: torch.device | str, keeps_strides: bool = True) -> Tensor:
+def _make_like(buffer: Tensor, device: torch.device | str, keeps_strides: bool = True) -> Tensor:
     has_order = keeps_strides and memory_order(buffer.shape, buffer.stride()) is not None
     empty = (
         torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
@@ -212,7 +205,7 @@ def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: b
     """Replace placeholders by buffers, perhaps with the same strides; returns the new ones."""
     empty = [info for info in infos if info.buffer is not None and info.buffer is getattr(info, "placeholder", None)]
     for info in empty:
-        info.buffer = _like(info.placeholder, device, keeps_strides)
+        info.buffer = _make_like(info.placeholder, device, keeps_strides)
     return [info.buffer for info in empty]
 
 
@@ -231,7 +224,7 @@ def _let_go(infos: Iterable[Any]) -> None:
 
 
 def release_receives(stage: _PipelineStageBase) -> None:
-    """Let go of what `stage` has received and not used."""
+    """Release what `stage` has received and not used."""
     for received in (stage.args_recv_info, stage.grad_recv_info):
         for infos in received.values():
             _empty(infos)

@@ -13,10 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.fsdp import without_gradients
-from zbpipe.runtime._torch.graph_products import nodes_in_order, nodes_of
-from zbpipe.runtime.patching import replaced
-
-__all__ = ["find_checkpointed", "inferring_through_checkpoints"]
+from zbpipe.runtime._torch.graph_products import find_nodes, sort_nodes
+from zbpipe.runtime.attributes import replaced
 
 
 def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -28,25 +26,23 @@ def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     ]
 
 
-def inferring_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
-    """Within, torch can infer what `stage` hands on even if the stage has checkpoints with `use_reentrant=True`.
-
-    torch (from 2.13 on) infers it by `torch.autograd.grad`, which these refuse.
-    """
+def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
+    """Within, torch can infer what `stage` hands on even if the stage has checkpoints with `use_reentrant=True`."""
+    # torch (from 2.13 on) infers it by `torch.autograd.grad`, which these refuse.
     infer = getattr(stage, "_compute_input_grads", None)
     if infer is None:
         return nullcontext()
-    return replaced(stage, _compute_input_grads=partial(_input_gradients, stage.submod, infer))
+    return replaced(stage, _compute_input_grads=partial(_infer_input_gradients, stage.submod, infer))
 
 
-def _input_gradients(
+def _infer_input_gradients(
     module: nn.Module,
     infer: Callable[..., tuple[Tensor | None, ...]],
     outputs: Sequence[Tensor],
     inputs: Sequence[Any],
     *output_gradients: Any,
 ) -> tuple[Tensor | None, ...]:
-    if all(node.name() != "CheckpointFunctionBackward" for node in nodes_in_order(nodes_of(outputs))):
+    if all(node.name() != "CheckpointFunctionBackward" for node in sort_nodes(find_nodes(outputs))):
         return infer(outputs, inputs, *output_gradients)
     with without_gradients(module):
         torch.autograd.backward(outputs, *output_gradients)

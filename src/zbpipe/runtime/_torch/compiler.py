@@ -1,4 +1,4 @@
-"""torch.compile: compiled modules, their calls, and the state of the compiler. Known from torch 2.11 to 2.15."""
+"""torch.compile: compiled modules, their calls, and the state of the compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from zbpipe.runtime._torch.hooks import Call
-from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.attributes import replaced
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -34,21 +34,17 @@ def is_optimized(module: nn.Module) -> bool:
 
 
 def runs_in_cuda_graphs(module: nn.Module) -> bool:
-    """Whether this compiled module will run in CUDA graphs, which replay in the same memory.
-
-    Its mode or options, Inductor's present configuration, or its backend can turn them on.
-    """
+    """Whether a module will run in CUDA graphs: by its options, Inductor's configuration, or the compiler's backend."""
     if not is_compiled(module):
         return False
-    backend = _backend_of(module)
+    backend = _find_backend(module)
     options = getattr(backend, "config", None)  # Inductor's, as far as the user gave some
     if options is None:
         return getattr(backend, "compiler_name", "") == "cudagraphs"
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
-def _backend_of(module: nn.Module) -> Any:
-    """The backend of a compiled module."""
+def _find_backend(module: nn.Module) -> Any:
     if isinstance(module, OptimizedModule):
         context: Any = module.dynamo_ctx
     else:
@@ -68,7 +64,7 @@ def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
         module._compiled_call_impl = partial(region, module._compiled_call_impl, module._call_impl)
 
 
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, excluded from compilation."""
     return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
@@ -100,7 +96,7 @@ def _call_name(module: nn.Module) -> str:
     return "forward" if isinstance(module, OptimizedModule) else "_compiled_call_impl"
 
 
-def slot_permit() -> Callable[[], str]:
+def make_slot_permit() -> Callable[[], str]:
     """A function that a layer calls while it is compiled. Its answer becomes a constant of the graph.
 
     "take": use the slots, and remove them. "borrow": use them without removing them, because a checkpointed part of a
@@ -141,14 +137,11 @@ def _is_in_checkpoints_only(tracer: Any) -> bool:
 
 
 def let_compiler_dispatch(function: Callable[..., Any]) -> None:
-    """Make the compiler call `__torch_function__` of the arguments of `function`, as torch itself does.
-
-    It does so for public functions; `torch._grouped_mm` is not public.
-    """
+    """Make the compiler call `__torch_function__` of the arguments of a function that is not public, as torch does."""
     get_overridable_functions().add(function)
 
 
-def surely_same_shape(one: Tensor, other: Tensor) -> bool:
+def is_surely_same_shape(one: Tensor, other: Tensor) -> bool:
     """Whether the shapes are equal, without a guard: a size that depends on data counts as different."""
     return one.dim() == other.dim() and all(
         guard_or_false(size == wanted) for size, wanted in zip(one.shape, other.shape, strict=True)

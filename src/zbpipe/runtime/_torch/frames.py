@@ -1,15 +1,11 @@
-"""Where torch's executor is, or was when it failed, in words. Known from torch 2.11 to 2.15."""
+"""Where torch's executor is, or was when it failed, in words."""
 
 from __future__ import annotations
 
 import traceback
 
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _PipelineScheduleRuntime,
-    _wait_batch_p2p,
-)
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
 
 from zbpipe.runtime._torch.hooks import stages_of
 from zbpipe.runtime._torch.pipelining import OwnRuntime
@@ -17,38 +13,35 @@ from zbpipe.schedule.ir import Op, OpKind, inputs
 from zbpipe.simulator.actions import Action, other_end
 
 
-def place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """The step of the schedule (from 0, as torch numbers them) and the action at which `runtime` raised `error`.
-
-    With the message, if it waited for one. Nothing else that leaves torch's executor says so.
-    """
+def find_place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
+    """The step of the schedule (from 0, as torch numbers them), the action and its message that raised `error`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
-    found = frames[executor].f_locals
+    found = frames[executor].f_locals  # nothing else that leaves torch's executor says so
     if "time_step" not in found:
         return "before step 0"
     waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
     if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
-        return _at_the_end(runtime)
+        return _describe_end(runtime)
     return _describe(found["time_step"], found["action"], waits, runtime)
 
 
-def place_now(runtime: OwnRuntime) -> str:
+def find_place(runtime: OwnRuntime) -> str:
     """The same for a step that another thread runs now."""
     place = runtime.place
     if place.action is None:
         return "before step 0"
     if place.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
-        return _at_the_end(runtime)
+        return _describe_end(runtime)
     return _describe(place.begun - 1, place.action, place.waits, runtime)
 
 
 def _describe(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
-    message = _message_with_rank(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
+    message = _describe_message(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
     return f"step {step} of {len(runtime.pipeline_order_with_comms[runtime.rank])}, {action}{message}"
 
 
-def _at_the_end(runtime: _PipelineScheduleRuntime) -> str:
+def _describe_end(runtime: _PipelineScheduleRuntime) -> str:
     return f"after step {len(runtime.pipeline_order_with_comms[runtime.rank]) - 1}, waiting for its last sends"
 
 
@@ -67,26 +60,21 @@ _EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
 _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 
 
-def _key(action: _Action) -> tuple[str, int, int | None]:
-    """What it does, its stage and its microbatch."""
-    return action.computation_type.value, action.stage_index, action.microbatch_index
-
-
-def _message_with_rank(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
+def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
     """The rank with which `action` communicates, and the op that it waits for."""
-    kind, stage, microbatch = _key(action)
+    kind, stage, microbatch = action.computation_type.value, action.stage_index, action.microbatch_index or 0
     kind = kind.removeprefix("WAIT_")
     if kind in _MESSAGES:
         way = "to" if kind.startswith("SEND") else "from"
-        return f" {way} rank {_rank_of(other_end(Action(stage, kind, microbatch or 0)).stage, runtime)}"
-    *_, feeders = inputs(Op(stage, OpKind(kind), microbatch or 0), runtime._num_stages)
+        return f" {way} rank {_find_rank(other_end(Action(stage, kind, microbatch)).stage, runtime)}"
+    *_, feeders = inputs(Op(stage, OpKind(kind), microbatch), runtime._num_stages)
     ops = {str(op) for row in runtime.pipeline_order.values() for op in row}
     source = feeders[0].stage
     awaited = next((str(op) for op in feeders if str(op) in ops), f"stage {source}")
-    return f", waiting for {awaited} from rank {_rank_of(source, runtime)}"
+    return f", waiting for {awaited} from rank {_find_rank(source, runtime)}"
 
 
-def _rank_of(stage: int, runtime: _PipelineScheduleRuntime) -> int:
+def _find_rank(stage: int, runtime: _PipelineScheduleRuntime) -> int:
     """The rank of a stage, among those of the whole job."""
     group = stages_of(runtime)[0].group
     rank = runtime.stage_index_to_group_rank[stage]

@@ -1,4 +1,4 @@
-"""FSDP2: where it keeps gradients, and which of them it has not reduced yet. Known from torch 2.11 to 2.15."""
+"""FSDP2: where it keeps gradients, and which of them it has not reduced yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe.runtime._torch.autograd import hooks_after_accumulation
+from zbpipe.runtime._torch.autograd import has_hooks_after_accumulation
 
 
 @contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
+def unshard(module: nn.Module) -> Iterator[None]:
     """Within, all FSDP2 modules in `module` have gathered their weights, as between torch's UNSHARD and RESHARD."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
@@ -42,20 +42,18 @@ def owes_reduction(module: nn.Module) -> bool:
     """Whether FSDP2 has gradients in `module` that it should reduce and has not reduced yet."""
     return any(
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
-        for group in _fsdp_groups(module)
+        for group in _list_groups(module)
         if group.reduce_grads
-        for each in _unsharded_before(group)
+        for each in _list_unsharded(group)
     )
 
 
 def settle_gradients(module: nn.Module) -> None:
-    """Make FSDP2 take over what W has added to the `.grad` of unsharded parameters.
-
-    Older versions (torch 2.13) do so only at the end of a backward. They keep the sum in an attribute of their own, in
-    the dtype in which they will reduce it.
-    """
+    """Make FSDP2 take over what W has added to the `.grad` of unsharded parameters."""
+    # Older versions (torch 2.13) do so only at the end of a backward. They keep the sum in an attribute of their own,
+    # in the dtype in which they will reduce it.
     if _SUMS_BESIDE_GRAD:
-        for parameter in _fsdp_parameters(module):
+        for parameter in _list_parameters(module):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
@@ -64,29 +62,29 @@ def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
     """The sums that `settle_gradients` keeps outside of `.grad`, by the ids of the weights: W adds to them directly."""
     if not _SUMS_BESIDE_GRAD:
         return {}
-    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module))
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module))
     return {id(weight): total for weight, total in sums if total is not None}
 
 
 _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
-def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+def _list_parameters(module: nn.Module) -> Iterator[Any]:
     """FSDP2's objects for those parameters in `module` that have been unsharded at least once."""
-    for group in _fsdp_groups(module):
-        yield from _unsharded_before(group)
+    for group in _list_groups(module):
+        yield from _list_unsharded(group)
 
 
-def _by_parameter(module: nn.Module) -> dict[int, Any]:
+def _index_parameters(module: nn.Module) -> dict[int, Any]:
     """The same, by the ids of the two parameters that each has."""
-    return {id(own): each for each in _fsdp_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    return {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
 
 
-def _unsharded_before(group: Any) -> Iterator[Any]:
+def _list_unsharded(group: Any) -> Iterator[Any]:
     return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
 
-def _fsdp_groups(module: nn.Module) -> Iterator[Any]:
+def _list_groups(module: nn.Module) -> Iterator[Any]:
     for part in filter(is_fsdp, module.modules()):
         state: Any = part._get_fsdp_state()  # type: ignore[operator]
         # torch 2.11 has at most one group.
@@ -108,8 +106,8 @@ class Accumulated(NamedTuple):
 
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
-    views = _by_parameter(module)
-    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _kept_beside_grad(module)}
+    views = _index_parameters(module)
+    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _list_kept_beside_grad(module)}
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
         leaves = {name: parameter}
@@ -125,15 +123,15 @@ def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     """What earlier steps have left in `.grad`, once for each parameter, whether FSDP2 has gathered it or not."""
     kept: dict[int, Tensor] = {}
     for module in modules:
-        for each in (*module.parameters(), *(fsdp.sharded_param for fsdp in _fsdp_parameters(module))):
+        for each in (*module.parameters(), *(fsdp.sharded_param for fsdp in _list_parameters(module))):
             if each.grad is not None:
                 kept[id(each)] = each.grad
     return list(kept.values())
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
+def find_parameter_names(module: nn.Module) -> dict[int, str]:
     """By the id of each parameter, its name; FSDP2 has two objects for each."""
-    views = _by_parameter(module)
+    views = _index_parameters(module)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
@@ -142,23 +140,20 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
-def _kept_beside_grad(module: nn.Module) -> Iterator[Any]:
-    return _fsdp_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
+def _list_kept_beside_grad(module: nn.Module) -> Iterator[Any]:
+    return _list_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
 
 
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters have no gradients and no post-accumulate hooks.
-
-    Afterwards they have the same gradients and hooks as before; what was accumulated within is gone.
-    """
-    unsharded = [each for fsdp in _fsdp_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
+    """Within, the parameters have no gradients and no post-accumulate hooks; afterwards the same ones as before."""
+    unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
-    beside = [(each, each.unsharded_accumulated_grad) for each in _kept_beside_grad(module)]
+    beside = [(each, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module)]
     for parameter in parameters:
         parameter.grad = None
-        if hooks_after_accumulation(parameter):  # autograd holds on to this very dictionary
+        if has_hooks_after_accumulation(parameter):  # autograd holds on to this very dictionary
             parameter._post_accumulate_grad_hooks.clear()
     for fsdp, _ in beside:
         fsdp.unsharded_accumulated_grad = None

@@ -1,4 +1,4 @@
-"""The products with weights in autograd's graph, and what their weight gradients cost. Known from torch 2.11 to 2.15.
+"""The products with weights in autograd's graph, and what their weight gradients cost.
 
 Only names, edges and shapes of nodes are read. Saved tensors are not: a checkpoint would compute them again.
 """
@@ -14,8 +14,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from zbpipe.runtime._torch.autograd import PASS_ON
-
-__all__ = ["GraphProduct", "products_in_graph"]
 
 _FACTORS = {
     "AddbmmBackward0": (1, 2),
@@ -73,22 +71,22 @@ class _Weight(NamedTuple):
     """Than the parameters: expanded, or chosen row by row."""
 
 
-def products_in_graph(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
+def find_products(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
     """All products with weights on the way from `inputs`, or from the leaves, to `outputs`."""
     found: list[GraphProduct] = []
-    known: dict[Node, _Weight | None] = dict.fromkeys(nodes_of(inputs))
-    for node in nodes_in_order(nodes_of(outputs), known):
+    known: dict[Node, _Weight | None] = dict.fromkeys(find_nodes(inputs))
+    for node in sort_nodes(find_nodes(outputs), known):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
     return found
 
 
-def nodes_of(tensors: Iterable[Any]) -> list[Node]:
+def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     """The nodes that made these tensors; leaves have none."""
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
-def nodes_in_order(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
+def sort_nodes(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
     """Each node behind `roots` after those that it takes from; without `known` ones, and what is behind these alone."""
     waiting, opened, done = list(roots), set[Node](), set(known)
     while waiting:
@@ -121,20 +119,20 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
         # A Function may take the same weight twice; those of zbpipe take x first.
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
-        places = (1,) if _deferral_of(node) is not None else places
+        places = (1,) if _find_deferral(node) is not None else places
     else:
         return _make(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]
     for place, (weight, source, number) in zip(places, factors, strict=False):
         if weight is not None and source is not None and _is_matrix(weight, source, number):
-            flops = _flops(node, kind, place == places[0], _shape(source, number), edges)
-            found.append(GraphProduct(kind, _deferral_of(node), weight.leaves, weight.made_by, flops))
+            flops = _count_flops(node, kind, place == places[0], _shape_of(source, number), edges)
+            found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.made_by, flops))
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
     return _join(weights, kind) if is_weight else None
 
 
-def _deferral_of(node: Node) -> object:
+def _find_deferral(node: Node) -> object:
     return getattr(node, "deferral", None) if isinstance(cast(object, node), BackwardCFunction) else None
 
 
@@ -142,16 +140,16 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     """Whether it is a Function of somebody's own that takes more than weights."""
     if not isinstance(cast(object, node), BackwardCFunction) or node.name() in PASS_ON:
         return False
-    if _deferral_of(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
+    if _find_deferral(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
         return True
     sources = [weight for weight, source, _ in edges if source is not None]
     weights = [weight for weight in sources if weight is not None]
-    elements = {prod(_shape(source, number)) for weight, source, number in edges if weight is not None and source}
-    return kind == _COMPILED or len(weights) < len(sources) or prod(_shape(node, 0)) not in elements
+    elements = {prod(_shape_of(source, number)) for weight, source, number in edges if weight is not None and source}
+    return kind == _COMPILED or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
 
 
 def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:
-    return len(_shape(source, number)) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves)
+    return len(_shape_of(source, number)) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves)
 
 
 def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
@@ -161,7 +159,7 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
         return None
     result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
     elements = max(leaf.numel() for leaf in result.leaves)
-    grows = max(prod(_shape(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
+    grows = max(prod(_shape_of(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None
     if kind in _CHOICES and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
@@ -176,7 +174,7 @@ def _join(weights: Sequence[_Weight], kind: str) -> _Weight:
     return _Weight(tuple(leaves.values()), tuple(made_by), any(weight.is_larger for weight in weights))
 
 
-def _shape(node: Node, number: int) -> tuple[int, ...]:
+def _shape_of(node: Node, number: int) -> tuple[int, ...]:
     """Of one of the node's results; none for tensors that have no plain one, such as nested ones."""
     try:
         shape = tuple(cast(Any, node)._input_metadata[number].shape)
@@ -185,9 +183,9 @@ def _shape(node: Node, number: int) -> tuple[int, ...]:
     return shape if all(isinstance(size, int) for size in shape) else ()
 
 
-def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
+def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
     """Two for each multiplication."""
-    dy = _shape(node, 0)
+    dy = _shape_of(node, 0)
     if kind == "Convolution":
         return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
     if kind == "Linear":
@@ -197,7 +195,9 @@ def _flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges
         times = weight[0] if kind == "Addbmm" else 1
         groups = dy[0] if kind == "GroupedMm" and len(weight) < len(dy) else 1
         return 2.0 * prod(dy) * inner * times / max(groups, 1)
-    activations = [_shape(source, number) for weight, source, number in edges if weight is None and source is not None]
+    activations = [
+        _shape_of(source, number) for weight, source, number in edges if weight is None and source is not None
+    ]
     if len(weight) > _MATRIX and dy:  # a matrix for each group of rows
         return 2.0 * prod(dy) * (activations[0][-1] if activations and activations[0] else weight[-2])
     # A Function may give a loss: its x has more rows than its dY.
@@ -210,6 +210,6 @@ def _count_convolved(node: Node, dy: tuple[int, ...], weight: tuple[int, ...], e
         return prod(dy)
     _, source, number = edges[0]
     if source is not None:
-        return prod(_shape(source, number))
+        return prod(_shape_of(source, number))
     strides: int = prod(cast(Any, node)._saved_stride)
     return prod(dy) / max(dy[1] if len(dy) > 1 else 1, 1) * weight[0] / max(strides, 1)

@@ -1,4 +1,4 @@
-"""Hooks around what a rank computes, in one list with a defined order. Known from torch 2.11 to 2.15."""
+"""Hooks around what a rank computes, in one list with a defined order."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.attributes import replaced
 
 Call = Callable[..., Any]
 
@@ -36,11 +36,6 @@ class HookOrder(IntEnum):
     """Issues copies to the host and back."""
 
 
-class _Hook(NamedTuple):
-    order: HookOrder
-    around: Around
-
-
 def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
     """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
@@ -53,7 +48,7 @@ def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Itera
     The wait for messages is outside of that. Hooks may end in any order.
     """
     hooks: _Hooks = vars(schedule).get("_hooks") or _Hooks(schedule)
-    own = _Hook(order, around)
+    own = order, around
     hooks.add(own)
     try:
         yield
@@ -65,7 +60,7 @@ class _Hooks:
     """Those of one schedule, which has them as long as there are any."""
 
     def __init__(self, schedule: _PipelineSchedule) -> None:
-        self._sorted: list[_Hook] = []
+        self._sorted: list[tuple[HookOrder, Around]] = []
         self._patches = ExitStack()
         vars(schedule)["_hooks"] = self
         self._patches.callback(vars(schedule).pop, "_hooks")
@@ -76,18 +71,18 @@ class _Hooks:
         loss = partial(self._loss_computes, schedule._maybe_compute_loss)
         self._patches.enter_context(replaced(schedule, _maybe_compute_loss=loss))
 
-    def add(self, new: _Hook) -> None:
+    def add(self, new: tuple[HookOrder, Around]) -> None:
         self._sorted.append(new)
-        self._sorted.sort(key=lambda each: each.order)
+        self._sorted.sort(key=lambda hook: hook[0])
 
-    def remove(self, old: _Hook) -> None:
+    def remove(self, old: tuple[HookOrder, Around]) -> None:
         self._sorted.remove(old)
         if not self._sorted:
             self._patches.close()
 
     def _run(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        for each in reversed(self._sorted):
-            compute = partial(each.around, kind, stage, microbatch, compute)
+        for _, around in reversed(self._sorted):
+            compute = partial(around, kind, stage, microbatch, compute)
         return compute()
 
     def _stage_computes(self, name: str, stage: int, compute: Call, chunk: int, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["StorageMeter"]
-
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts from 0 at its entry; tensors that were there before count for nothing.
@@ -31,10 +29,10 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         # Results may be views of arguments or the arguments themselves, also of those older than this meter.
-        for storage in _storages((args, kwargs)):
+        for storage in _list_storages((args, kwargs)):
             self._know(storage, 0)
         result = func(*args, **kwargs)
-        for storage in _storages(result):
+        for storage in _list_storages(result):
             self._know(storage, storage.nbytes())
         self.peak = max(self.peak, self.live)
         return result
@@ -51,5 +49,5 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= size
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def _list_storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

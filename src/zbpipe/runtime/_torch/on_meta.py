@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpipe.runtime.patching import replaced
-
-__all__ = ["ATTENTION_OPERATIONS", "fused_on_meta"]
+from zbpipe.runtime.attributes import replaced
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
@@ -74,7 +72,7 @@ def _norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = No
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
+def fuse_on_meta() -> Iterator[None]:
     """Within, attention and norms are one op each on the meta device, as they are on a GPU."""
     with replaced(F, scaled_dot_product_attention=_attention, rms_norm=_norm):
         yield

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: its schedules and stages, and what they run. Known from torch 2.11 to 2.15."""
+"""torch.distributed.pipelining: its schedules and stages, and what they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, mark_input_gradients, mark_outputs
-from zbpipe.runtime._torch.autograd import is_view, tree_map_only
+from zbpipe.runtime._torch.autograd import tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
     WAITS_FOR_SENDS,
@@ -38,38 +38,27 @@ from zbpipe.runtime._torch.buffers import (
 )
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
-from zbpipe.runtime.patching import replaced
+from zbpipe.runtime.attributes import replaced
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
 
 PipelineSchedule = _PipelineSchedule
-"""The base class of all of torch's schedules."""
 
 ScheduleRuntime = _PipelineScheduleRuntime
 """torch's schedule that takes a list of computations, adds sends, receives and unshards, and runs it."""
 
 Stage = _PipelineStageBase
-"""The base class of all of torch's stages, such as `PipelineStage`."""
 
-SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - {
-    "self",
-    "stages",
-    "n_microbatches",
-    "defer_pp_recv",
-}
+_NO_OPTIONS = {"self", "stages", "n_microbatches", "defer_pp_recv"}
+SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - _NO_OPTIONS
 """The keyword arguments of the installed torch's multi-stage schedules; zbpipe places the receives itself."""
-
 
 _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 """Whether torch (from 2.13 on) sets up messages again when training and evaluation take turns."""
 
 
 class OwnRuntime(_PipelineScheduleRuntime):
-    """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override.
-
-    Subclasses override `initialize_stages` and `run_microbatches`, and call those of this class. They override
-    `tell_why_abandoned` and `ask_why_abandoned`, by which ranks learn of each other's failures.
-    """
+    """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
     abandoned_by: BaseException | None
     """Why this rank leaves out all computations of the step that runs; None if it does not, and between steps.
@@ -81,53 +70,46 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for stage in stages:
             own(stage)
         super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self.own_stages = cast(list[OwnStage], self._stages)
+        self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
         self.abandoned_by = None
         self.place = Place()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
         if not WAITS_FOR_SENDS:
             wait_for_sends(self)
 
-    def always_train(self) -> None:
-        """Make `step` a training step even without a loss_fn; torch would treat it as `eval`."""
-        self._has_backward = True
-
     def finish_optimizer_step(self) -> None:
         """Wait for what an earlier step has left open."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step, and when training and evaluation take turns: torch infers shapes.
-
-        It does so by a run of every stage on uninitialised inputs.
-        """
+        """Before the first step, and when training and evaluation take turns: torch runs stages to infer shapes."""
         if _SETS_UP_ANEW and self._stages_forward_initialized and not is_set_up(self):
-            for stage in self._stages:
-                cast(OwnStage, stage).forget_receives()
+            for stage in self.own_stages:
+                stage.forget_receives()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """Run one step, on microbatches that are split already.
-
-        If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
-        `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
-        """
+        """Run one step, on microbatches that are split already."""
+        # If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
+        # `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
         with ExitStack() as around:
             around.enter_context(self.place.follow(self))
             if can_send_marks(self._stages[0]):
-                by_index = {stage.stage_index: cast(OwnStage, stage) for stage in self._stages}
+                by_index = {stage.stage_index: stage for stage in self.own_stages}
                 leave_out = partial(self._compute_or_leave_out, by_index)
                 around.enter_context(hook(self, HookOrder.ABANDON, leave_out))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
         if self.abandoned_by is not None:
-            for stage in self._stages:
-                cast(OwnStage, stage).forget_step()
+            for stage in self.own_stages:
+                stage.forget_step()
             raise self.abandoned_by
 
     def leave_out_all(self) -> None:
         """Leave out all computations of the step that begins, which this rank has abandoned."""
-        for stage in self._stages:
+        for stage in self.own_stages:
             stage.has_backward = self._has_backward
-            cast(OwnStage, stage).forget_step()
-            cast(OwnStage, stage).is_left_out = True
+            stage.forget_step()
+            stage.is_left_out = True
 
     def tell_why_abandoned(self, error: Exception) -> None:
         """An op failed by `error`: leave word for the other ranks, before they receive marks."""
@@ -163,7 +145,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def load_table(self, file: str) -> None:
         """Run the computations of a CSV file from the next step on."""
-        super()._load_csv(file)
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
         self.load_table(filename)
@@ -192,7 +173,6 @@ class OwnStage(ReceivesOnDemand):
 
     is_left_out = False
     """Whether the step that runs leaves out its computations."""
-
     frozen: tuple[tuple[dict[str, Any], str], ...] = ()
     """The parameters, by dictionary and name, that were not to be trained when torch set up its messages."""
 
@@ -235,19 +215,20 @@ class OwnStage(ReceivesOnDemand):
         super().clear_runtime_states()
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if self.is_last and self.has_backward:
             _scalar(loss)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input. (The I of
         # torch's own split leaves the graph for W.)
-        if full_backward and loss is not None and not is_view(loss):
+        if full_backward and loss is not None and not loss._is_view():
             loss.detach_()
+
+    @property
+    def is_unfrozen(self) -> bool:
+        """Whether it trains a parameter that was frozen when torch set up its messages."""
+        return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self.frozen)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         owners = [part._parameters for part in self.submod.modules()]
@@ -306,7 +287,7 @@ def _own_class(stage_class: type[_PipelineStageBase]) -> type[_PipelineStageBase
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
-    """The device of `stage`, which torch keeps as it was given: perhaps as a name."""
+    """torch keeps it as it was given: perhaps as a name."""
     return torch.device(stage.device)
 
 
@@ -343,10 +324,8 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
 
 
 def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
-    """What torch makes of `row`, in time that does not grow with the square of its length.
-
-    torch looks ahead until it has seen as many stages as may be active, to the end of the row if the rank has fewer.
-    """
+    """What torch makes of `row`, in time that does not grow with the square of its length."""
+    # torch looks ahead until it has seen as many stages as may be active, to the end of the row if the rank has fewer.
     own = len({action.stage_index for action in row if action})
     more = {name: min(number, own) for name, number in more.items()}
     return _add_unshard_reshard(row, min(max_active_stages, own), **more)
@@ -354,11 +333,6 @@ def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) 
 
 Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
 """The actions of all ranks: computations alone, and with communication."""
-
-
-def lists_of(runtime: _PipelineScheduleRuntime) -> Lists:
-    """The lists that `runtime` runs."""
-    return runtime.pipeline_order, runtime.pipeline_order_with_comms
 
 
 def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
@@ -375,12 +349,7 @@ def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
 
 
 def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
-    """Make `runtime` run its lowered actions in another order.
-
-    Args:
-        runtime: lowered from a list without overlapped actions.
-        rows: a permutation of `rows_of(runtime)`; with waits for sends, also where torch (before 2.15) has none.
-    """
+    """Make `runtime` run its `rows_of`, of which none are overlapped, in another order, or with waits for sends."""
     runtime.pipeline_order_with_comms = dict(enumerate(map(actions_of, rows)))
 
 
@@ -396,12 +365,10 @@ def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
 
 @contextmanager
 def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Around a step: multiply `kept` gradients by the number of microbatches, by which its end divides all gradients.
-
-    Just before the step adds to them, so that a step that is abandoned before leaves them as they are. To keep them
-    elsewhere would take their memory once more. To divide the loss instead would leave out what a loss with backwards
-    of its own adds, and round otherwise than torch's schedules.
-    """
+    """Around a step: multiply `kept` gradients by the number of microbatches, by which its end divides all."""
+    # Just before the step adds to them, so that a step that is abandoned before leaves them as they are. To keep them
+    # elsewhere would take their memory once more. To divide the loss instead would leave out what a loss with backwards
+    # of its own adds, and round otherwise than torch's schedules.
     left = list(kept)
     last = runtime._num_stages - 1
 
@@ -429,14 +396,8 @@ def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any],
 def run_backward(
     stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
-    """Run a full backward of the stage's module as torch does; returns the gradients of the inputs (or None).
-
-    Args:
-        stage: with FSDP2 its gradients stay unreduced.
-        outputs: of the module, or the loss.
-        output_grads: a tuple as long as the outputs; None for the loss.
-        inputs: of the module.
-    """
+    """Run a full backward of the stage's module as torch does; returns the gradients of the inputs (or None)."""
+    # It begins with the module's outputs and their gradients, or with the loss and None. FSDP2 reduces nothing.
     if output_grads is not None:
         outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
     tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
@@ -532,16 +493,16 @@ def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
         vars(stage).update(known)
 
 
-def forget_shapes(schedule: _PipelineScheduleRuntime) -> None:
+def forget_shapes(schedule: OwnRuntime) -> None:
     """Have torch infer all shapes in the next step, as in the first one."""
     schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
-    for stage in schedule._stages:
-        cast(OwnStage, stage).forget_shapes()
+    for stage in schedule.own_stages:
+        stage.forget_shapes()
 
 
-def can_infer_shapes(schedule: _PipelineScheduleRuntime) -> bool:
+def can_infer_shapes(schedule: OwnRuntime) -> bool:
     """Whether torch (from 2.13 on) has inferred the shapes of all stages of all ranks; else they were given to it."""
-    return all(cast(OwnStage, stage).infers_shapes for stage in schedule._stages)
+    return all(stage.infers_shapes for stage in schedule.own_stages)
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
@@ -554,39 +515,15 @@ def needs_autograd(schedule: _PipelineSchedule) -> bool:
     return bool(getattr(schedule, "_backward_requires_autograd", True))
 
 
-def is_without_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> bool:
-    """Whether messages on this side of `stage` were set up without any gradient, as all before is frozen.
-
-    From torch 2.13 on; before, all of them have gradients.
-    """
-    if stage.is_first if side == "inputs" else stage.is_last:
-        return False
-    metas = cast(OwnStage, stage).metas(side)
-    return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
-
-
-def give_gradients(stage: _PipelineStageBase, side: Literal["inputs", "outputs"]) -> None:
-    """From now on have gradients of the messages on this side of `stage`, which were set up without any."""
-    cast(OwnStage, stage).give_gradients(side)
-
-
-def is_unfrozen(stage: _PipelineStageBase) -> bool:
-    """Whether `stage` trains a parameter that was frozen when torch set up its messages."""
-    frozen = cast(OwnStage, stage).frozen
-    return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in frozen)
-
-
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
     """The loss function that it was built with, perhaps wrapped."""
     return schedule._loss_fn
 
 
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
-    """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that.
-
-    Once they are, torch sends whatever the stages give: with gloo a smaller tensor silently fills a part of the
-    receiver's, and a larger one ends the process.
-    """
+    """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that."""
+    # Once they are, torch sends whatever the stages give: with gloo a smaller tensor silently fills a part of the
+    # receiver's, and a larger one ends the process.
     first: Any = runtime._stages[0]
     # torch 2.11 keeps them on the stage itself.
     inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta

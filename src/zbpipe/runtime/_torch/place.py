@@ -1,4 +1,4 @@
-"""How far torch's executor is in its list, in numbers that it leaves as it goes. Known from torch 2.11 to 2.15.
+"""How far torch's executor is in its list, in numbers that it leaves as it goes.
 
 Its frames say the same. But a thread that reads the frames of another one, while that runs compiled code, ends the
 process now and then (on Python 3.11, with torch 2.13 and 2.14).

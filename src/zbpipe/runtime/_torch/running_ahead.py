@@ -1,14 +1,13 @@
-"""A step of torch's executor that begins before it is known whether it counts. Known from torch 2.11 to 2.15."""
+"""A step of torch's executor that begins before it is known whether it counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import _Action, _wait_batch_p2p
 
-from zbpipe.runtime._torch.pipelining import OwnStage, actions_of
+from zbpipe.runtime._torch.pipelining import OwnRuntime, actions_of
 from zbpipe.simulator.post_validation import RunAhead
 
 
@@ -20,11 +19,7 @@ class _CutList(list[_Action]):
     """All actions of a rank. Torch's executor iterates it once: first what runs ahead, then what the verdict allows."""
 
     def __init__(
-        self,
-        before: Sequence[_Action],
-        after: Sequence[_Action],
-        drain: Sequence[_Action],
-        verdict: Callable[[], bool],
+        self, before: Sequence[_Action], after: Sequence[_Action], drain: Sequence[_Action], verdict: Callable[[], bool]
     ) -> None:
         super().__init__((*before, *after))
         self._before = before
@@ -42,19 +37,11 @@ class _CutList(list[_Action]):
         raise _StepIsVoidError
 
 
-def run_ahead(
-    runtime: _PipelineScheduleRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]
-) -> bool:
+def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
     """Run a step whose first actions run ahead of `verdict`; returns whether the step counts.
 
     If not, all messages that are under way have arrived, and the stages are as before the step, except for what their
-    forwards have changed in buffers and in random states.
-
-    Args:
-        runtime: whose present lists are those that were cut.
-        cut: the lists of all ranks.
-        verdict: called once, after what runs ahead.
-        run: runs torch's executor on the present lists.
+    forwards have changed in buffers and in random states. `run` runs torch's executor on the lists that were cut.
     """
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
     before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
@@ -70,11 +57,11 @@ def run_ahead(
     return True
 
 
-def _forget_step(runtime: _PipelineScheduleRuntime) -> None:
+def _forget_step(runtime: OwnRuntime) -> None:
     for received in runtime.fwd_recv_ops.values():
         _wait_batch_p2p(received)  # type: ignore[no-untyped-call, unused-ignore]
     runtime.fwd_recv_ops.clear()
-    for stage in runtime._stages:
+    for stage in runtime.own_stages:
         if stage.stage_index in runtime.unshard_ops:
             runtime._assert_unsharded(stage)
         # Weights that FSDP gathered are those of the step that does not count.
@@ -82,4 +69,4 @@ def _forget_step(runtime: _PipelineScheduleRuntime) -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
         runtime.unsharded_stages.discard(stage.stage_index)
-        cast(OwnStage, stage).forget_step()
+        stage.forget_step()

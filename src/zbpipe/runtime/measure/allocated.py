@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -32,36 +32,25 @@ class Bytes(NamedTuple):
         return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
 
 
-class Counter(Protocol):
-    """Counts in one step. An op can have several pieces: the loss is part of the last stage's F."""
-
-    def step(self) -> AbstractContextManager[object]:
-        """Around the step."""
-
-    def piece(self, op: Op) -> AbstractContextManager[object]:
-        """Around a piece of an op, within the step."""
-
-    def found(self) -> Mapping[Op, Bytes]:
-        """By op, after the step."""
-
-
-def counter_for(device: torch.device) -> Counter | None:
-    """None on the CPU while somebody else profiles: only one profiler can run at a time."""
+def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
+    """Counts the bytes of ops in one step, `within_step` and there `within_op`; `found` has them after the step."""
+    # None on the CPU while somebody else profiles: only one profiler can run at a time.
     if device.type != "cpu":
-        return _OnDevice(device)
-    return None if autograd.profiler_is_on() else _OnHost()
+        return DeviceCounter(device)
+    return None if autograd.profiler_is_on() else HostCounter()
 
 
-class _OnDevice:
+class DeviceCounter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._found: dict[Op, Bytes] = {}
 
-    def step(self) -> AbstractContextManager[object]:
+    def within_step(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     @contextmanager
-    def piece(self, op: Op) -> Iterator[None]:
+    def within_op(self, op: Op) -> Iterator[None]:
+        """An op can have several pieces: the loss is part of the last stage's F."""
         memory = torch.get_device_module(self._device)
         # The peak of the job itself, which TorchTitan logs, is then that since this op.
         memory.reset_peak_memory_stats(self._device)
@@ -74,7 +63,7 @@ class _OnDevice:
         return self._found
 
 
-class _OnHost:
+class HostCounter:
     """By torch's profiler, for all of the step: it counts what an op frees only if it has seen it allocated."""
 
     def __init__(self) -> None:
@@ -82,12 +71,12 @@ class _OnHost:
         self._seen: profile | None = None
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def within_step(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as self._seen:
             yield
 
-    def piece(self, op: Op) -> AbstractContextManager[object]:
+    def within_op(self, op: Op) -> AbstractContextManager[object]:
         name = f"{_MARK}{op}"
         self._ops[name] = op
         return record_function(name)
@@ -95,12 +84,7 @@ class _OnHost:
     def found(self) -> Mapping[Op, Bytes]:
         assert self._seen is not None, "there was a step"
         result: dict[Op, Bytes] = {}
-        for name, changes in autograd.allocations(self._seen, _MARK):
-            op = self._ops[name]
-            result[op] = result.get(op, Bytes()).then(_sum_up(changes))
+        for name, changes in autograd.list_allocations(self._seen, _MARK):
+            op, held = self._ops[name], list(accumulate(changes, initial=0))
+            result[op] = result.get(op, Bytes()).then(Bytes(held[-1], max(held)))
         return result
-
-
-def _sum_up(changes: Iterable[int]) -> Bytes:
-    held = list(accumulate(changes, initial=0))
-    return Bytes(held[-1], max(held))

@@ -19,9 +19,9 @@ from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
+from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.messages import messages_of
 from zbpipe.schedule.ir import COMPUTATIONS, Placement, require_whole
 from zbpipe.views import report
 
@@ -32,7 +32,6 @@ WARM_UP = 1
 _ROUNDS = 5
 _LARGE = 1 << 20
 """Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger still."""
-
 
 Links = Mapping[tuple[int, int], Link]
 """By (from, to), two ranks of the pipeline."""
@@ -95,7 +94,6 @@ class Profiler:
                 " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
             )
         self.costs: JobCosts | None = None
-        """What was measured; None until then."""
         self.records: list[StepRecord] = []
         """The timed steps, on this rank."""
         self._schedule = schedule
@@ -117,7 +115,7 @@ class Profiler:
         links = measure_links(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the way to the host at the same time
         table = RankTable(
-            seconds=seconds_by_kind(self.records),
+            seconds=average_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
             most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
             links=links,
@@ -126,33 +124,40 @@ class Profiler:
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
-        return replace(combine(tables, rank_of(stages[0])), transport=messages_of(self._schedule).transport)
+        transport, _ = find_messages(self._schedule)
+        return replace(combine(tables, find_placement(stages[0])), transport=transport)
 
 
-def rank_of(stage: pipelining.Stage) -> Placement:
+def find_placement(stage: pipelining.Stage) -> Placement:
     """Where the stages of its pipeline are."""
     return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
 
-def seconds_by_kind(
+def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
-    """By stage and kind of op, the average over all microbatches; the median is not moved by single slow ones."""
-    spans: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for record in records:
-        for span in record.spans:
-            spans[span.op.stage, str(span.op.kind)].append(span.end - span.start)
-    return {key: average(each) for key, each in spans.items()}
+    """Seconds by stage and kind of op, over all microbatches; the median is not moved by single slow ones."""
+    spans = (span for record in records for span in record.spans)
+    return _average_by_key((((span.op.stage, str(span.op.kind)), span.end - span.start) for span in spans), average)
+
+
+def _average_by_key(
+    values: Iterable[tuple[tuple[int, str], float]], average: Callable[[Sequence[float]], float]
+) -> dict[tuple[int, str], float]:
+    by_key: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for key, value in values:
+        by_key[key].append(value)
+    return {key: average(each) for key, each in by_key.items()}
 
 
 def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
-    """The costs from the tables of all ranks; the mean where several ranks hold the same stage.
-
-    A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
-    shares of a microbatch.
-    """
-    seconds = _mean_by_key(table.seconds for table in tables)
-    kept, most = (_mean_by_key(getattr(table, name) for table in tables) for name in ("kept", "most"))
+    """The costs from the tables of all ranks; the mean where several ranks hold the same stage."""
+    # A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
+    # shares of a microbatch.
+    seconds, kept, most = (
+        _average_by_key((pair for table in tables for pair in getattr(table, name).items()), fmean)
+        for name in ("seconds", "kept", "most")
+    )
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
     f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
@@ -172,7 +177,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             ),
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
-            host=_slowest([table.host for table in tables]),
+            host=_find_slowest([table.host for table in tables]),
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
@@ -183,7 +188,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     )
 
 
-def _slowest(ways: Sequence[Link | None]) -> Link | None:
+def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
     """A way that takes as long as the longest of `ways`; None if any of them is not known."""
     known = [way for way in ways if way is not None]
     if len(known) < len(ways):
@@ -191,24 +196,16 @@ def _slowest(ways: Sequence[Link | None]) -> Link | None:
     return Link(max(way.latency for way in known), min(way.bandwidth for way in known))
 
 
-def _mean_by_key(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    """For each key the mean over all tables that have it."""
-    values: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for table in tables:
-        for key, value in table.items():
-            values[key].append(value)
-    return {key: fmean(each) for key, each in values.items()}
-
-
 def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
-    """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this.
-
-    Each pair of neighbours, one after the other, sends a small and a large message there and back. Half of the time is
-    taken for each direction.
-    """
-    group, ranks = stages[0].group or dist.group.WORLD, rank_of(stages[0]).rank_of
+    """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
+    # Each pair of neighbours, one after the other, sends a small and a large message there and back. Half of the time
+    # is taken for each direction.
+    group, ranks = stages[0].group or dist.group.WORLD, find_placement(stages[0]).rank_of
     me, device = stages[0].group_rank, pipelining.device_of(stages[0])
-    large = max(_most_of_all_ranks(message_bytes, device, group), _LARGE)
+    # Both ends of a link need the same size, and the last stage sends nothing.
+    most = torch.tensor(message_bytes, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    large = max(int(most), _LARGE)
     pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
     links: dict[tuple[int, int], Link] = {}
     for one, other in pairs:
@@ -216,20 +213,13 @@ def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Lin
             continue
         assert group is not None, "a pipeline of several ranks has a process group"
         peer = dist.get_global_rank(group, other if me == one else one)
-        small_seconds, large_seconds = (_one_way(peer, me == one, size, device, group) for size in (1, large))
+        small_seconds, large_seconds = (_time_one_way(peer, me == one, size, device, group) for size in (1, large))
         bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
         links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
     return links
 
 
-def _most_of_all_ranks(number: int, device: torch.device, group: Any) -> int:
-    """The largest `number` of all ranks: both ends of a link need the same size, and the last stage sends nothing."""
-    most = torch.tensor(number, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return int(most)
-
-
-def _one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
+def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
     """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 

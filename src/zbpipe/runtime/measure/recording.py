@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, hooks, pipelining
-from zbpipe.runtime.measure.allocated import counter_for
+from zbpipe.runtime.measure.allocated import make_counter
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
@@ -41,7 +41,6 @@ class StepRecord:
     """One step on this rank. Times are seconds since the moment when all ranks of the pipeline had reached the step."""
 
     schedule: str
-    """Its name."""
     seconds: float
     """When this rank had run all of its actions."""
     spans: tuple[Span, ...]
@@ -89,15 +88,9 @@ def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:
 def collect(
     schedule: pipelining.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
 ) -> None:
-    """Watch the next training steps of `schedule`, and call `done` once with the records of those that are wanted.
-
-    Args:
-        schedule: any of zbpipe's or torch's.
-        wanted: for each of the next steps; of the last one not nothing. Steps whose microbatches have other shapes than
-            usual do not count.
-        done: called after the last step, with the records in order.
-    """
-    watch(schedule, _Collector(wanted, done))
+    """Call `done` once with the records of the next training steps of `schedule` (any of zbpipe's or torch's)."""
+    # `wanted` is for each of these steps; of the last one not nothing.
+    watch(schedule, Collector(wanted, done))
 
 
 def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
@@ -110,11 +103,13 @@ def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
     return watchers
 
 
-class _Collector(Watcher):
+class Collector(Watcher):
+    """See `collect`. Steps whose microbatches have other shapes than usual do not count."""
+
     def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
         self._coming = deque(wanted)
         self._wanted: Wanted | None = None
-        self._records: list[StepRecord] = []
+        self.records: list[StepRecord] = []
         self._done = done
 
     def before(self) -> Wanted | None:
@@ -129,9 +124,9 @@ class _Collector(Watcher):
         if not record.has_usual_shapes:
             self.missed()
             return
-        self._records.append(record)
+        self.records.append(record)
         if not self._coming:
-            self._done(self._records)
+            self._done(self.records)
 
 
 def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,12 +163,14 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
 class _Recorder:
     def __init__(self, schedule: pipelining.PipelineSchedule, with_memory: bool) -> None:
         self._schedule = schedule
-        self._name = _name_of(schedule)
+        self._name = type(schedule).__name__.removeprefix("Schedule")
+        if isinstance(schedule, RegisteredSchedule):
+            self._name = schedule.schedule.name
         stage = hooks.stages_of(schedule)[0]
         self._group = stage.group
         self._device = pipelining.device_of(stage)
-        self._clock: _Clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
-        self._allocated = counter_for(self._device) if with_memory else None
+        self._clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
+        self._allocated = make_counter(self._device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
@@ -187,7 +184,7 @@ class _Recorder:
         self._origin = self._clock.mark()
         with (
             hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
-            self._allocated.step() if self._allocated else nullcontext(),
+            self._allocated.within_step() if self._allocated else nullcontext(),
         ):
             yield
         self._end = self._clock.mark()
@@ -195,7 +192,7 @@ class _Recorder:
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
         start = self._clock.mark()
-        with self._allocated.piece(op) if self._allocated and self._is_watched(op) else nullcontext():
+        with self._allocated.within_op(op) if self._allocated and self._is_watched(op) else nullcontext():
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
@@ -224,27 +221,15 @@ class _Recorder:
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 
-def _name_of(schedule: pipelining.PipelineSchedule) -> str:
-    if isinstance(schedule, RegisteredSchedule):
-        return schedule.schedule.name
-    return type(schedule).__name__.removeprefix("Schedule")
-
-
-class _Clock(Protocol):
-    def mark(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
 class _HostClock:
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
-class _DeviceClock:
+class _DeviceClock(_HostClock):
     """Events in the stream of the computations, so that the host does not wait for the device while it records."""
 
     def __init__(self, device: torch.device) -> None:

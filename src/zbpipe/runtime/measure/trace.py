@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,16 +11,9 @@ import torch.distributed as dist
 from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.measure.profiler import (
-    Links,
-    RankTable,
-    combine,
-    measure_links,
-    rank_of,
-    seconds_by_kind,
-)
+from zbpipe.runtime.lowering import find_messages
+from zbpipe.runtime.measure.profiler import Links, RankTable, average_by_kind, combine, find_placement, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.messages import Messages, messages_of
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
@@ -55,7 +48,7 @@ def write_trace(
         checks.require_writable(file)
 
     def write(records: list[StepRecord]) -> None:
-        planned, measured = timelines(schedule, records[0])
+        planned, measured = make_timelines(schedule, records[0])
         if dist.get_rank() != 0:
             return
         try:
@@ -71,29 +64,19 @@ def write_trace(
     collect(schedule, [*[Wanted.NOTHING] * (step - 1), Wanted.TIMES], write)
 
 
-def timelines(
+def make_timelines(
     schedule: pipelining.PipelineSchedule, record: StepRecord, links: Links | None = None
 ) -> tuple[Timeline, Timeline]:
-    """A step as simulated and as measured. All ranks of the pipeline have to call this.
-
-    Args:
-        schedule: any of zbpipe's or torch's.
-        record: of this rank.
-        links: of this rank, if they have been measured.
-    """
+    """A step of this rank as simulated and as measured. All ranks of the pipeline have to call this."""
     stages = hooks.stages_of(schedule)
     if links is None:
         links = measure_links(stages, record.message_bytes)
-    table = RankTable(seconds_by_kind([record]), {}, {}, links, record.message_bytes)
+    table = RankTable(average_by_kind([record]), {}, {}, links, record.message_bytes)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
-    costs = combine([each for each, _ in everything], rank_of(stages[0])).costs
+    costs = combine([each for each, _ in everything], find_placement(stages[0])).costs
     assert isinstance(costs, CostModel), "stages were measured"
-    return make_timelines(costs, [each for _, each in everything], messages_of(schedule))
-
-
-def make_timelines(costs: CostModel, records: Sequence[StepRecord], messages: Messages) -> tuple[Timeline, Timeline]:
-    """The two timelines, for the records of all ranks in order."""
-    ran = Schedule.from_rows([[span.op for span in record.spans] for record in records], records[0].schedule)
-    planned = simulate(ran, costs, transport=messages.transport, receives=messages.receives)
-    return planned, Timeline(ran, costs, tuple(record.spans for record in records))
+    spans = tuple(each.spans for _, each in everything)
+    ran = Schedule.from_rows([[span.op for span in row] for row in spans], record.schedule)
+    transport, receives = find_messages(schedule)
+    return simulate(ran, costs, transport=transport, receives=receives), Timeline(ran, costs, spans)

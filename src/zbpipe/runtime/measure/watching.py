@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zbpipe.costs.drift import Drift, DriftDetector
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.recording import Wanted, Watcher
-from zbpipe.runtime.ranks.agreement import new_key
+from zbpipe.runtime.ranks.agreement import make_key
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 _LOOKS_EVERY = 0.2
@@ -30,13 +30,8 @@ _LOOKS_EVERY = 0.2
 class DriftWatcher(Watcher):
     """Calls `found` in the same step on all ranks, before it begins, when the steps' times have changed for good.
 
-    It holds no schedule, and leaves after that call. Steps of another size than the usual one do not count.
-
-    Args:
-        schedule: whose steps these are.
-        group: the ranks that watch together; None for all of the job.
-        seconds: of a step, the same number on all ranks.
-        found: called with the schedule, and how the times have changed.
+    It holds no schedule, and leaves after that call. Steps of another size than the usual one do not count. `seconds`
+    of a step is the same number on all ranks of `group`.
     """
 
     def __init__(
@@ -48,14 +43,13 @@ class DriftWatcher(Watcher):
     ) -> None:
         self._schedule = ref(schedule)
         self._found = found
-        self._key = new_key("drift", dist.get_process_group_ranks(group or dist.group.WORLD))
+        self._key = make_key("drift", dist.get_process_group_ranks(group or dist.group.WORLD))
         self._detector = DriftDetector() if dist.get_rank(group) == 0 else None
         self._every = max(1, ceil(_LOOKS_EVERY / seconds))
         self._step = 0
         self._began: float | None = None
 
     def before(self) -> Wanted | None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         schedule = self._schedule()
         if schedule is None:
             return None
@@ -64,14 +58,13 @@ class DriftWatcher(Watcher):
             self._look_at_last_step(schedule, time.perf_counter())
         if self._step % self._every:
             return Wanted.NOTHING
-        drift = self._heard()
+        drift = self._read_drift()
         if drift is None:
             return Wanted.NOTHING
         self._found(schedule, drift)
         return None
 
     def missed(self) -> None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._began = None
 
     def _look_at_last_step(self, schedule: RegisteredSchedule, now: float) -> None:
@@ -86,7 +79,7 @@ class DriftWatcher(Watcher):
             pipelining.default_store().set(self._key, json.dumps([step, drift.ratio, drift.steps]))
             self._detector = None
 
-    def _heard(self) -> Drift | None:
+    def _read_drift(self) -> Drift | None:
         """What the first rank has said of this step."""
         store = pipelining.default_store()
         if not store.check([self._key]):

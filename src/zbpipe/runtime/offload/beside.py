@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.offload.copiers import Copier, HostCopy
-from zbpipe.runtime.offload.memory import Saved, find_unshared, pairs
-from zbpipe.runtime.split.stage import waiting_for_w
+from zbpipe.runtime.offload.copiers import GpuCopier, HostCopy, StandIn
+from zbpipe.runtime.offload.memory import Saved, find_unshared
+from zbpipe.runtime.split.stage import find_pending
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
 from zbpipe.simulator.timeline import Timeline
 
@@ -19,20 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Runs the copies of one rank around its computations.
+    """Runs the copies of one rank, whose stages are split already, around its computations."""
 
-    Args:
-        stages: of this rank, split already.
-        copier: for the device of its stages.
-    """
-
-    def __init__(self, stages: Sequence[pipelining.Stage], copier: Copier) -> None:
+    def __init__(self, stages: Sequence[pipelining.Stage], copier: GpuCopier | StandIn) -> None:
         self.copier = copier
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ops: frozenset[Op] = frozenset()
         self._issued: Mapping[Op, list[Op]] = {}
         self._released: Mapping[Op, list[Op]] = {}
-        self._told: set[tuple[int, OpKind]] = set()
+        self._logged: set[tuple[int, OpKind]] = set()
 
     def follow(self, timeline: Timeline) -> None:
         """Run the copies of this schedule from the next step on."""
@@ -58,7 +53,7 @@ class Copies:
             return compute()
         op = Op(stage, OpKind(kind), microbatch)
         reload = reload_before(op)
-        if reload in self._ops:
+        if reload is not None and reload in self._ops:
             self.copier.wait(self._copies.pop(_find_copied(reload)))
         with self._saving(op):
             result = compute()
@@ -73,7 +68,7 @@ class Copies:
     def _saving(self, op: Op) -> Any:
         if op.kind is not OpKind.F or op._replace(kind=OpKind.OF) not in self._ops:
             return nullcontext()
-        return self._saved.setdefault((op.stage, op.microbatch), Saved()).recorded()
+        return self._saved.setdefault((op.stage, op.microbatch), Saved()).record()
 
     def _loss_comes(self, op: Op) -> bool:
         """Whether this is the first of the two parts of an F of the last stage, whose second part is the loss."""
@@ -86,34 +81,30 @@ class Copies:
         if copy.kind not in OFFLOADS:
             out = _find_copied(copy)
             self._release(out)
-            self.copier.back(self._copies[out])
+            self.copier.copy_back(self._copies[out])
             return
-        stage = self._stages[copy.stage]
         if copy.kind is OpKind.OF:
-            tensors = self._saved.pop((copy.stage, copy.microbatch)).alive()
+            tensors = self._saved.pop((copy.stage, copy.microbatch)).list_alive()
         else:
-            tensors = pairs(waiting_for_w(stage, copy.microbatch))
+            pending = find_pending(self._stages[copy.stage], copy.microbatch)
+            tensors = [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)]
         storages = find_unshared(tensors, self.copier.smallest)
         del tensors
-        self._copies[copy] = self.copier.out(storages)
+        self._copies[copy] = self.copier.copy_out(storages)
         self._unreleased.add(copy)
-        self._tell(copy)
+        # Once for each stage how much went, since what others hold stays.
+        what, num_bytes = (copy.stage, copy.kind), self._copies[copy].num_bytes
+        if num_bytes and what not in self._logged:
+            self._logged.add(what)
+            logger.info("%s copies %.1f MiB to the host", copy, num_bytes / 2**20)
 
     def _release(self, copy: Op) -> None:
         if copy in self._unreleased:
             self._unreleased.remove(copy)
             self.copier.release(self._copies[copy])
 
-    def _tell(self, copy: Op) -> None:
-        """Once for each stage how much went, since what others hold stays."""
-        what, num_bytes = (copy.stage, copy.kind), self._copies[copy].num_bytes
-        if num_bytes and what not in self._told:
-            self._told.add(what)
-            logger.info("%s copies %.1f MiB to the host", copy, num_bytes / 2**20)
 
-
-def _find_copied(reload: Op | None) -> Op:
-    assert reload is not None
+def _find_copied(reload: Op) -> Op:
     return reload._replace(kind=OpKind.OF if reload.kind is OpKind.RF else OpKind.OI)
 
 

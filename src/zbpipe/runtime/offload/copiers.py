@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import memmove, string_at
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ class HostCopy:
     storages: Storages
     """On the device, and of no bytes while the copy alone has them."""
     sizes: tuple[int, ...]
-    """Their bytes."""
     host: list[Any]
     """Their content."""
     event: torch.cuda.Event | None = None
@@ -31,31 +30,8 @@ class HostCopy:
         return sum(self.sizes)
 
 
-class Copier(Protocol):
-    """Copies storages: `out`, `release`, `back`, `wait`, in this order. Nobody uses them in between."""
-
-    smallest: int
-    """Bytes of a storage below which a copy is not worth it."""
-
-    def out(self, storages: Storages) -> HostCopy:
-        """Begin to copy to the host, behind all that was computed so far."""
-
-    def release(self, copy: HostCopy) -> None:
-        """Free the memory on the device; what is computed from now on waits until the copy is over."""
-
-    def back(self, copy: HostCopy) -> None:
-        """Take memory on the device again and begin to copy back."""
-
-    def wait(self, copy: HostCopy) -> None:
-        """What is computed from now on waits until the copy back is over; the host's memory is free."""
-
-
-def copier_for(device: torch.device) -> Copier:
-    """The one for this device.
-
-    Raises:
-        ValueError: there is none.
-    """
+def make_copier(device: torch.device) -> GpuCopier | StandIn:
+    """The one for this device; ValueError if there is none."""
     if device.type == "cuda":
         return GpuCopier(device)
     if device.type == "cpu":
@@ -69,17 +45,21 @@ def copier_for(device: torch.device) -> Copier:
 class GpuCopier:
     """Copies through pinned memory, with a stream for each direction. Not tried on a GPU so far.
 
+    For some storages, that nobody uses in between, call `copy_out`, `release`, `copy_back` and `wait`, in this order.
+
     Memory is freed and taken in the order of the stream that computes, so that the allocator gives it to nobody whose
     kernels could run before the copy is over; so there is no `record_stream`.
     """
 
     smallest = 2**16
+    """Bytes of a storage below which a copy is not worth it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
-    def out(self, storages: Storages) -> HostCopy:
+    def copy_out(self, storages: Storages) -> HostCopy:
+        """Begin to copy to the host, behind all that was computed so far."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         sizes = tuple(storage.nbytes() for storage in storages)
         with torch.cuda.stream(self._out):
@@ -89,11 +69,13 @@ class GpuCopier:
         return HostCopy(storages, sizes, host, self._out.record_event())
 
     def release(self, copy: HostCopy) -> None:
-        self.wait_for(copy)
+        """Free the memory on the device; what is computed from now on waits until the copy is over."""
+        self._wait_for(copy)
         for storage in copy.storages:
             storage.resize_(0)
 
-    def back(self, copy: HostCopy) -> None:
+    def copy_back(self, copy: HostCopy) -> None:
+        """Take memory on the device again and begin to copy back."""
         for storage, size in zip(copy.storages, copy.sizes, strict=True):
             storage.resize_(size)
         # The memory may be that of a tensor which the kernels before this one still use.
@@ -104,10 +86,11 @@ class GpuCopier:
         copy.event = self._back.record_event()
 
     def wait(self, copy: HostCopy) -> None:
-        self.wait_for(copy)
+        """What is computed from now on waits until the copy back is over; the host's memory is free."""
+        self._wait_for(copy)
         copy.host.clear()
 
-    def wait_for(self, copy: HostCopy) -> None:
+    def _wait_for(self, copy: HostCopy) -> None:
         assert copy.event is not None
         torch.cuda.current_stream(self._device).wait_event(copy.event)
 
@@ -126,7 +109,7 @@ class StandIn:
         self.copied = 0
         """Bytes that went out so far."""
 
-    def out(self, storages: Storages) -> HostCopy:
+    def copy_out(self, storages: Storages) -> HostCopy:
         sizes = tuple(storage.nbytes() for storage in storages)
         host = [string_at(storage.data_ptr(), size) for storage, size in zip(storages, sizes, strict=True)]
         for storage in storages:
@@ -138,7 +121,7 @@ class StandIn:
     def release(self, copy: HostCopy) -> None:
         """It is free already."""
 
-    def back(self, copy: HostCopy) -> None:
+    def copy_back(self, copy: HostCopy) -> None:
         for storage, size, content in zip(copy.storages, copy.sizes, copy.host, strict=True):
             storage.resize_(size)
             memmove(storage.data_ptr(), content, size)

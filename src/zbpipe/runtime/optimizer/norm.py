@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those with a gradient, parted by the device mesh that shares them: torch computes norms of one mesh at a time."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for each in parameters:
@@ -28,7 +28,7 @@ def by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     """The square of the norm of a pipeline rank's gradients, a scalar in float32, the same on all that share them."""
     square = torch.zeros((), device=device)
-    for group in by_mesh(parameters):
+    for group in group_by_mesh(parameters):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         square += norm.to(square.dtype) ** 2
@@ -43,7 +43,7 @@ def clip(
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
     if max_norm < inf:
-        for group in by_mesh(parameters):
+        for group in group_by_mesh(parameters):
             clip_grads_with_norm_(group, max_norm, total)
     return total
 
@@ -52,12 +52,8 @@ class Votes:
     """Ranks tell each other the norms of their gradients, one vote a step, while they go on.
 
     Over gloo, on a thread of its own: a vote on the device would hold up the computations that come next. All ranks get
-    the same numbers in the same order, so that all decide alike, also those of other replicas.
-
-    Args:
-        pipeline_rank: of this rank.
-        num_ranks: of the pipeline.
-        group: with the backend gloo, for nothing else.
+    the same numbers in the same order, so that all decide alike, also those of other replicas. `group` has the backend
+    gloo, and is for nothing else.
     """
 
     def __init__(self, pipeline_rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
@@ -67,12 +63,8 @@ class Votes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zbpipe votes")
 
     def cast(self, square: Tensor, about: str) -> Future[float]:
-        """Tell the square of this rank's norm; the result is the norm over all ranks, infinite if one is not finite.
-
-        Args:
-            square: a scalar, as `square_on_rank` gives it.
-            about: what the vote is about, which has to be the same on all ranks.
-        """
+        """Send the square of this rank's norm; the result is the norm over all ranks, infinite if one is not finite."""
+        # What the vote is `about` has to be the same on all ranks.
         return self._thread.submit(self._run, square, float(crc32(about.encode())))
 
     def _run(self, square: Tensor, about: float) -> float:

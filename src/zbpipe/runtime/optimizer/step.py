@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getclosurevars, isfunction, unwrap
 from math import inf
 from typing import Literal, get_args
@@ -20,6 +20,7 @@ from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.optimizer.backup import Backup, RandomState, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
+from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.simulator.post_validation import LEAST_GAIN
 
@@ -47,12 +48,6 @@ class StepCounts:
     """Ranks went on, and had to step again with clipped gradients."""
     unlimited: int = 0
     """There was nothing to wait for."""
-
-
-@dataclass(frozen=True)
-class _Pending:
-    norm: Future[float]
-    backup: Backup
 
 
 class OptimizerStep:
@@ -136,18 +131,18 @@ class OptimizerStep:
         self._pipeline = stages[0].group
         self._device = pipelining.device_of(stages[0])
         self._parameters = list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
-        self._pending: _Pending | None = None
+        self._pending: tuple[Future[float], Backup] | None = None
+        """The norm that is not known yet, and what the last step has changed."""
         self._last: Tensor | float | None = None
         """The norm of the last step, of which the device may know more than the host."""
         self._number = 0
         self.counts = StepCounts()
-        """Since the beginning."""
         self._votes: Votes | None = None
         if self._validates:
-            self._votes = _votes(stages[0], group)
+            self._votes = _make_votes(stages[0], group)
             if self._votes and not schedule.changes_by_itself:
                 _require_gain(schedule)
-        schedule.validate_with(self)
+        schedule.run_ahead_of(self)
 
     @property
     def _validates(self) -> bool:
@@ -187,11 +182,11 @@ class OptimizerStep:
             self._drop_gradients()
             self._last = self._last if norm is None else norm
             self._count("unlimited")
-        elif now or self._votes is None or not self._runs_ahead() or (self._predict and self._clipped()):
+        elif now or self._has_to_wait():
             self._step_synchronously()
             self._count("synchronous")
         else:
-            self._step_ahead(self._votes)
+            self._step_ahead()
         return self.last_norm if now else None
 
     def finish(self) -> None:
@@ -202,7 +197,7 @@ class OptimizerStep:
     def verdict(self) -> bool:
         """Wait for the norm; if nothing is to clip, the step counts, and the gradients go."""
         assert self._pending is not None
-        self._last = norm = self._pending.norm.result()
+        self._last = norm = self._pending[0].result()
         if self._clips(norm):
             return False
         self._pending = None
@@ -214,18 +209,19 @@ class OptimizerStep:
     def redo(self) -> None:
         """After a verdict against it: make the step again as an ordinary one. All ranks wait for each other."""
         assert self._pending is not None
-        random = RandomState.now(self._device)
-        self._pending.backup.restore()
+        _, backup = self._pending
+        random = RandomState(self._device)
+        backup.restore()
         self._pending = None
         self._step_synchronously()
         random.restore()
         self._count("repeated")
 
-    def _step_ahead(self, votes: Votes) -> None:
+    def _step_ahead(self) -> None:
+        assert self._votes is not None, "else it has to wait"
         about = f"step {self._number}, {self._max_norm}, {self._on_nonfinite}"
-        norm = votes.cast(square_on_rank(self._parameters, self._device), about)
-        backup = Backup(self._optimizers, self._schedulers, self._modules, self._device)
-        self._pending = _Pending(norm, backup)
+        norm = self._votes.cast(square_on_rank(self._parameters, self._device), about)
+        self._pending = norm, Backup(self._optimizers, self._schedulers, self._modules, self._device)
         self._step()
 
     def _step_synchronously(self) -> None:
@@ -246,17 +242,16 @@ class OptimizerStep:
     def _clip_by_torch(self) -> Tensor:
         return clip(self._parameters, self._max_norm, self._pipeline, self._device)
 
-    def _clipped(self) -> bool:
-        """Whether the last step did, or is the first."""
-        return self._last is None or self._clips(float(self._last))
-
     def _clips(self, norm: float) -> bool:
         """Whether gradients of this norm are clipped, or so close to it that another order of the sum may tell."""
         return not norm * (1 + _CLOSE) + _TORCHS_EPSILON < self._max_norm
 
-    def _runs_ahead(self) -> bool:
+    def _has_to_wait(self) -> bool:
+        """Whether the schedule cannot run ahead, or the last step clipped, or this is the first."""
         schedule = self._schedule()
-        return schedule is not None and schedule.runs_ahead
+        if self._votes is None or schedule is None or not schedule.runs_ahead:
+            return True
+        return self._predict and (self._last is None or self._clips(float(self._last)))
 
     def _drop_gradients(self) -> None:
         for each in self._parameters:
@@ -271,8 +266,7 @@ class OptimizerStep:
                 )
 
     def _count(self, which: str) -> None:
-        counts = vars(self.counts)
-        self.counts = StepCounts(**{**counts, which: counts[which] + 1})
+        self.counts = replace(self.counts, **{which: getattr(self.counts, which) + 1})
 
 
 def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> tuple[Optimizer, ...]:
@@ -312,9 +306,8 @@ def _require_gain(schedule: RegisteredSchedule) -> None:
         )
 
 
-def _votes(stage: pipelining.Stage, group: dist.ProcessGroup | None) -> Votes | None:
-    """None if there are no other ranks."""
-    if dist.get_backend(group) == "fake" or dist.get_world_size(group) == 1:
+def _make_votes(stage: pipelining.Stage, group: dist.ProcessGroup | None) -> Votes | None:
+    if is_alone(group):
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     own = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.logs import name_ranks
+from zbpipe.runtime.logs import group_ranks, name_ranks
 from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
 
 Answer = TypeVar("Answer")
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
-
 
 _REFUSED = bytes(sha256().digest_size)
 """In place of a digest."""
@@ -28,7 +27,7 @@ _num_keys: Counter[str] = Counter()
 """How many keys this process has made of each kind for the same ranks."""
 
 
-def new_key(purpose: str, ranks: Sequence[int]) -> str:
+def make_key(purpose: str, ranks: Sequence[int]) -> str:
     """A key in the job's store that no other object has. All ranks make their objects in the same order."""
     kind = f"zbpipe/{purpose}/{'-'.join(map(str, ranks))}"
     _num_keys[kind] += 1
@@ -36,10 +35,7 @@ def new_key(purpose: str, ranks: Sequence[int]) -> str:
 
 
 def require_same(
-    schedule: pipelining.PipelineSchedule,
-    name: str,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str,
+    schedule: pipelining.PipelineSchedule, name: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
     """Compare `schedule` with those of all other ranks in `group` (None: of the job), which have to call this, too.
 
@@ -60,32 +56,21 @@ def require_same(
     _exchange(digest, text, group, device)
 
 
-def answers(
-    schedule: pipelining.PipelineSchedule,
-    name: str,
-    question: str,
-    answer: str,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str,
+def gather_answers(
+    question: str, answer: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> list[str]:
     """What the ranks of `group` answer, all of which have to call this before their `require_same`.
 
     A rank that asks nothing, because it has another schedule, and compares at once, fails as the others do.
 
-    Args:
-        schedule: as for `require_same`, and so `name`, `group` and `device`.
-        question: the same on all ranks.
-        answer: this rank's, some letters.
-
     Raises:
-        PipelineError: a rank has another schedule, or another question.
+        PipelineError: a rank has another question.
         RefusedStepError: another rank refuses the step.
     """
     if is_alone(group):
         return [answer]
-    text = f"{name} with {pipelining.num_microbatches(schedule)} microbatches, {question}: "
-    texts = _exchange(sha256(text.encode()).digest(), text + answer, group, device)
-    return [each.removeprefix(text) for each in texts]
+    texts = _exchange(sha256(question.encode()).digest(), question + answer, group, device)
+    return [each.removeprefix(question) for each in texts]
 
 
 def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
@@ -94,36 +79,29 @@ def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         _exchange(_REFUSED, "", group, device)
 
 
-def first_answer(question: str, find: Callable[[], Answer]) -> Answer:
+def ask_first_rank(question: str, find: Callable[[], Answer]) -> Answer:
     """What the first rank that asks finds, on all ranks of the job that ask the same: the others wait for it.
 
     What a search finds depends on the machine: with numba it looks at more. The rank that searches waits for no other,
     so ranks may ask at any time, or not at all.
 
-    Args:
-        question: all that the answer depends on.
-        find: called on the first rank that asks; without process groups, on all.
-
-    Raises:
-        ValueError: on all ranks that ask, if `find` raises one.
-        RuntimeError: the same, for any other exception.
+    The `question` has all that the answer depends on. If `find` raises a ValueError, all ranks that ask do; for any
+    other exception a RuntimeError.
     """
     if not dist.is_initialized() or is_alone(None):
         return find()
     store, key = pipelining.default_store(), f"zbpipe/answer/{sha256(question.encode()).hexdigest()}"
     if store.add(f"{key}/asked", 1) == 1:
-        store.set(key, pickle.dumps(_find_or_error(find)))
+        answer: Answer | Exception
+        try:
+            answer = find()
+        except Exception as error:  # the other ranks wait for an answer, whatever it is
+            answer = ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
+        store.set(key, pickle.dumps(answer))
     found: Answer | Exception = pickle.loads(store.get(key))
     if isinstance(found, Exception):
         raise found
     return found
-
-
-def _find_or_error(find: Callable[[], Answer]) -> Answer | Exception:
-    try:
-        return find()
-    except Exception as error:  # the other ranks wait for an answer, whatever it is
-        return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -142,10 +120,7 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
     texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
     if any(each[: len(digest)] != digest for each in everything):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        raise PipelineError(f"the ranks have different schedules: {_by_text(texts, ranks)}")
+        holders = group_ranks(dict(zip(ranks, texts, strict=True)))
+        found = "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())
+        raise PipelineError(f"the ranks have different schedules: {found}")
     return texts
-
-
-def _by_text(texts: list[str], ranks: list[int]) -> str:
-    holders = {text: [rank for rank, each in zip(ranks, texts, strict=True) if each == text] for text in texts}
-    return "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())

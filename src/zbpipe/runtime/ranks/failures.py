@@ -73,9 +73,7 @@ class Failure(NamedTuple):
 class Notice:
     """A failure in the job's store, under one key: the first one posted stays, and its readers are counted.
 
-    Args:
-        key: in the store, the same on all ranks that read it.
-        others: number of the other ranks that do.
+    There are `others` besides this rank that read it.
     """
 
     def __init__(self, key: str, others: int) -> None:
@@ -83,7 +81,6 @@ class Notice:
         self._readers = f"{key}/readers"
         self._others = others
         self._is_counted = False
-        """Whether this rank has counted itself as a reader."""
 
     def post(self, failure: Failure) -> Failure:
         """Leave `failure`, if there is none yet. Returns the one that is there; `failure` if the store is gone."""
@@ -126,13 +123,13 @@ class Notice:
             pipelining.default_store().add(self._readers, 1)
 
 
-def first_failure() -> Notice:
+def make_first_notice() -> Notice:
     """The job's first failure."""
     return Notice(_FIRST, dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
 @contextmanager
-def shared_with_other_ranks() -> Iterator[None]:
+def share_with_other_ranks() -> Iterator[None]:
     """Around a whole job: the other ranks learn of an exception that ends it here, and this rank learns of theirs.
 
     Raises:
@@ -146,7 +143,7 @@ def shared_with_other_ranks() -> Iterator[None]:
     except SHARED as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        failure, notice = make_failure(error, ""), first_failure()
+        failure, notice = make_failure(error, ""), make_first_notice()
         first = notice.exchange(failure)
         if first == failure:
             notice.wait_for_readers()
@@ -157,17 +154,16 @@ def shared_with_other_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
-    """Around a whole program: with NCCL, print an exception that ends it and end the process at once.
-
-    Otherwise the script or the interpreter destroys the communicators. NCCL then waits for messages under way that may
-    never be received, or aborts them on the peers, and some ranks may die before they can log what failed first.
-    torchrun sees the exit code 1 and ends the other ranks. With gloo this changes nothing.
-    """
+def end_at_once() -> Iterator[None]:
+    """Around a whole program: with NCCL, print an exception that ends it and end the process at once."""
+    # Otherwise the script or the interpreter destroys the communicators. NCCL then waits for messages under way that
+    # may never be received, or aborts them on the peers, and some ranks may die before they can log what failed first.
+    # torchrun sees the exit code 1 and ends the other ranks. With gloo this changes nothing.
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not _has_communicators():
+        # A process group that uses NCCL (RCCL goes by that name) can hang when a peer ends.
+        if not (dist.is_initialized() and "ccl" in dist.get_backend_config()):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         with suppress(Exception):
@@ -185,11 +181,6 @@ def make_failure(error: BaseException, where: str, explained: str | None = None)
     interrupted = not isinstance(error, Exception)
     words = f" was interrupted ({text}){where}" if interrupted else f"{where}: {text[:_LONGEST]}"
     return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
-
-
-def _has_communicators() -> bool:
-    """Whether a process group uses NCCL (RCCL goes by that name), which can hang when a peer ends."""
-    return dist.is_initialized() and "ccl" in dist.get_backend_config()
 
 
 def describe(failure: Failure, first: Failure) -> str:

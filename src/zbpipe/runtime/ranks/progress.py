@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 class Launched:
     """The last computations that the host launched, and an event after each.
 
-    Args:
-        new_event: gives an event like torch's. Called for the first `MOST` computations; later ones use these again.
+    `new_event` is called for the first `MOST` computations; later ones use these events again.
     """
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
@@ -61,7 +60,7 @@ class Launched:
         self.count += 1
         return result
 
-    def ran(self) -> int:
+    def count_ended(self) -> int:
         """How many of all launched computations have ended, counting all that are no longer remembered."""
         oldest = max(0, self.count - MOST)
         for number in range(oldest, self.count):
@@ -69,9 +68,9 @@ class Launched:
                 return number
         return self.count
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """What ran last, and what has not ended; empty if nothing was launched."""
-        ran, oldest = self.ran(), max(0, self.count - MOST)
+        ran, oldest = self.count_ended(), max(0, self.count - MOST)
         if not self.count:
             return ""
         if ran == self.count:
@@ -86,11 +85,7 @@ class Launched:
 
 
 class Progress:
-    """Of the steps of one schedule, on this rank.
-
-    Args:
-        when_stuck: called by another thread, now and then, while a step does not move.
-    """
+    """Of the steps of one schedule, on this rank. While a step does not move, another thread calls `when_stuck`."""
 
     def __init__(self, when_stuck: Callable[[], None] = lambda: None) -> None:
         self._when_stuck = when_stuck
@@ -111,7 +106,7 @@ class Progress:
         """Around what `schedule` runs in a step."""
         device = pipelining.device_of(hooks.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if _is_capturing(device):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             yield
             return
         self._steps += 1
@@ -126,19 +121,14 @@ class Progress:
         finally:
             self._runs = False
 
-    def on_device(self) -> str:
+    def describe_device(self) -> str:
         """What the device has run, in words; empty on the CPU, and for a device that no longer answers."""
         with suppress(RuntimeError):
-            return self._launched.in_words() if self._launched else ""
+            return self._launched.describe() if self._launched else ""
         return ""
 
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
-        """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check.
-
-        Args:
-            schedule: whose steps these are.
-            now: seconds of a monotonic clock.
-        """
+        """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check."""
         timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
@@ -147,7 +137,7 @@ class Progress:
             with suppress(RuntimeError):  # the store may be gone, as the process group knows first
                 self._when_stuck()
         # Ask the device only if the host does not move: the query would break the capture of a graph.
-        seen = host, self._ran() if host is not None and host == self._seen[0] else None
+        seen = host, self._count_ended() if host is not None and host == self._seen[0] else None
         if host is None or seen != self._seen:
             self._seen, self._since, self._is_logged = seen, now, False
         elif now - self._since > _SHARE * timeout and not self._is_logged:
@@ -155,19 +145,14 @@ class Progress:
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
-                ", ".join(filter(None, (frames.place_now(schedule), self.on_device()))),
+                ", ".join(filter(None, (frames.find_place(schedule), self.describe_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
 
-    def _ran(self) -> int | None:
+    def _count_ended(self) -> int | None:
         with suppress(RuntimeError):
-            return self._launched.ran() if self._launched else None
+            return self._launched.count_ended() if self._launched else None
         return None
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on `device` goes into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _launched_on(device: torch.device) -> Launched | None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.logs import name_ranks
-from zbpipe.runtime.ranks.agreement import is_alone, new_key
+from zbpipe.runtime.logs import group_ranks, name_ranks
+from zbpipe.runtime.ranks.agreement import is_alone, make_key
 from zbpipe.runtime.ranks.failures import Notice, PipelineError, RefusedStepError
 
 _LOOK = timedelta(seconds=1)
@@ -51,21 +51,17 @@ class _Answer:
 
 
 class StepBoard:
-    """What the ranks of a pipeline report of the present step of one schedule; all ranks number the steps alike.
-
-    Args:
-        stage: of the schedule.
-    """
+    """What the ranks of a pipeline report of the present step of one schedule; all ranks number the steps alike."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
         self.is_alone = is_alone(stage.group)
         self._me = dist.get_rank()
-        self._name = new_key("step", self._ranks)
+        self._name = make_key("step", self._ranks)
         self._step = 0
         self.is_compared = False
         """Whether the present step was given `microbatches=`, so that all ranks compare its size."""
-        self.notice = self._new_notice()
+        self.notice = self._make_notice()
         self._answered = 0
         """The last step in which this rank has answered."""
         self._old: str | None = None
@@ -76,7 +72,7 @@ class StepBoard:
         """Around a step: if it is refused before it is compared, the ranks that wait for this one learn why."""
         self._step += 1
         self.is_compared = is_compared
-        self.notice = self._new_notice()
+        self.notice = self._make_notice()
         try:
             yield
         except Exception as error:
@@ -88,58 +84,81 @@ class StepBoard:
             self.is_compared = False
 
     def agree_on_size(self, microbatches: int, shapes: int | None, timeout: float | None) -> StepSize:
-        """The size of this step, after all ranks of the pipeline have called this.
-
-        Args:
-            microbatches: that this rank's step was given.
-            shapes: of its input, where it has stage 0.
-            timeout: seconds to wait for the others.
+        """The size of this step, after all ranks of the pipeline have called this; stage 0's rank knows the `shapes`.
 
         Raises:
             ValueError: the ranks were not given the same number.
             RefusedStepError: the same, where all ranks know, or another rank refuses the step.
             PipelineError: another rank does not come.
         """
-        mine = _Answer(microbatches, shapes)
         if self.is_alone:
             return StepSize(microbatches, shapes or 0)
-        self._answer(mine)
-        answers = self._answers(timeout or _PATIENCE)
+        self._answer(_Answer(microbatches, shapes))
+        answers = self._wait_for_answers(timeout or _PATIENCE)
         for rank, each in answers.items():
             if each.refused:
                 raise RefusedStepError(f"rank {rank} refuses this step: {each.refused}")
         if any(each.microbatches != microbatches for each in answers.values()):
             # Ranks that were given no number are in the messages of a usual step, and learn of it there.
             know = all(each.microbatches is not None for each in answers.values())
+            groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
+            found = ", ".join(f"{number or 'none'} on {name_ranks(of)}" for number, of in groups.items())
             raise (RefusedStepError if know else ValueError)(
-                f"the ranks were given different microbatches=: {_by_number(answers)}. Give the same number to step on"
-                " all ranks of the pipeline, or none"
+                f"the ranks were given different microbatches=: {found}. Give the same number to step on all ranks of"
+                " the pipeline, or none"
             )
-        self._forget()
+        if self._old is not None:  # all have answered this time, so all have read what was there before
+            pipelining.default_store().delete_key(self._old)
+        self._old = self._key(self._me)
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
 
     def answer_for_stuck_step(self) -> None:
-        """Tell ranks that wait for this one that its step was given no `microbatches=`. For another thread.
-
-        Call it when a step, which has been compared if it was to be compared, does not move.
-        """
+        """Tell ranks that wait for this one that its step was given no `microbatches=`. For another thread."""
+        # Call it when a step, which has been compared if it was to be compared, does not move.
         store = pipelining.default_store()
         if self.is_alone or store is None or self.has_answered:
             return
-        if any(store.check([self.key(rank)]) for rank in self._ranks if rank != self._me):
+        if any(store.check([self._key(rank)]) for rank in self._ranks if rank != self._me):
             self._answer(_Answer())
+
+    def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
+        """Before the messages of a step: have gradients come back for parameters that are to be trained now."""
+        # Where the model begins with frozen stages, only the rank of a stage sees that its parameters are no longer
+        # frozen. Then gradients have to come back from the stage after it, which has none to give as the messages are
+        # set up. So ranks report to the next one.
+        is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
+        if not pipelining.trains(schedule) or not is_ready:
+            return
+        store = pipelining.default_store()
+        own = {stage.stage_index for stage in schedule.own_stages}
+        is_unfrozen = False
+        for stage in schedule.own_stages:
+            index, has_none = stage.stage_index, stage.is_without_gradients("inputs")
+            if index - 1 not in own:
+                is_unfrozen = False
+                if has_none and not self.is_alone:
+                    key = self._key(f"unfrozen/{index}")
+                    is_unfrozen = store.get(key) == b"1"
+                    store.delete_key(key)
+            if has_none and is_unfrozen:
+                stage.give_gradients("inputs")
+            if stage.is_without_gradients("outputs"):
+                if is_unfrozen := is_unfrozen or stage.is_unfrozen:
+                    stage.give_gradients("outputs")
+                if index + 1 not in own and not self.is_alone:
+                    store.set(self._key(f"unfrozen/{index + 1}"), str(int(is_unfrozen)))
 
     @property
     def has_answered(self) -> bool:
         """Whether this rank has told the others the size of the present step, or why it refuses that."""
         return self._answered == self._step
 
-    def _answers(self, timeout: float) -> dict[int, _Answer]:
-        store, keys = pipelining.default_store(), [self.key(rank) for rank in self._ranks]
+    def _wait_for_answers(self, timeout: float) -> dict[int, _Answer]:
+        store, keys = pipelining.default_store(), [self._key(rank) for rank in self._ranks]
         deadline = time.monotonic() + timeout
         while not _are_there(store, keys):
             if time.monotonic() > deadline:
-                missing = [rank for rank in self._ranks if not store.check([self.key(rank)])]
+                missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
                 raise PipelineError(
                     f"{name_ranks(missing)} did not come to this step, whose microbatches= all ranks have to give, in"
                     f" {timeout:.0f} seconds"
@@ -149,20 +168,14 @@ class StepBoard:
 
     def _answer(self, answer: _Answer) -> None:
         if (store := pipelining.default_store()) is not None:
-            store.set(self.key(self._me), json.dumps(asdict(answer)))
+            store.set(self._key(self._me), json.dumps(asdict(answer)))
         self._answered = self._step
 
-    def _forget(self) -> None:
-        """All have answered this time, so all have read what was there before."""
-        if self._old is not None:
-            pipelining.default_store().delete_key(self._old)
-        self._old = self.key(self._me)
-
-    def _new_notice(self) -> Notice:
+    def _make_notice(self) -> Notice:
         """Why the present step is abandoned."""
-        return Notice(self.key("abandoned"), len(self._ranks) - 1)
+        return Notice(self._key("abandoned"), len(self._ranks) - 1)
 
-    def key(self, of: int | str) -> str:
+    def _key(self, of: int | str) -> str:
         """A key in the store for the present step, the same on all ranks."""
         return f"{self._name}/{self._step}/{of}"
 
@@ -177,9 +190,3 @@ def _are_there(store: Any, keys: list[str]) -> bool:
             raise  # not the time is up, the store is gone
         return False
     return True
-
-
-def _by_number(answers: dict[int, _Answer]) -> str:
-    numbers = dict.fromkeys(each.microbatches for each in answers.values())
-    ranks = {number: [rank for rank, each in answers.items() if each.microbatches == number] for number in numbers}
-    return ", ".join(f"{'none' if number is None else number} on {name_ranks(of)}" for number, of in ranks.items())

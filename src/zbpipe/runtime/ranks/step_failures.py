@@ -13,8 +13,8 @@ from zbpipe.runtime.ranks.failures import (
     PipelineError,
     RefusedStepError,
     describe,
-    first_failure,
     make_failure,
+    make_first_notice,
 )
 from zbpipe.runtime.ranks.progress import Progress
 from zbpipe.runtime.ranks.step_board import StepBoard
@@ -31,15 +31,11 @@ class _AbandonedStepError(Exception):
 
 
 class StepFailures:
-    """The failures of one schedule's steps: one that failed, or was refused, has consequences for the next.
-
-    Args:
-        board: for its ranks.
-    """
+    """The failures of one schedule's steps: one that failed, or was refused, has consequences for the next."""
 
     def __init__(self, board: StepBoard) -> None:
         self._board = board
-        self._first = first_failure()
+        self._first = make_first_notice()
         self._progress = Progress(self._look_while_stuck)
         self._broken_by: str | None = None
         """How a step failed while messages were under way; no other step can follow."""
@@ -50,11 +46,7 @@ class StepFailures:
 
     @contextmanager
     def begin_step(self) -> Iterator[None]:
-        """Around one whole step.
-
-        Raises:
-            PipelineError: an earlier step failed.
-        """
+        """Around one whole step, which cannot follow one that failed."""
         if self._broken_by is not None:
             raise PipelineError(
                 f"a step of this schedule failed before, and its messages may still be under way ({self._broken_by})."
@@ -73,11 +65,11 @@ class StepFailures:
 
     def tell(self, error: Exception, schedule: pipelining.OwnRuntime, name: str) -> None:
         """Leave word that an op of the present step failed by `error`, before it is raised."""
-        self._told = error, self._failure_in(schedule, name, error, frames.place_now(schedule))
+        self._told = error, self._make_failure(schedule, name, error, frames.find_place(schedule))
         self._board.notice.post(self._told[1])
         logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
 
-    def why_abandoned(self) -> Exception | None:
+    def find_why_abandoned(self) -> Exception | None:
         """An error with what another rank says of the present step; None if no rank has abandoned it."""
         found = self._board.notice.read()
         return None if found is None else _AbandonedStepError(found)
@@ -113,7 +105,7 @@ class StepFailures:
             if told is not None and told.is_refusal:
                 self._board.notice.wait_for_readers()
                 raise
-            failure = told or self._failure_in(schedule, name, error)
+            failure = told or self._make_failure(schedule, name, error)
             first = self._first.exchange(failure)
             self._broken_by = describe(failure, self._heard or first)
             if first == failure:
@@ -123,10 +115,10 @@ class StepFailures:
                 raise
             raise PipelineError(self._broken_by) from error
 
-    def _failure_in(
+    def _make_failure(
         self, schedule: pipelining.OwnRuntime, name: str, error: BaseException, place: str | None = None
     ) -> Failure:
-        places = name, place or frames.place_of(error, schedule), self._progress.on_device()
+        places = name, place or frames.find_place_of(error, schedule), self._progress.describe_device()
         return make_failure(error, f", schedule {', '.join(filter(None, places))}", frames.explain(error))
 
     def _look_while_stuck(self) -> None:

@@ -11,16 +11,12 @@ from zbpipe.runtime.ranks.step_board import StepBoard, StepSize
 
 
 class StepSizes:
-    """The sizes of the steps of one schedule.
-
-    Args:
-        board: for its ranks.
-        usual: number of microbatches of a step that is given no other one.
-    """
+    """The sizes of the steps of one schedule."""
 
     def __init__(self, board: StepBoard, usual: int) -> None:
         self._board = board
         self.usual = usual
+        """Microbatches of a step that is given no other number."""
         self.last = StepSize(usual)
         """Of the step that runs, or ran last."""
         self.are_set_up = False
@@ -39,29 +35,17 @@ class StepSizes:
         """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
         return self.last == StepSize(self.usual)
 
-    def number_asked(self, microbatches: int | None, keywords: object) -> int | None:
-        """The number of microbatches that a step is asked for; None for the usual one.
-
-        Args:
-            microbatches: that the step was given.
-            keywords: a list with a dict for each microbatch, if a framework has split the batch; the same number on all
-                ranks.
-        """
+    def find_number(self, microbatches: int | None, keywords: object) -> int | None:
+        """The number of microbatches that a step is asked for, or a framework has split; None for the usual one."""
         if microbatches is not None or not isinstance(keywords, list) or not keywords:
             return microbatches
-        shapes = checks.input_shapes(each.values() for each in keywords) if self.keywords_are_alike else []
+        shapes = checks.describe_inputs(each.values() for each in keywords) if self.keywords_are_alike else []
         if not self.are_set_up:
             self._keywords = shapes
         return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
 
     def agree(self, runtime: pipelining.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
-        """Before the messages of a step: all ranks learn its size, and set up its shapes.
-
-        Args:
-            runtime: whose step it is.
-            inputs: its microbatches, where this rank has stage 0.
-
-        Returns whether the shapes are new, so that torch infers them in this step.
+        """Whether torch infers new shapes in this step: before its messages, all ranks learn and set up its size.
 
         Raises:
             ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
@@ -72,7 +56,7 @@ class StepSizes:
         size, number = StepSize(pipelining.num_microbatches(runtime)), None
         if not self.are_set_up:
             self._inputs.clear()  # of a step that was refused
-        shapes = checks.input_shapes(inputs or ())
+        shapes = checks.describe_inputs(inputs or ())
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
         if self._board.is_compared:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
-from zbpipe.runtime.split.layers import PLAIN, Deferral, Due, deferrals, due
+from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals, is_due_now
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
 
@@ -37,13 +37,13 @@ def defer_in_compiled_regions(module: nn.Module) -> None:
             compiler.divert_compiled_call(each, _Region(each))
 
 
-def all_compiled(module: nn.Module) -> bool:
+def are_compiled(module: nn.Module) -> bool:
     """Whether every region of `module` that was called has run with the compiler, by itself or as a part of another."""
     compiled = [each for each in module.modules() if compiler.is_compiled(each)]
     inner = {id(child) for each in compiled for child in each.modules() if child is not each}
     regions = [(compiler.find_compiled_call(each), id(each) in inner) for each in compiled]
     return all(
-        region.has_run_compiled or (is_inner and not region.ran_by_itself)
+        region.has_run_compiled or (is_inner and not region.sites)  # it has some if it was called as no part of another
         for region, is_inner in regions
         if isinstance(region, _Region)
     )
@@ -51,18 +51,18 @@ def all_compiled(module: nn.Module) -> bool:
 
 def forget_eager_calls(module: nn.Module) -> None:
     """Before a step: what ran without the compiler has had its backward, or gets none, as in an evaluation."""
-    for region in _regions(module):
-        region.forget_eager_calls()
+    for region in _list_regions(module):
+        region.ran_eagerly.clear()
 
 
-def _regions(module: nn.Module) -> list[_Region]:
+def _list_regions(module: nn.Module) -> list[_Region]:
     calls = [compiler.find_compiled_call(each) for each in module.modules() if compiler.is_compiled(each)]
     return [call for call in calls if isinstance(call, _Region)]
 
 
-def products_in_regions(module: nn.Module) -> list[graph_products.GraphProduct]:
+def list_products_in_regions(module: nn.Module) -> list[graph_products.GraphProduct]:
     """Of all regions of `module`, as far as they have run without the compiler."""
-    return [product for region in _regions(module) for product in region.products]
+    return [product for region in _list_regions(module) for product in region.products]
 
 
 class _Site(NamedTuple):
@@ -76,7 +76,7 @@ class _Site(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The parameter as it is now: FSDP replaces it."""
-        return autograd.own_parameter(self.deferral.layer, self.use.weight_name)
+        return cast(Tensor, autograd.own_parameters(self.deferral.layer)[self.use.weight_name])
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
         """Let the product use these slots in the next call of its layer."""
@@ -99,10 +99,10 @@ class _Region:
 
     def __init__(self, module: nn.Module) -> None:
         self._deferrals = tuple(deferrals(module).values())
-        self._sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
+        self.sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """By shape, dtype and device of the tensors among the inputs."""
         self._next: tuple[_Site, ...] = ()
-        self._ran_eagerly: list[autograd.Memory] = []
+        self.ran_eagerly: list[autograd.Memory] = []
         """The memory of the inputs of calls that activation checkpointing will repeat in the backward."""
         self.has_run_compiled = False
         self.products: list[graph_products.GraphProduct] = []
@@ -111,7 +111,7 @@ class _Region:
         """Whether FSDP gathers the weights inside of this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
             # After FSDP's own hook, so that the weights are those that the region uses; and outside of its graph.
-            module.register_forward_pre_hook(compiler.outside_of_graphs(lambda module, args: self._provide_slots()))
+            module.register_forward_pre_hook(compiler.exclude_from_graphs(lambda module, args: self._provide_slots()))
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region on these inputs."""
@@ -120,18 +120,18 @@ class _Region:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        inputs, memory = tuple(map(spec, tensors)), autograd.memory_of(tensors)
+        inputs, memory = tuple(map(spec, tensors)), autograd.refer_to_memory(tensors)
         if autograd.is_in_backward() and self._repeats_eager_call(memory):
             with _with_inner_regions_eager():
                 return eager(*args, **kwargs)
-        if inputs not in self._sites and len(self._sites) < _MOST_SHAPES:
-            self._ran_eagerly.append(memory)
+        if inputs not in self.sites and len(self.sites) < _MOST_SHAPES:
+            self.ran_eagerly.append(memory)
             with self._learn(inputs), _with_inner_regions_eager():
                 output = eager(*args, **kwargs)
-            self.products = graph_products.products_in_graph(autograd.tree_leaves(output), tensors)
+            self.products = graph_products.find_products(autograd.tree_leaves(output), tensors)
             return output
         self.has_run_compiled = True
-        self._next = self._sites.get(inputs, ())
+        self._next = self.sites.get(inputs, ())
         if not self._unshards:
             self._provide_slots()
         try:
@@ -141,25 +141,16 @@ class _Region:
                 site.close()
             self._next = ()
 
-    def forget_eager_calls(self) -> None:
-        """Expect no repetition of any call."""
-        self._ran_eagerly.clear()
-
-    @property
-    def ran_by_itself(self) -> bool:
-        """Whether it was called as no part of another region."""
-        return bool(self._sites)
-
     def _repeats_eager_call(self, memory: autograd.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
-        if memory in self._ran_eagerly:
-            self._ran_eagerly.remove(memory)
+        if memory in self.ran_eagerly:
+            self.ran_eagerly.remove(memory)
             return True
-        if self.has_run_compiled or not self._ran_eagerly:
+        if self.has_run_compiled or not self.ran_eagerly:
             return False
         # A checkpoint that begins before the region computes its inputs again, in other memory. While torch infers
         # shapes, before the first step, a call in a backward can be nothing else.
-        self._ran_eagerly.pop()
+        self.ran_eagerly.pop()
         return True
 
     @contextmanager
@@ -168,13 +159,14 @@ class _Region:
             deferral.seen = []
         try:
             yield
-            self._sites[inputs] = tuple([site for deferral in self._deferrals for site in _sites_of(deferral)])
+            self.sites[inputs] = tuple([site for deferral in self._deferrals for site in _find_sites(deferral)])
         finally:
             for deferral in self._deferrals:
                 deferral.seen = None
 
     def _provide_slots(self) -> None:
-        found = [(site, site.weight) for site in self._next if _can_leave(site)]
+        weights_now = ((site, site.weight) for site in self._next)
+        found = [(site, each) for site, each in weights_now if type(each) in PLAIN and each.requires_grad]
         if found:
             sites, weights = zip(*found, strict=True)
             slots = iter(_Slots.apply(sites, *weights))
@@ -195,13 +187,11 @@ def _with_inner_regions_eager() -> Iterator[None]:
         _eager.reset(token)
 
 
-def _sites_of(deferral: Deferral) -> Iterator[_Site]:
-    """Those products of a layer that can leave the region.
-
-    Not those with a weight that is multiplied twice: it would need two pairs of slots, and nothing distinguishes the
-    calls. Nor those of a layer with a forward of its own, which may do anything with its weight, unless the layer
-    declares by `weight_products` what it multiplies: only then another object may stand in for the weight.
-    """
+def _find_sites(deferral: Deferral) -> Iterator[_Site]:
+    """Those products of a layer that can leave the region."""
+    # A weight that is multiplied twice would need two pairs of slots, and nothing distinguishes the calls. A layer with
+    # a forward of its own may do anything with its weight, unless it declares by `weight_products` what it multiplies:
+    # only then another object may stand in for the weight.
     uses = deferral.seen or ()
     if deferral.is_caught and not deferral.is_declared:
         return
@@ -211,12 +201,6 @@ def _sites_of(deferral: Deferral) -> Iterator[_Site]:
                 compiler.let_compiler_dispatch(use.function)
             more = [each._replace(dtype=dtype_in_slot(each.dtype)) for each in use.more]
             yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y, *more))))
-
-
-def _can_leave(site: _Site) -> bool:
-    """Whether the gradient of the weight can leave the region as x and dY."""
-    weight = site.weight
-    return type(weight) in PLAIN and weight.requires_grad
 
 
 class _Slots(torch.autograd.Function):
@@ -249,7 +233,7 @@ class _Slots(torch.autograd.Function):
                 x = _cast(x, dy.dtype, casts)
             further = use.further, use.tensors(cast(Sequence[Tensor], more))
             pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), *further)
-            if due(deferral, pending, ctx.next_functions[n][0]) is Due.NOW:
+            if is_due_now(deferral, pending, ctx.next_functions[n][0]):
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients
 

@@ -6,16 +6,13 @@ each W that checks waits for the device once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-
-if TYPE_CHECKING:
-    from zbpipe.runtime.split.products import PendingGradient
 
 STEPS, RUNS = 2, 4
 
@@ -43,37 +40,11 @@ class Checks:
         return self.seen_steps <= STEPS and self.seen_runs <= self.runs
 
 
-def name_operands(changed: tuple[str, ...]) -> str:
-    """For messages."""
-    words = {"x": "the input (x)", "dY": "the gradient of the output (dY)", "argument": "a tensor argument"}
-    return " and ".join(words[each] for each in changed)
-
-
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each tensor, on the device of the first, which changes if its content does."""
-    return autograd.stack([autograd.fingerprint(each) for each in tensors])
+    return torch.stack([autograd.fingerprint(each).to(tensors[0].device) for each in tensors])
 
 
-def _differ(one: float, other: float) -> bool:
-    """A copy of what was hidden shows its content, so only two that are shown can be compared."""
+def differ(one: float, other: float) -> bool:
+    """Whether two fingerprints show a change: a copy of what was hidden shows its content."""
     return autograd.HIDDEN not in (one, other) and one != other
-
-
-def find_changes(pending: Iterable[PendingGradient]) -> list[tuple[PendingGradient, tuple[str, ...]]]:
-    """All that has changed since its content was noted, or since the last call."""
-    checked = [each for each in pending if each.contents is not None]
-    if not checked:
-        return []
-    now = [fingerprints(each.tensors) for each in checked]
-    noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
-    numbers = iter(autograd.concatenate([*now, *noted]).tolist())
-    found = [[next(numbers) for _ in each.tensors] for each in checked]
-    changed = []
-    for gradient, new in zip(checked, found, strict=True):
-        known = gradient.contents
-        old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
-        names = gradient.names_where(_differ(*each) for each in zip(new, old or new, strict=True))
-        if names:
-            changed.append((gradient, names))
-        gradient.contents = new
-    return changed

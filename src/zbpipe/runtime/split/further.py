@@ -47,6 +47,11 @@ class Further(NamedTuple):
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
+    def call(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """`function(x, weight, ...)`, with `tensors` in their places."""
+        args, options = self.fill_in(tensors)
+        return function(x, weight, *args, **options)
+
     def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same without those that are None and that the function does not take, such as the bias where none is."""
         args, options = self.fill_in(tensors)
@@ -58,9 +63,7 @@ class Further(NamedTuple):
 
 
 NONE = Further()
-"""No such arguments."""
 TENSOR = "tensor"
-"""The placeholder for a tensor."""
 
 
 def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:

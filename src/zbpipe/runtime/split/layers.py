@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from enum import Enum, auto
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ from zbpipe.runtime.split.products import (
     require_shape,
     rows,
 )
-from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, use_of_linear, use_of_product
+from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -53,17 +52,12 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     their names stay as they are. Autograd computes in I what cannot be deferred: gradients of weights with hooks, of
     weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of
     the parameters of all other layers. A layer that was prepared before defers to the new `gradients` from now on.
-
-    Raises:
-        ValueError: a layer's `weight_products` is no mapping of functions to `WeightProduct`.
     """
     autograd.register_types()
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
-        products = _find_declared(layer, _LINEAR_ALONE if isinstance(layer, nn.Linear) else {})
-        _require_products(layer, products)
-        products = {autograd.find_dispatched(function): product for function, product in products.items()}
+        products = _find_products(layer)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
@@ -72,12 +66,11 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             _replace_forward(layer)
 
 
-def _find_declared(layer: nn.Module, usual: WeightProducts) -> Any:
+def _find_products(layer: nn.Module) -> WeightProducts:
     """Its `weight_products`. For a layer without, a `__getattr__` of its own is not asked."""
-    return cast(Any, layer).weight_products if declares(layer, "weight_products") else usual
-
-
-def _require_products(layer: nn.Module, products: object) -> None:
+    if not declares(layer, "weight_products"):
+        return {F.linear: LINEAR} if isinstance(layer, nn.Linear) else {}
+    products: Any = layer.weight_products
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
     if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
         raise ValueError(
@@ -85,6 +78,7 @@ def _require_products(layer: nn.Module, products: object) -> None:
             f" zbpipe.runtime.split.WeightProduct, such as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that"
             f" defers nothing, got {products!r}"
         )
+    return {autograd.find_dispatched(function): product for function, product in products.items()}
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
@@ -100,7 +94,6 @@ def deferrals(module: nn.Module) -> dict[str, Deferral]:
 
 
 _ATTRIBUTE = "_weight_deferral"
-_LINEAR_ALONE: WeightProducts = {F.linear: LINEAR}
 
 
 class Deferral:
@@ -124,7 +117,7 @@ class Deferral:
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.handle: SlotHandle | None = None
         """For the next call inside of a compiled region, for a layer without a forward of its own."""
-        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.slot_permit)
+        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.make_slot_permit)
         """By the weight's name: whether a product may leave its region, asked while that is compiled."""
         self.seen: list[Use] | None = None
         """A list to which each product with a plain parameter is added, if somebody wants to know."""
@@ -133,42 +126,36 @@ class Deferral:
         """`F.linear` with a weight of the layer's own."""
         if torch.compiler.is_compiling():
             return linear_in_slots(input, weight, bias, self.handle)
-        target = self._target(input, weight)
+        target = self._find_target(input, weight)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
         x = input
-        if autograd.any_autocast() and (dtype := _dtype_to_keep(x)) != x.dtype:
+        if autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             x = _SharedCast.apply(x, dtype, self)
         y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
-        if self.seen is not None and (own := self._named(weight)):
-            self.seen.append(use_of_linear(*own, input, y))
+        if self.seen is not None and (own := self._find_name(weight)):
+            self.seen.append(make_use(own, F.linear, LINEAR, (rows(input), rows(y))))
         return y
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A product of `self.products`: `function(x, weight, ...)`."""
         x, weight, *rest = args
-        target = self._target(x, weight)
+        target = self._find_target(x, weight)
         further, more = separate_tensors(rest, kwargs)
         if target is None or any(each.requires_grad for each in more):
             return function(*args, **kwargs)
         self.deferrable.add(function)
         product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, _Call(function, product, further), self, target, *more)
+        y = _DeferredProduct.apply(x, weight, (function, product, further), self, target, *more)
         # Not under autocast, where the dtypes differ.
-        if self.seen is not None and y.dtype == x.dtype and (own := self._named(weight)):
-            self.seen.append(use_of_product(*own, function, product, (x, y), further, more))
+        if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
+            self.seen.append(make_use(own, function, product, (x, y), further, more))
         return y
-
-    def catches(self, function: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Whether this call is to go to `multiply`."""
-        return function in self.products and len(args) > 1 and self.owns(args[1])
 
     def owns(self, weight: object) -> bool:
         """Whether `weight` is one of the layer's parameters, or made from one by a cast, a transpose and the like."""
-        if not isinstance(weight, Tensor):
-            return False
-        leaf = weight if weight.is_leaf else autograd.leaf_behind(weight)
+        leaf = autograd.find_leaf(weight) if isinstance(weight, Tensor) else None
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
     def look_for_hooks(self) -> None:
@@ -176,21 +163,20 @@ class Deferral:
         parameters = self.layer.parameters(recurse=False)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
-    def _target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
+    def _find_target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
         """Where W adds the gradient of `weight`; None if it cannot be deferred."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         if type(x) in PLAIN and type(weight) in PLAIN:
             if x.layout is not torch.strided or x.is_nested or autograd.is_transformed():
                 return None
-            return weight if weight.is_leaf else autograd.edge_to_leaf(weight)
+            return weight if weight.is_leaf else autograd.find_edge(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
-        return autograd.edge_to_leaf(weight) if are_sharded else None
+        return autograd.find_edge(weight) if are_sharded else None
 
-    def _named(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
+    def _find_name(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """Name of the plain parameter behind `weight`, a cast or a transpose of it, and the order of its dimensions."""
-        leaf = weight if weight.is_leaf else autograd.leaf_behind(weight)
-        permutation = autograd.permutation_of_leaf(weight)
+        leaf, permutation = autograd.find_leaf(weight), autograd.find_permutation(weight)
         names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
         return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
 
@@ -239,7 +225,7 @@ _catching_forward.__name__ = "forward"
 
 
 # Where the compiler gives up a region and runs it as it is, it would go on to compile each call of the mode.
-@compiler.outside_of_graphs
+@compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
@@ -252,10 +238,7 @@ def _is_linears_own(function: object, layer: nn.Module) -> bool:
 
 
 def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
-    """Where `function` is a closure around `nn.Linear.forward`, have it call `forward` instead; False elsewhere.
-
-    TorchTitan's tensor parallelism wraps layers in this way.
-    """
+    """Where `function` is a closure around `nn.Linear.forward`, as in TorchTitan's tensor parallelism, replace that."""
     for cell in getattr(function, "__closure__", None) or ():
         if _is_linears_own(cell.cell_contents, layer):
             cell.cell_contents = forward
@@ -266,47 +249,32 @@ def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
 
 
 class _CatchProducts(TorchFunctionMode):
-    """Diverts the products with the layer's own weights."""
-
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
         self.deferral = deferral
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # Not in a region within the layer.
         if func in self.deferral.products and not torch.compiler.is_compiling():
             factors_first, options = with_factors_first(args, kwargs)
-            if self.deferral.catches(func, factors_first):
+            if len(factors_first) > 1 and self.deferral.owns(factors_first[1]):
                 if func is F.linear:
                     return self.deferral.linear(*factors_first, **options)
                 return self.deferral.multiply(func, factors_first, options)
         return func(*args, **kwargs)
 
 
+_Call = tuple[Callable[..., Tensor], WeightProduct, Further]
 Target = Tensor | GradientEdge
 """Where a weight gradient goes."""
 PLAIN = (Tensor, nn.Parameter)
 """The types of weights whose gradient is just a product of x and dY."""
 
 
-class Due(Enum):
-    """When a weight gradient is to be computed."""
-
-    LATER = auto()
-    """In W, which has what it needs."""
-    NOW = auto()
-    NEVER = auto()
-    """This backward computes other gradients only."""
-
-
-def _dtype_to_keep(x: Tensor) -> torch.dtype:
+def _choose_dtype(x: Tensor) -> torch.dtype:
     """Of an x that autocast casts: the result's, if it is smaller. Otherwise W casts it again."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
@@ -346,25 +314,12 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
-        dx = _laid_out_like(x, LINEAR.input_gradient(dy, weight).to(x.dtype)) if of_x else None
-        x, dy = _alone(x, dy)
+        dx = _lay_out_like(x, LINEAR.input_gradient(dy, weight).to(x.dtype)) if of_x else None
+        x, dy = _detach(x, dy)
         pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
-        is_due = due(ctx.deferral, pending, ctx.next_functions[1][0])
-        dw = LINEAR.weight_gradient(dy, x) if is_due is Due.NOW else None
+        dw = LINEAR.weight_gradient(dy, x) if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
         db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None
-
-
-class _Call(NamedTuple):
-    """A product with all but its tensors."""
-
-    function: Callable[..., Tensor]
-    product: WeightProduct
-    further: Further
-
-    def call(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
-        args, options = self.further.fill_in(more)
-        return self.function(x, weight, *args, **options)
 
 
 class _DeferredProduct(torch.autograd.Function):
@@ -375,55 +330,54 @@ class _DeferredProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
-        ctx.call, ctx.deferral, ctx.target = call, deferral, target
-        return autograd.without_base(call.call(x, weight, more))
+        _, ctx.product, ctx.further = call
+        ctx.deferral, ctx.target = deferral, target
+        return autograd.without_base(_multiply(x, weight, call, deferral, target, *more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *more = ctx.saved_tensors
-        call: _Call = ctx.call
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = call.product.of_input(dy, weight, call.further, more)
-        x, dy, *more = _alone(x, dy, *more)
-        pending = PendingGradient(ctx.deferral.layer, call.product, ctx.target, x, dy, call.further, tuple(more))
+            dx = ctx.product.of_input(dy, weight, ctx.further, more)
+        x, dy, *more = _detach(x, dy, *more)
+        pending = PendingGradient(ctx.deferral.layer, ctx.product, ctx.target, x, dy, ctx.further, tuple(more))
         if ctx.needs_input_grad[0]:
             require_shape(dx, x.shape, "input_gradient", pending)
-        if due(ctx.deferral, pending, ctx.next_functions[1][0]) is Due.NOW:
+        if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]):
             dw = pending.gradient()
         return dx, dw, None, None, None, *[None for _ in more]
 
 
+def _multiply(x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor) -> Tensor:
+    function, _, further = call
+    return further.call(function, x, weight, more)
+
+
+autograd.copy_type(_DeferredProduct, _multiply)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-autograd.copy_type(_DeferredProduct, lambda x, weight, call, deferral, target, *more: call.call(x, weight, more))
 
 
-def _laid_out_like(x: Tensor, dx: Tensor) -> Tensor:
+def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
     """dX of a transposed x, transposed as autograd does it: torch wants contiguous gradients between stages."""
     is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
-def _alone(*tensors: Tensor) -> list[Tensor]:
+def _detach(*tensors: Tensor) -> list[Tensor]:
     """All detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
     return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
 
 
-def due(deferral: Deferral, pending: PendingGradient, node: Node) -> Due:
-    """Defer the weight gradient, or say that it has to be computed now: because nothing records, the backward itself
-    will be differentiated, hooks on the weight wait for its gradient, or x or dY would change before W.
-
-    Args:
-        deferral: of the layer.
-        pending: what W needs.
-        node: the next in autograd's graph, to which the gradient would go.
-    """
+def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool:
+    """Whether the weight gradient has to be computed now; else this defers it, if this backward computes it at all."""
+    # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight wait for its
+    # gradient, or x or dY would change before W. It goes to `node`, the next in autograd's graph.
     wanted = autograd.will_run(node)
     if wanted is False:
-        return Due.NEVER
+        return False
     hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and autograd.has_hooks(pending.weight))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
-        return Due.NOW
-    is_deferred = deferral.gradients.defer(pending, deferral.checks)
-    return Due.LATER if is_deferred else Due.NOW
+        return True
+    return not deferral.gradients.defer(pending, deferral.checks)

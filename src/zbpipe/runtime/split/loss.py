@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split.contents import find_changes, name_operands
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import (
+    PendingGradient,
+    WeightGradients,
+    find_changed_contents,
+    find_changed_versions,
+)
 
 
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
-    """`loss_fn`, which defers the weight gradients of its own backwards to the W of the last stage.
-
-    What it defers in F, the backward of the loss, in I, hands on to W. Until then the gradients of all logits stay in
-    memory; a chunked loss otherwise never holds them all at once.
-    """
+    """`loss_fn`, which defers the weight gradients of its own backwards to the W of the last stage."""
+    # What it defers in F, the backward of the loss, in I, hands on to W. Until then the gradients of all logits stay in
+    # memory; a chunked loss otherwise never holds them all at once.
 
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> Tensor:
@@ -50,11 +52,10 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        changed = [(each, names) for each in ctx.pending if (names := each.changed())] or find_changes(ctx.pending)
-        for gradient, names in changed:
+        for gradient, words in find_changed_versions(ctx.pending) or find_changed_contents(ctx.pending):
             raise RuntimeError(
-                f"{name_operands(names)} of a {type(gradient.layer).__name__} in the loss was changed in place between"
-                " F and I, so its weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
+                f"{words} of a {type(gradient.layer).__name__} in the loss was changed in place between F and I, so its"
+                " weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
             )
         _defer_or_add(ctx.pending, ctx.gradients)
         return dloss, None, None

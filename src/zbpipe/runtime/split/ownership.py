@@ -24,17 +24,13 @@ _WASTE = 2
 
 
 def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
-    """Copy what W reads where others hold its memory, too, or where most of that memory is of no more use.
-
-    Args:
-        pending: all that one I has deferred.
-    """
+    """Copy what W reads where others hold its memory, too, or where most of that memory is of no more use."""
     memory: dict[int | None, _Memory] = {}
     storages = [[_count(each, memory) for each in gradient.tensors] for gradient in pending]
     to_copy = {
         storage
         for storage, found in memory.items()
-        if storage is None or found.is_foreign or autograd.num_holders(storage) > found.accounted or found.is_wasted()
+        if storage is None or found.is_foreign or autograd.count_holders(storage) > found.accounted or found.is_wasted()
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -59,19 +55,19 @@ class _Memory:
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
-    storage, number, size = autograd.place_in_memory(tensor)
+    storage, number, size = autograd.find_memory(tensor)
     found = memory.get(storage)
     if found is None:
         found = memory[storage] = _Memory(size, not autograd.is_torchs_own(tensor))
     found.accounted += number
     if tensor.nbytes < size:
-        found.parts[_part(tensor)] = tensor.nbytes
+        found.parts[_identify_part(tensor)] = tensor.nbytes
     else:
         found.size = 0
     return storage
 
 
-def _part(tensor: Tensor) -> tuple[object, ...]:
+def _identify_part(tensor: Tensor) -> tuple[object, ...]:
     """Of its memory."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -85,7 +81,7 @@ def _copy(
         if storage not in to_copy:
             return tensor
         # Several layers may have the same x, which stays one.
-        place = storage or id(tensor), *_part(tensor)
+        place = storage or id(tensor), *_identify_part(tensor)
         if place not in copies:
             copies[place] = tensor.clone()
         return copies[place]

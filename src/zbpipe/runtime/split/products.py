@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
-from zbpipe.runtime.split.contents import RUNS, Checks, fingerprints
+from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
 from zbpipe.runtime.split.further import NONE, Further, Taken, find_taken
 
 
@@ -107,24 +108,16 @@ torch.Size([4, 3])
 
 
 def _grouped_mm_weight_gradient(
-    dy: Tensor,
-    x: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    dy: Tensor, x: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
     return autograd.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
 def _grouped_mm_input_gradient(
-    dy: Tensor,
-    weight: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    dy: Tensor, w: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    return autograd.grouped_mm(dy, weight.transpose(-2, -1), offs=offs)
+    return autograd.grouped_mm(dy, w.transpose(-2, -1), offs=offs)
 
 
 GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
@@ -141,10 +134,7 @@ torch.Size([2, 16, 16])
 
 @dataclass(slots=True)
 class PendingGradient:
-    """What W needs for one use of one weight.
-
-    Autograd waits while it is made, so this has to take next to no time.
-    """
+    """What W needs for one use of one weight. Autograd waits while it is made, so this has to take next to no time."""
 
     layer: nn.Module
     product: WeightProduct
@@ -152,10 +142,10 @@ class PendingGradient:
     """The leaf itself, or where autograd takes the gradient of a tensor made from it."""
     x: Tensor
     dy: Tensor
-    """The gradient of the product's result. Both are detached."""
+    """The gradient of the product's result. All tensors are detached."""
     further: Further = NONE
     more: tuple[Tensor, ...] = ()
-    """The tensors among the further arguments, detached as well."""
+    """The tensors among the further arguments."""
     versions: tuple[int, ...] = ()
     """How often each of `tensors` had been changed in place when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
@@ -173,32 +163,16 @@ class PendingGradient:
         self.x, self.dy, *more = tensors
         self.more = tuple(more)
 
-    def note_versions(self) -> None:
-        """Remember how often each of `tensors` has been changed in place."""
-        self.versions = tuple([autograd.version_of(each) for each in self.tensors])
-
-    def changed(self) -> tuple[str, ...]:
-        """What has been changed in place since then: "x", "dY", "argument" or several."""
-        now = tuple([autograd.version_of(each) for each in self.tensors])
-        if now == self.versions:
-            return ()
-        return self.names_where(one != other for one, other in zip(now, self.versions, strict=True))
-
-    def names_where(self, marks: Iterable[bool]) -> tuple[str, ...]:
-        """The names of the marked `tensors`, each once."""
-        names = ("x", "dY", *("argument" for _ in self.more))
-        return tuple(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
+    def name_where(self, marks: Iterable[bool]) -> str:
+        """The marked `tensors` in words, each once; empty for none."""
+        names = ("the input (x)", "the gradient of the output (dY)", *("a tensor argument" for _ in self.more))
+        return " and ".join(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
     def gradient(self) -> Tensor:
-        """The product: the gradient of the weight.
-
-        Raises:
-            ValueError: it is no tensor in the weight's shape.
-        """
+        """The product: the gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
         if self.product is not LINEAR:
-            shape = self.weight.shape if isinstance(self.weight, Tensor) else autograd.shape_at(self.weight)
-            require_shape(gradient, shape, "weight_gradient", self)
+            require_shape(gradient, autograd.find_shape(self.weight), "weight_gradient", self)
         return gradient
 
     def accumulate(self) -> None:
@@ -213,21 +187,49 @@ class PendingGradient:
             return
         gradient = self.gradient()
         if grad is None:
-            weight.grad = gradient.to(autograd.grad_dtype(weight, gradient))
+            weight.grad = gradient.to(autograd.find_grad_dtype(weight, gradient))
         elif grad.is_sparse:  # from an embedding that shares this weight
             weight.grad = gradient + grad
         else:
             grad.add_(gradient)
 
 
+Changes = list[tuple[PendingGradient, str]]
+"""What W can no longer use: the words name the tensors that have changed."""
+
+
+def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
+    """What was changed in place since the layers deferred their gradients, as far as autograd counts it."""
+    changes = []
+    for gradient in pending:
+        now = tuple([autograd.version_of(each) for each in gradient.tensors])
+        if now != gradient.versions:
+            changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
+    return changes
+
+
+def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
+    """All that has changed since its content was noted, or since the last call."""
+    checked = [each for each in pending if each.contents is not None]
+    if not checked:
+        return []
+    now = [fingerprints(each.tensors) for each in checked]
+    noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
+    numbers = iter(torch.cat([each.to(now[0].device) for each in (*now, *noted)]).tolist())
+    found = [[next(numbers) for _ in each.tensors] for each in checked]
+    changes = []
+    for gradient, new in zip(checked, found, strict=True):
+        known = gradient.contents
+        old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
+        if words := gradient.name_where(map(differ, new, old or new)):
+            changes.append((gradient, words))
+        gradient.contents = new
+    return changes
+
+
 def require_shape(gradient: object, shape: torch.Size, of: str, pending: PendingGradient) -> None:
-    """Refuse what the function `of` of a product gave, unless it is a tensor in this shape.
-
-    Autograd would add up a gradient that is too large, and `.grad` would broadcast one that is too small.
-
-    Raises:
-        ValueError: with the layer's class, and the function whose product it is.
-    """
+    """Refuse what the function `of` of a product gave, unless it is a tensor in this shape."""
+    # Autograd would add up a gradient that is too large, and `.grad` would broadcast one that is too small.
     if isinstance(gradient, Tensor) and gradient.shape == shape:
         return
     declared = getattr(pending.layer, "weight_products", {}).items()
@@ -240,36 +242,26 @@ def require_shape(gradient: object, shape: torch.Size, of: str, pending: Pending
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """In messages."""
     return getattr(function, "__name__", repr(function))
 
 
 def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:
-    """Add dY^T x to `grad`, the `.grad` of `weight`, by one product that reads and writes it; False if none does.
-
-    A product in half precision goes into a float32 gradient without rounding on the way.
-    """
+    """Add dY^T x to `grad`, the `.grad` of `weight`, by one product that reads and writes it; False if none does."""
+    # A product in half precision goes into a float32 gradient without rounding on the way.
     dtype = dy.dtype
-    if grad is None:
-        if (
-            dtype not in _HALF
-            or autograd.grad_dtype(weight, dy) != torch.float32
-            or not sums_in_float32(x.device, dtype)
-        ):
-            return False
-        weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
-    elif grad.dtype == dtype:
+    if grad is not None and grad.dtype == dtype:
         grad.addmm_(dy.t(), x.conj())
-    elif (
-        grad.dtype == torch.float32
-        and dtype in _HALF
-        and not grad.requires_grad  # autograd does not record what is written into `out`
-        and sums_in_float32(x.device, dtype)
-    ):
-        # As addmm_ does it, `out` is the very tensor that is added to. There is no addmm_ with a dtype of its own.
-        torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
-    else:
+        return True
+    wanted = autograd.find_grad_dtype(weight, dy) if grad is None else grad.dtype
+    if dtype not in _HALF or wanted != torch.float32 or not sums_in_float32(x.device, dtype):
         return False
+    if grad is None:
+        weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
+        return True
+    if grad.requires_grad:  # autograd does not record what is written into `out`
+        return False
+    # As addmm_ does it, `out` is the very tensor that is added to. There is no addmm_ with a dtype of its own.
+    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
     return True
 
 
@@ -278,19 +270,16 @@ _sums_in_float32: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one kernel can multiply `dtype` tensors and add the product to a float32 tensor, on this kind of device.
-
-    The CPU has no such kernel, and older CUDA kernels want all three tensors in the same dtype. So this tries it on
-    small tensors, once for each kind of device and dtype. During the capture of a CUDA graph it cannot read the result,
-    so the answer is no; the first I, which comes before, has asked already.
-    """
+    """Whether one kernel can multiply `dtype` tensors and add the product to a float32 tensor, on this device type."""
+    # The CPU has no such kernel, and older CUDA kernels want all three tensors in the same dtype. So this tries it on
+    # small tensors, once for each kind of device and dtype. During the capture of a CUDA graph it cannot read the
+    # result, so the answer is no; the first I, which comes before, has asked already.
     key = device.type, dtype
-    known = _sums_in_float32.get(key)
-    if known is None:
+    if key not in _sums_in_float32:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        known = _sums_in_float32[key] = _try_to_sum(device, dtype)
-    return known
+        _sums_in_float32[key] = _try_to_sum(device, dtype)
+    return _sums_in_float32[key]
 
 
 def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
@@ -319,10 +308,8 @@ class WeightGradients:
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
-        """Within, layers defer their weight gradients into the list that this gives.
-
-        On trial the gradients are added at once, as W would do it, and the list only shows what would wait.
-        """
+        """Within, layers defer their weight gradients into the list that this gives."""
+        # On trial the gradients are added at once, as W would do it, and the list only shows what would wait.
         pending: list[PendingGradient] = []
         self._recording, self.on_trial = pending, on_trial
         try:
@@ -335,7 +322,7 @@ class WeightGradients:
         """Take over `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
-        gradient.note_versions()
+        gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
         self._recording.append(gradient)
@@ -344,12 +331,10 @@ class WeightGradients:
         return True
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
-        """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`.
-
-        Each of several layers with one x would cast it under autocast, and keep its own result. A layer shares no more
-        once the content of x has been seen to change before it, which versions do not show. Nor does one whose x
-        somebody outside of torch may change.
-        """
+        """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`."""
+        # Each of several layers with one x would cast it under autocast, and keep its own result. A layer shares no
+        # more once the content of x has been seen to change before it, which versions do not show. Nor does one whose x
+        # somebody outside of torch may change.
         last = self._last_cast
         may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and autograd.is_torchs_own(x)
         if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
@@ -359,7 +344,7 @@ class WeightGradients:
             if autograd.same_content(result, last.result):
                 return last.result.detach()
             sharing.is_off = True
-        self._last_cast = _Cast(ref(x), autograd.version_of(x), autograd.saving_hooks(), result)
+        self._last_cast = _Cast(ref(x), autograd.version_of(x), autograd.find_saving_hooks(), result)
         return result.detach()
 
     def forget_cast(self) -> None:
@@ -379,7 +364,6 @@ class Sharing:
 class _Cast(NamedTuple):
     source: ReferenceType[Tensor]
     version: int
-    """How often it had been changed in place."""
     hooks: object
     """A checkpoint repeats what runs within, so nothing within may depend on what ran before."""
     result: Tensor
@@ -389,5 +373,5 @@ class _Cast(NamedTuple):
             self.source() is x
             and self.version == autograd.version_of(x)
             and self.result.dtype == dtype
-            and self.hooks == autograd.saving_hooks()
+            and self.hooks == autograd.find_saving_hooks()
         )

@@ -1,8 +1,6 @@
 """How x and dY leave a compiled region: as the "gradients" of inputs that take no memory.
 
-A compiled backward is a pure function, so nothing in it can store (x, dY). But it may return them. For each call of a
-region `zbpipe.runtime.split.compiled` gives every product a `SlotHandle`, with inputs in the shapes of x and of y, the
-slots. The compiler traces what runs here.
+The compiler traces what runs here; see `zbpipe.runtime.split.compiled`.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class Use:
     x: Spec
     y: Spec
     further: Further = NONE
-    """The arguments after x and the weight."""
     more: tuple[Spec, ...] = ()
     """What the tensors among them look like."""
 
@@ -56,24 +53,18 @@ class Use:
         return tuple([each.to(like.dtype) for each, like in zip(carried, self.more, strict=True)])
 
 
-def use_of_linear(weight_name: str, permutation: tuple[int, ...], x: Tensor, y: Tensor) -> Use:
-    """`F.linear` of x: (..., in); a bias gets its gradient in I."""
-    return Use(weight_name, F.linear, _permute(LINEAR, permutation), permutation, spec(rows(x)), spec(rows(y)))
-
-
-def use_of_product(
-    weight_name: str,
-    permutation: tuple[int, ...],
+def make_use(
+    weight: tuple[str, tuple[int, ...]],
     function: Callable[..., Any],
     product: WeightProduct,
     factors: tuple[Tensor, Tensor],
-    further: Further,
-    more: Sequence[Tensor],
+    further: Further = NONE,
+    more: Sequence[Tensor] = (),
 ) -> Use:
     """`function(x, weight, ...)`, where `factors` are x and the result, and `more` the tensors among the rest."""
-    product = _permute(product, permutation)
+    name, permutation = weight
     x, y = map(spec, factors)
-    return Use(weight_name, function, product, permutation, x, y, further, tuple(map(spec, more)))
+    return Use(name, function, _permute(product, permutation), permutation, x, y, further, tuple(map(spec, more)))
 
 
 def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
@@ -119,15 +110,10 @@ class SlotHandle:
         return (
             slots is not None
             and x.dtype == slots.x.dtype
-            and compiler.surely_same_shape(x, slots.x)
+            and compiler.is_surely_same_shape(x, slots.x)
             and len(more) == len(slots.more)
-            and all(compiler.surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
+            and all(compiler.is_surely_same_shape(one, other) for one, other in zip(more, slots.more, strict=True))
         )
-
-    def multiply(self, x: Tensor, weight: Tensor, more: Sequence[Tensor]) -> Tensor:
-        """The product itself."""
-        args, options = self.further.fill_in(more)
-        return self.function(x, weight, *args, **options)  # type: ignore[no-any-return]
 
     def take(self) -> Slots | None:
         """The slots, if this use may have them; they carry one product."""
@@ -176,7 +162,7 @@ class _ProductInSlots(torch.autograd.Function):
         more = more_slots[::2]
         ctx.save_for_backward(x, weight, *more)
         ctx.handle = handle
-        return autograd.without_base(handle.multiply(x, weight, more))
+        return autograd.without_base(handle.further.call(handle.function, x, weight, more))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,7 +177,10 @@ class _ProductInSlots(torch.autograd.Function):
 
 
 autograd.copy_type(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-autograd.copy_type(_ProductInSlots, lambda handle, x, weight, *slots: handle.multiply(x, weight, slots[2::2]))
+autograd.copy_type(
+    _ProductInSlots,
+    lambda handle, x, weight, *slots: handle.further.call(handle.function, x, weight, slots[2::2]),
+)
 
 
 class WeightWithSlots:
@@ -205,7 +194,6 @@ class WeightWithSlots:
     def __init__(self, plain: Tensor, permutation: tuple[int, ...], handle: SlotHandle) -> None:
         self.plain = plain
         self.permutation = permutation
-        """The order of the parameter's dimensions."""
         self.handle = handle
 
     @classmethod
@@ -223,7 +211,7 @@ class WeightWithSlots:
             return args[0].permute(*args[1:], **kwargs)
         if func is torch.t:
             return args[0].t()
-        return func(*_plain(args), **dict(zip(kwargs, _plain(tuple(kwargs.values())), strict=True)))
+        return func(*_unwrap(args), **dict(zip(kwargs, _unwrap(tuple(kwargs.values())), strict=True)))
 
     def _multiply(self, x: Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> Any:
         handle = self.handle
@@ -239,24 +227,6 @@ class WeightWithSlots:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
                 return _ProductInSlots.apply(handle, x, self.plain, slots.x, slots.y, *with_slots)
         return handle.function(x, self.plain, *rest, **options)
-
-    def _cast(self, plain: Tensor) -> WeightWithSlots:
-        return WeightWithSlots(plain, self.permutation, self.handle)
-
-    def to(self, *args: Any, **kwargs: Any) -> WeightWithSlots:
-        return self._cast(self.plain.to(*args, **kwargs))
-
-    def type_as(self, other: Tensor) -> WeightWithSlots:
-        return self._cast(self.plain.type_as(other))
-
-    def bfloat16(self) -> WeightWithSlots:
-        return self._cast(self.plain.bfloat16())
-
-    def half(self) -> WeightWithSlots:
-        return self._cast(self.plain.half())
-
-    def float(self) -> WeightWithSlots:
-        return self._cast(self.plain.float())
 
     def permute(self, *dims: Any) -> WeightWithSlots:
         order = dims[0] if len(dims) == 1 else dims
@@ -286,11 +256,20 @@ class WeightWithSlots:
 
 def _as_plain(name: str) -> Callable[..., Any]:
     def operate(self: WeightWithSlots, *args: Any) -> Any:
-        return getattr(self.plain, name)(*_plain(args))
+        return getattr(self.plain, name)(*_unwrap(args))
 
     return operate
 
 
+def _as_cast(name: str) -> Callable[..., Any]:
+    def cast(self: WeightWithSlots, *args: Any, **kwargs: Any) -> WeightWithSlots:
+        return WeightWithSlots(getattr(self.plain, name)(*args, **kwargs), self.permutation, self.handle)
+
+    return cast
+
+
+for _name in ("to", "type_as", "bfloat16", "half", "float"):
+    setattr(WeightWithSlots, _name, _as_cast(_name))
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 for _name in ("getitem", "len", "iter", "neg", "pos", "abs", "invert", "bool", "float", "int", *_COMPARISONS):
@@ -300,11 +279,11 @@ for _name in _ARITHMETIC:
     setattr(WeightWithSlots, f"__r{_name}__", _as_plain(f"__r{_name}__"))
 
 
-def _plain(values: Sequence[Any]) -> list[Any]:
+def _unwrap(values: Sequence[Any]) -> list[Any]:
     return [
         each.plain
         if isinstance(each, WeightWithSlots)
-        else type(each)(_plain(each))
+        else type(each)(_unwrap(each))
         if isinstance(each, (list, tuple))
         else each
         for each in values

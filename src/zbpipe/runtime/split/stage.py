@@ -12,10 +12,16 @@ from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
-from zbpipe.runtime.split.contents import find_changes, name_operands
 from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients, name_of
+from zbpipe.runtime.split.products import (
+    Changes,
+    PendingGradient,
+    WeightGradients,
+    find_changed_contents,
+    find_changed_versions,
+    name_of,
+)
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -34,16 +40,7 @@ logger = logging.getLogger(__name__)
 def split_backward(
     stages: Sequence[pipelining.Stage], how: SplitBackward, gradients: WeightGradients | None = None
 ) -> None:
-    """Prepare `stages` (all of one rank) for the actions I and W.
-
-    Args:
-        stages: they stay as they are with "autograd".
-        how: see `SplitBackward`.
-        gradients: the store for what I defers; by default a new one.
-
-    Raises:
-        ValueError: `how` is unknown, or a stage's module cannot be split this way.
-    """
+    """Prepare `stages` (all of one rank) for the actions I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
         raise ValueError(
             f"split_backward={how!r} is unknown: use 'deferred' (zbpipe's), 'strict' (the same, or an error) or"
@@ -67,7 +64,7 @@ def is_split(stage: pipelining.Stage) -> bool:
     return isinstance(stage, _SplitBackward)
 
 
-def product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
+def find_product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
     """Of the products whose weight gradients are deferred, known once an I ran."""
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
@@ -77,12 +74,12 @@ def tries_out(stage: pipelining.Stage) -> bool:
     return isinstance(stage, _SplitBackward) and stage._num_split == 0
 
 
-def waiting_for_w(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
+def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
     """What the I of this microbatch has deferred; nothing where that is over, or the split is torch's own."""
     return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
 
 
-def weight_work(stage: pipelining.Stage) -> WeightWork | None:
+def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
     """The work of the stage's weight gradients, and what of it is deferred to W; known once an I ran."""
     return stage._work if isinstance(stage, _SplitBackward) else None
 
@@ -97,15 +94,10 @@ def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
 
 
 def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse stages of which FSDP would reduce gradients in I, before W adds to them.
-
-    torch's stages defer the reduction only if the stage as a whole is an FSDP module. A framework may handle the parts
-    in a backward of its own, which it gives the stages after the schedule was built. So call this when the first step
-    begins; what such a backward leaves unreduced is checked after the last W.
-
-    Raises:
-        ValueError: a stage has parts in `fully_shard`, but is not itself, and runs torch's own backward.
-    """
+    """Refuse stages of which FSDP would reduce gradients in I, before W adds to them."""
+    # torch's stages defer the reduction only if the stage as a whole is an FSDP module. A framework may handle the
+    # parts in a backward of its own, which it gives the stages after the schedule was built. So call this when the
+    # first step begins; what such a backward leaves unreduced is checked after the last W.
     for stage in stages:
         if pipelining.has_own_backward(stage) or fsdp.is_fsdp(stage.submod):
             continue
@@ -118,10 +110,8 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
 
 
 def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
-    """FSDP adds up what it reduces, so a reduction in I is right if another one follows the last W.
-
-    torch does that for a stage that is an FSDP module as a whole.
-    """
+    """FSDP adds up what it reduces, so a reduction in I is right if another one follows the last W."""
+    # torch does that for a stage that is an FSDP module as a whole.
     if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
@@ -131,14 +121,9 @@ def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
 
 
 def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
-    """Refuse torch's own split, for `what`, on compiled modules.
-
-    torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which that error suggests,
-    it accumulates wrong weight gradients instead (seen on torch 2.13 and 2.15).
-
-    Raises:
-        ValueError: a stage has a compiled module.
-    """
+    """Refuse torch's own split, for `what`, on compiled modules."""
+    # torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which that error
+    # suggests, it accumulates wrong weight gradients instead (seen on torch 2.13 and 2.15).
     compiled = [stage.stage_index for stage in stages if any(map(compiler.is_compiled, stage.submod.modules()))]
     if compiled:
         raise ValueError(
@@ -148,14 +133,9 @@ def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
 
 
 def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse compiled modules that run in CUDA graphs: each microbatch would overwrite x and dY of the one before.
-
-    Inductor reads its configuration when a module is called for the first time, so call this again when the first step
-    begins.
-
-    Raises:
-        ValueError: a stage has such a module.
-    """
+    """Refuse compiled modules that run in CUDA graphs: each microbatch would overwrite x and dY of the one before."""
+    # Inductor reads its configuration when a module is called for the first time, so call this again when the first
+    # step begins.
     for stage in stages:
         for name, module in stage.submod.named_modules():
             if compiler.runs_in_cuda_graphs(module):
@@ -188,15 +168,12 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
         logging.WARNING if share < _ENOUGH else logging.INFO,
         "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs are deferred to"
         " W",
-        stage.stage_index,
-        describe((_name(each), each.share, each.reason) for each in work.in_i),
-        percent(share),
+        *(stage.stage_index, describe((_name(each), each.share, each.reason) for each in work.in_i), percent(share)),
     )
     left = {each.parameter for each in work.in_i}
     for name, deferral in deferrals(stage.submod).items():
-        if deferral.is_declared and left & {
-            f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()
-        }:
+        parameters = {f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()}
+        if deferral.is_declared and left & parameters:
             _explain_what_stays_in_i(stage, deferral)
 
 
@@ -215,39 +192,27 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
             "stage %d: weight_products of %s declares %s, but no call could be deferred: declare the function that the"
             " layer's forward calls, as function(x, weight, ...) with a parameter of the layer's own, and add a bias,"
             " or anything else that needs a gradient, separately",
-            stage.stage_index,
-            _name_of(stage, deferral.layer),
-            ", ".join(never),
+            *(stage.stage_index, _name_of(stage, deferral.layer), ", ".join(never)),
         )
 
 
 def _keep_in_i_what_changed(stage: pipelining.Stage, pending: Sequence[PendingGradient]) -> None:
-    changed = {id(gradient.layer): (gradient, names) for gradient, names in _all_changed(pending)}
-    for gradient, names in changed.values():
+    changes = [*find_changed_versions(pending), *find_changed_contents(pending)]
+    for gradient, words in {id(gradient.layer): (gradient, words) for gradient, words in changes}.values():
         deferral_of(gradient.layer).stays_in_i = True
         logger.warning(
             "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
-            stage.stage_index,
-            name_operands(names),
-            _name_of(stage, gradient.layer),
+            *(stage.stage_index, words, _name_of(stage, gradient.layer)),
         )
 
 
-_Changed = list[tuple[PendingGradient, tuple[str, ...]]]
-
-
-def _all_changed(pending: Sequence[PendingGradient]) -> _Changed:
-    """What has changed since the layers deferred their gradients, by versions, and by content where that was noted."""
-    return [*((each, names) for each in pending if (names := each.changed())), *find_changes(pending)]
-
-
-def _require_unchanged(stage: pipelining.Stage, microbatch: int, changed: _Changed, when: str) -> None:
-    for gradient, names in changed:
+def _require_unchanged(stage: pipelining.Stage, microbatch: int, changes: Changes, when: str) -> None:
+    for gradient, words in changes:
         raise RuntimeError(
-            f"stage {stage.stage_index}, microbatch {microbatch}: {name_operands(names)} of layer"
-            f" {_name_of(stage, gradient.layer)} was changed in place {when}, after the layer had used it, so its"
-            " weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
-            " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
+            f"stage {stage.stage_index}, microbatch {microbatch}: {words} of layer {_name_of(stage, gradient.layer)}"
+            f" was changed in place {when}, after the layer had used it, so its weight gradient in W would be wrong."
+            " Look for hooks and backwards of yours that write into gradients, or keep the layer's weight gradient in"
+            " I: layer.weight_products = {}"
         )
 
 
@@ -282,7 +247,6 @@ class _SplitBackward(pipelining.OwnStage):
     _deferred: dict[int, list[PendingGradient]]
     """By microbatch, from its I to its W."""
     _num_split: int
-    """How many I have run."""
     _work: WeightWork | None
     """Of a microbatch, as the first I found it."""
     _dtypes: frozenset[torch.dtype]
@@ -298,11 +262,7 @@ class _SplitBackward(pipelining.OwnStage):
         return output
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if full_backward or not self.has_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -317,7 +277,8 @@ class _SplitBackward(pipelining.OwnStage):
             self._work = WeightWork(self.submod, products, pending)
             pending.clear()
             fsdp.settle_gradients(self.submod)
-        _require_unchanged(self, bwd_chunk_id, _all_changed(pending), "during I")
+        changes = find_changed_versions(pending) or find_changed_contents(pending)
+        _require_unchanged(self, bwd_chunk_id, changes, "during I")
         copy_if_shared(pending)
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
@@ -330,7 +291,7 @@ class _SplitBackward(pipelining.OwnStage):
         if not self.has_backward:
             return
         pending = self._deferred.pop(bwd_chunk_id)
-        _require_unchanged(self, bwd_chunk_id, find_changes(pending), "between I and W")
+        _require_unchanged(self, bwd_chunk_id, find_changed_contents(pending), "between I and W")
         if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))

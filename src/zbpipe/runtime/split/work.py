@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
-from zbpipe.runtime.attributes import plain_attribute
-from zbpipe.runtime.patching import replaced
-from zbpipe.runtime.split.compiled import products_in_regions
+from zbpipe.runtime.attributes import plain_attribute, replaced
+from zbpipe.runtime.split.compiled import list_products_in_regions
 from zbpipe.runtime.split.layers import Deferral, deferral_of
-from zbpipe.runtime.split.products import LINEAR, PendingGradient, name_of
+from zbpipe.runtime.split.products import PendingGradient, name_of
 
 _MOST_NAMES = 8
 """In a message."""
@@ -69,10 +68,8 @@ def describe(products: Iterable[tuple[str, float, str]]) -> str:
 
 @contextmanager
 def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]]:
-    """Within the first I, the products with weights in the graphs of all backwards go into the list that this gives.
-
-    A checkpoint with `use_reentrant=True` makes its graph, and runs a backward of its own, within a backward.
-    """
+    """Within the first I, the products with weights in the graphs of all backwards go into the list that this gives."""
+    # A checkpoint with `use_reentrant=True` makes its graph, and runs a backward of its own, within a backward.
     found: list[graph_products.GraphProduct] = []
     if not on_trial:
         yield found
@@ -80,7 +77,7 @@ def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]
     run = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        found.extend(graph_products.products_in_graph(tensors if isinstance(tensors, Sequence) else [tensors]))
+        found.extend(graph_products.find_products(tensors if isinstance(tensors, Sequence) else [tensors]))
         run(tensors, *args, **kwargs)
 
     with replaced(torch.autograd, backward=backward):
@@ -95,7 +92,7 @@ class WeightWork:
     ) -> None:
         """From the graph of a microbatch, and what its I has deferred."""
         self._module = module
-        self._names = fsdp.parameter_names(module)
+        self._names = fsdp.find_parameter_names(module)
         self._compiled = {
             id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()
         }
@@ -103,20 +100,21 @@ class WeightWork:
         """By parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
         """By parameter and reason."""
-        self._calls = _calls(pending)
+        self._calls = _count_calls(pending)
         for gradient in pending:
-            self._count(id(autograd.leaf_at(gradient.weight)), _flops_of(gradient), _why_not(gradient))
+            stays = deferral_of(gradient.layer).stays_in_i
+            self._count(id(autograd.find_leaf(gradient.weight)), _count_flops(gradient), _CHANGED if stays else "")
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
-        for product in _with_regions(module, products):
+        for product in _replace_regions(module, products):
             if isinstance(product.deferral, Deferral):
                 own[id(product.leaves[0])].append(product)
             elif not (product.is_region and id(product.leaves[0]) in self._calls):
                 for leaf in product.leaves:
-                    self._count(id(leaf), product.flops / len(product.leaves), self._reason(product))
+                    self._count(id(leaf), product.flops / len(product.leaves), self._explain(product))
         for parameter, found in own.items():
             rest = len(found) - self._calls[parameter]
             if rest > 0:
-                self._count(parameter, rest * found[0].flops, self._reason(found[0]))
+                self._count(parameter, rest * found[0].flops, self._explain(found[0]))
 
     def _count(self, leaf: int, flops: float, reason: str = "") -> None:
         name = self._names.get(leaf, "of another module")
@@ -127,11 +125,11 @@ class WeightWork:
 
     def recount(self, pending: Sequence[PendingGradient]) -> None:
         """After the second I, which runs compiled regions as all later ones do."""
-        now = _calls(pending)
+        now = _count_calls(pending)
         for leaf, calls in self._calls.items():
             name = self._names.get(leaf, "")
             missing = 1 - now[leaf] / calls
-            if missing > 0 and id(self._owner(name)) in self._compiled:
+            if missing > 0 and id(self._find_owner(name)) in self._compiled:
                 self._in_i[name, _IN_A_REGION] += missing * self._waiting[name]
                 self._waiting[name] *= 1 - missing
 
@@ -149,7 +147,7 @@ class WeightWork:
     def in_i(self) -> Sequence[StaysInI]:
         """What does not wait, the largest first."""
         products = [
-            StaysInI(name, type(self._owner(name)).__name__, flops / (self.flops or 1), reason)
+            StaysInI(name, type(self._find_owner(name)).__name__, flops / (self.flops or 1), reason)
             for (name, reason), flops in self._in_i.items()
         ]
         return sorted(products, key=lambda product: -product.share)
@@ -161,12 +159,12 @@ class WeightWork:
             total[name] += flops
         return frozenset(name for name, flops in total.items() if flops > self._waiting.get(name, 0.0))
 
-    def _owner(self, name: str) -> nn.Module:
+    def _find_owner(self, name: str) -> nn.Module:
         """The module of the parameter of that name."""
         known: dict[str, nn.Module] = dict(self._module.named_modules())
         return known.get(name.rpartition(".")[0], self._module)
 
-    def _why_own(self, deferral: Deferral, leaf: Tensor) -> str:
+    def _explain_own(self, deferral: Deferral, leaf: Tensor) -> str:
         """Why a layer that can defer its weight gradient does not."""
         if deferral.stays_in_i:
             return _CHANGED
@@ -174,9 +172,9 @@ class WeightWork:
             return "the weight has hooks"
         return _IN_A_REGION if id(deferral.layer) in self._compiled else "a backward of its own computes it"
 
-    def _reason(self, product: graph_products.GraphProduct) -> str:
+    def _explain(self, product: graph_products.GraphProduct) -> str:
         if isinstance(product.deferral, Deferral):
-            return self._why_own(product.deferral, product.leaves[0])
+            return self._explain_own(product.deferral, product.leaves[0])
         kind, made = product.kind, ", ".join(product.made_by)
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
@@ -184,7 +182,7 @@ class WeightWork:
         if made:
             is_part = _PARTS.issuperset(product.made_by)
             return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
-        layer = self._owner(self._names.get(id(product.leaves[0]), ""))
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared is None or declared:
             return "a product of its own: declare it by weight_products"
@@ -202,34 +200,26 @@ _KINDS = {
 """By a word in the name of autograd's node."""
 
 
-def _why_not(gradient: PendingGradient) -> str:
-    """Why a gradient that the first I deferred stays in I from now on, if it does."""
-    return _CHANGED if deferral_of(gradient.layer).stays_in_i else ""
-
-
-def _calls(pending: Iterable[PendingGradient]) -> Counter[int]:
+def _count_calls(pending: Iterable[PendingGradient]) -> Counter[int]:
     """By the id of the parameter, the number of its gradients that wait."""
-    return Counter(id(autograd.leaf_at(gradient.weight)) for gradient in pending)
+    return Counter(id(autograd.find_leaf(gradient.weight)) for gradient in pending)
 
 
-def _with_regions(
+def _replace_regions(
     module: nn.Module, products: Sequence[graph_products.GraphProduct]
 ) -> Iterator[graph_products.GraphProduct]:
     """`products`, with what regions have shown without the compiler in the place of their nodes."""
     hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
-    learned = [each for each in products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
+    learned = [each for each in list_products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
     shown = {id(leaf) for product in learned for leaf in product.leaves}
     yield from learned
     yield from (each for each in products if not shown & {id(leaf) for leaf in each.leaves})
 
 
-def _flops_of(gradient: PendingGradient) -> float:
+def _count_flops(gradient: PendingGradient) -> float:
     """Of a deferred product: each element of dY meets a row of x; in a convolution all that a kernel covers."""
-    x, dy, weight = gradient.x, gradient.dy, gradient.weight
-    inner = x.shape[-1] if x.dim() else 1
-    if gradient.product is not LINEAR:
-        products = deferral_of(gradient.layer).products.items()
-        name = next((name_of(function) for function, product in products if product is gradient.product), "")
-        shape = weight.shape if isinstance(weight, Tensor) else autograd.shape_at(weight)
-        inner = shape[1:].numel() if "conv" in name else inner
-    return 2.0 * dy.numel() * inner
+    inner = gradient.x.shape[-1] if gradient.x.dim() else 1
+    products = deferral_of(gradient.layer).products.items()
+    if any("conv" in name_of(function) for function, product in products if product is gradient.product):
+        inner = autograd.find_shape(gradient.weight)[1:].numel()
+    return 2.0 * gradient.dy.numel() * inner

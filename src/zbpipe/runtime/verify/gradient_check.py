@@ -24,10 +24,10 @@ from torch import Tensor
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
-from zbpipe.runtime.ranks.failures import shared_with_other_ranks
-from zbpipe.runtime.reference import Microbatch, State, gradients_of, wide
+from zbpipe.runtime.ranks.failures import share_with_other_ranks
+from zbpipe.runtime.reference import Microbatch, State, copy_gradients, widen
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import product_dtypes, tries_out, weight_work
+from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.schedule.ir import require_whole
 
@@ -110,22 +110,19 @@ class GradientCheck(Watcher):
         self._tolerance = tolerance
         self._done = done
         self._found = GradientReport("", steps, steps * pipelining.num_microbatches(schedule), {}, {})
-        """What this rank has found so far."""
         watch(schedule, self)
 
     def before(self) -> Wanted | None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         return Wanted.STEP if self._left else None
 
     @contextmanager
     def around(self, schedule: RegisteredSchedule) -> Iterator[None]:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         with _Checked(schedule, self._tolerance, self._add).attach():
             yield
         self._left -= 1
         if not self._left:
             # Another rank may have found an error in its last op, after its last message to this one.
-            with shared_with_other_ranks():
+            with share_with_other_ranks():
                 self.report = self._gather(schedule)
             self._done(self.report)
 
@@ -177,7 +174,7 @@ class _Checked:
                 return compute()
         comparison = self._open[key]
         comparison.is_trial |= kind == "I" and tries_out(self._stages[stage])
-        with self._in(key), comparison.measured(kind):
+        with self._in(key), comparison.measure(kind):
             result = compute()
         if comparison.knows_backward and comparison.again is not None:
             comparison.subtract_reference()
@@ -214,7 +211,7 @@ class _Checked:
         if not comparison.repeats:
             logger.warning(_DOES_NOT_REPEAT, stage, microbatch)
         deferred, not_deferred = comparison.when()
-        work = weight_work(self._stages[stage])
+        work = find_weight_work(self._stages[stage])
         report = GradientReport(
             schedule=self._schedule.schedule.name,
             steps=1,
@@ -246,8 +243,7 @@ class _Comparison:
         """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
         self._stage = again.stage
-        self._index = again.index
-        self._rest: dict[str, Tensor] = {}
+        self._rest: dict[str, Any] = {}
         """By parameter, what the split has added minus what it has to add."""
         self._norms: dict[str, float] = {}
         """Of the ordinary backward's gradients."""
@@ -262,14 +258,14 @@ class _Comparison:
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
-    def measured(self, kind: str) -> Iterator[None]:
+    def measure(self, kind: str) -> Iterator[None]:
         """Around computations that add to `.grad`."""
         module = self._stage.submod
-        before = gradients_of(module)
+        before = copy_gradients(module)
         yield
-        self.tolerance = max(self.tolerance, _tolerance(self._stage))
+        self.tolerance = max(self.tolerance, _find_tolerance(self._stage))
         eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp.iterate_accumulated(module)}
-        after = gradients_of(module)
+        after = copy_gradients(module)
         # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
         self._moved |= {name + fsdp.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
@@ -277,12 +273,9 @@ class _Comparison:
             if name in before and not math.isfinite(_norm(before[name])):
                 self._was_not_finite.add(name)
             elif added.any():
-                self._add(name, added)
+                self._rest[name] = self._rest.get(name, 0.0) + added
                 self._grew[kind].add(name)
                 self._roundings[name] += eps[name] * _norm(gradient)
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        self._rest[name] = self._rest[name] + gradient if name in self._rest else gradient
 
     def backward(self, call: hooks.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
         """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
@@ -290,34 +283,32 @@ class _Comparison:
         self.knows_backward = True
         self.again.remember_backward(tensors)
         result = call(kind, tensors, **kwargs)
-        self._input_grads = [None if each is None else wide(each, each) for each in result[0]]
+        self._input_grads = [None if each is None else widen(each, each) for each in result[0]]
         return result
 
     def subtract_reference(self) -> None:
         """Run the microbatch once more, and subtract its gradients: the split has to add them."""
         assert self.again is not None
-        reference = self.again.gradients()
+        reference = self.again.compute_gradients()
         self.repeats = self.again.repeats
         self.again = None
         for name, gradient in reference.parameters.items():
             self._norms[name] = _norm(gradient)
-            self._add(name, -gradient)
+            self._rest[name] = self._rest.get(name, 0.0) - gradient
         for n, (found, expected) in enumerate(zip(self._input_grads, reference.inputs, strict=False)):
             if found is not None and expected is not None and math.isfinite(norm := _norm(expected)):
-                self._input_errors[f"input {n}"] = _relative(_norm(found - wide(expected, expected)), norm)
+                self._input_errors[f"input {n}"] = _relative(_norm(found - widen(expected, expected)), norm)
 
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
-        """Relative errors by parameter and input, and the names of the parameters that cannot be compared.
-
-        From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
-        """
+        """Relative errors by parameter and input, and the names of the parameters that cannot be compared."""
+        # From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
         if not self.repeats:
             return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
             name
             for name, parameter in self._stage.submod.named_parameters()
-            if autograd.hooks_after_accumulation(parameter)
+            if autograd.has_hooks_after_accumulation(parameter)
             or name in self._was_not_finite
             or not math.isfinite(self._norms.get(name, 0.0))
         }
@@ -330,7 +321,7 @@ class _Comparison:
 
     def when(self) -> tuple[set[str], set[str]]:
         """The parameters whose gradient waited for W, and those in products of which I computed more."""
-        work = weight_work(self._stage)
+        work = find_weight_work(self._stage)
         if self.is_trial or work is None:
             return set(), set()
         in_i = self._grew["I"] & work.mostly_in_i()
@@ -347,9 +338,9 @@ def _relative(error: float, norm: float) -> float:
     return error / norm if norm else math.inf
 
 
-def _tolerance(stage: pipelining.Stage) -> float:
+def _find_tolerance(stage: pipelining.Stage) -> float:
     """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
-    dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | product_dtypes(stage)
+    dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | find_product_dtypes(stage)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 

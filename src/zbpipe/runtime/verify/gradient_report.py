@@ -55,8 +55,8 @@ class GradientReport:
         deferred = self.deferred | other.deferred
         return replace(
             self,
-            errors=_larger(self.errors, other.errors),
-            tolerances=_larger(self.tolerances, other.tolerances),
+            errors=_take_larger(self.errors, other.errors),
+            tolerances=_take_larger(self.tolerances, other.tolerances),
             not_compared=self.not_compared | other.not_compared,
             deferred=deferred,
             not_deferred=(self.not_deferred | other.not_deferred) - deferred,
@@ -71,7 +71,7 @@ class GradientReport:
         waiting = sum(self.shares[stage] * flops for stage, flops in self.flops.items())
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
-    def _in_i_in_words(self) -> str:
+    def _describe_in_i(self) -> str:
         total = sum(self.flops.values()) or 1.0
         found = [
             (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
@@ -92,7 +92,7 @@ class GradientReport:
             f" {len(self.not_deferred)} did not"
         )
         if any(self.flops.values()):
-            words += f"; {percent(self.share)} of the weight gradients' FLOPs are deferred to W{self._in_i_in_words()}"
+            words += f"; {percent(self.share)} of the weight gradients' FLOPs are deferred to W{self._describe_in_i()}"
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)
             words += (
@@ -123,6 +123,6 @@ class GradientMismatchError(RuntimeError):
         )
 
 
-def _larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
+def _take_larger(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
     # NaN counts as larger than any number.
     return {**one, **{key: value for key, value in other.items() if not value <= one.get(key, -1.0)}}

@@ -66,11 +66,11 @@ def check_gradients(
         ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
             no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
-    modules = _modules(parts)
+    modules = _list_modules(parts)
     (microbatches,) = require_whole(1, microbatches=microbatches)
     arguments.require_above_0("tolerance", tolerance)
     args = batch if isinstance(batch, tuple) else (batch,)
-    size = _samples(args)
+    size = next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
     if not size or size % microbatches:
         raise ValueError(
             f"{size} samples do not make {microbatches} microbatches of equal size: give a tensor, or a tuple with one,"
@@ -89,7 +89,7 @@ def check_gradients(
         check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
         with _left_as_they_are(modules, device), ExitStack() as inferring:
             for stage in stages:
-                inferring.enter_context(checkpoints.inferring_through_checkpoints(stage))
+                inferring.enter_context(checkpoints.infer_through_checkpoints(stage))
             for _ in range(_STEPS):
                 schedule.step(*args, target=target)
     assert check.report is not None, "a step that returns was checked"
@@ -98,7 +98,7 @@ def check_gradients(
     return check.report
 
 
-def _modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage]) -> list[nn.Module]:
+def _list_modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | PipelineStage]) -> list[nn.Module]:
     kinds = (nn.Module, PipelineStage)
     listed = [parts] if isinstance(parts, kinds) else list(parts) if isinstance(parts, Iterable) else [parts]
     wrong = [each for each in listed if not isinstance(each, kinds)]
@@ -116,10 +116,6 @@ def schedule_w_last(num_stages: int, microbatches: int) -> Schedule:
     order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
     ops = [Op(stage, kind, n) for kind, row in order for n in range(microbatches) for stage in row]
     return Schedule.from_rows([ops], "all W last")
-
-
-def _samples(args: tuple[Any, ...]) -> int:
-    return next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
 
 
 def _mean_of_squares(output: Any, target: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""Operations of a layer's F, I and W, and bytes that these keep and need, as counted on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zbpipe.runtime._torch import autograd, live, on_meta
+from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.schedule.ir import OpKind
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations of one microbatch."""
+
+    f: float
+    i: float
+    """With what checkpointing recomputes."""
+    w: float
+
+
+def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
+    """What F, I and W of `module` compute, split as zbpipe splits them.
+
+        >>> with torch.device("meta"):
+        ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
+        >>> count_operations(layer, x)
+        Operations(f=2048.0, i=2048.0, w=2048.0)
+
+    Only products count, as in torch's `FlopCounterMode`. Causal attention costs half of what it would without a mask,
+    and its backward 2.5 times its forward, because it computes the scores again.
+
+    Args:
+        module: on the meta device, wrapped for checkpointing as in the job; its linear layers defer from now on.
+        args: for it, on the meta device; those that need a gradient require one. Likewise `kwargs`.
+
+    Raises:
+        RuntimeError, NotImplementedError: the module does what meta tensors cannot, such as looking at values.
+    """
+    gradients = WeightGradients()
+    defer_weights(module, gradients)
+    with on_meta.fuse_on_meta():
+        output, forward = _count(lambda: module(*args, **kwargs))
+        results = [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with gradients.record() as pending:
+            given = [torch.empty_like(leaf) for leaf in results]
+            _, backward = _count(lambda: torch.autograd.backward(results, given))
+        _, weights = _count(lambda: _accumulate(pending))
+    return Operations(forward, backward, weights)
+
+
+def _accumulate(pending: list[PendingGradient]) -> None:
+    for gradient in pending:
+        gradient.accumulate()
+
+
+def _count(run: Callable[[], _Result]) -> tuple[_Result, float]:
+    with FlopCounterMode(display=False, custom_mapping=dict(on_meta.ATTENTION_OPERATIONS)) as counter:
+        result = run()
+    return result, float(counter.get_total_flops())
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one microbatch, without weights and gradients, as `zbpipe.CostModel` counts: F leaves the input, too."""
+
+    activations: int
+    """From F to I."""
+    waits: int
+    """From I to W."""
+    working: Mapping[OpKind, int]
+    """What an op needs only while it runs."""
+
+
+def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
+    """What `module(x, *args)` keeps and needs, on the meta device or the CPU.
+
+        >>> with torch.device("meta"):
+        ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
+        >>> found = count_bytes(layer, x)
+        >>> found.activations, found.waits  # x; x and dY
+        (128, 640)
+
+    Its arguments and errors are those of `count_operations`; the module gives one tensor.
+    """
+    gradients = WeightGradients()
+    defer_weights(module, gradients)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    with on_meta.fuse_on_meta():
+        kept, most_in_f, waits, most_in_i = _measure(module, x, args, gradients)
+        *_, most_in_b = _measure(module, x, args, None)
+    working = {OpKind.F: most_in_f - kept, OpKind.I: most_in_i - max(kept, waits), OpKind.B: most_in_b - kept}
+    return LayerBytes(kept, waits, {kind: max(size, 0) for kind, size in working.items()})
+
+
+def _measure(
+    module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightGradients | None
+) -> tuple[int, int, int, int]:
+    """The bytes that F keeps, and its most; those of I, or without a place for gradients of a whole backward."""
+    x = x.detach().requires_grad_(x.requires_grad)
+    own = _size(x)
+    with live.StorageMeter() as meter:
+        y = module(x, *args)
+        most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
+        given = torch.empty_like(y)
+        meter.peak = meter.live
+        recorded: AbstractContextManager[list[PendingGradient]] = gradients.record() if gradients else nullcontext([])
+        with recorded as pending:
+            torch.autograd.backward([y], [given])
+        most_in_i = meter.peak
+        storages = {id(each.untyped_storage()): each.untyped_storage() for one in pending for each in (one.x, one.dy)}
+        waits = sum(storage.nbytes() for storage in storages.values())
+    return own + kept_by_f, own + most_in_f, waits, own + most_in_i - _size(y)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
