@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest
     monkeypatch.chdir(folder)
     for words in commands(block):
         PROGRAMS[words[0]](words, folder)
+
+
+def test_launches_have_enough_microbatches() -> None:
+    """As zbpipe's plug wants them; TorchTitan's default is one."""
+    batch, degree = "--training.local_batch_size", "--parallelism.pipeline_parallel_degree"
+    launched = [words for block in ALL_BLOCKS if block.language == "sh" for words in commands(block) if degree in words]
+    given = [given for words in launched if (given := dict(pairwise(words)))[degree] != "1"]
+    assert len(given) >= 5
+    for each in given:
+        assert int(each.get(batch, 1)) >= 2 * int(each[degree]), each
 
 
 @pytest.mark.long

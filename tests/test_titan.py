@@ -264,6 +264,7 @@ def test_settings_that_cannot_run(
 def checked(
     schedule: str = "ZBV",
     ranks: int = 2,
+    batch: int = 4,
     compiles: bool = False,
     seconds: int = 300,
     options: Options | None = None,
@@ -277,21 +278,30 @@ def checked(
     )
     config = SimpleNamespace(
         parallelism=parallelism,
-        training=SimpleNamespace(local_batch_size=4, steps=10),
+        training=SimpleNamespace(local_batch_size=batch, steps=10),
         compile=SimpleNamespace(enable=compiles),
         comm=SimpleNamespace(init_timeout_seconds=seconds),
     )
     check(config, options or Options(**given))
 
 
-def test_a_first_step_that_may_take_too_long_is_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
-    checked("1F1B", 8)
-    checked("1F1B", 2, compiles=True)
-    checked("1F1B", 8, compiles=True, seconds=1800)
-    checked("ZBV", 8, compiles=True)  # on all ranks at the same time
+def test_too_few_microbatches_are_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
+    checked("ZBV", 8, batch=16)
     assert not caplog.records
-    checked("1F1B", 8, compiles=True)
-    checked("1F1B", 8, compiles=True)
+    checked("ZBV", 8, batch=15)
+    (record,) = caplog.records
+    assert "with 15 microbatches, 8 pipeline ranks are idle for much of each step" in record.getMessage()
+    assert "set --training.local_batch_size 16 or more" in record.getMessage()
+
+
+def test_a_first_step_that_may_take_too_long_is_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
+    checked("1F1B", 8, batch=16)
+    checked("1F1B", 2, compiles=True)
+    checked("1F1B", 8, batch=16, compiles=True, seconds=1800)
+    checked("ZBV", 8, batch=16, compiles=True)  # on all ranks at the same time
+    assert not caplog.records
+    checked("1F1B", 8, batch=16, compiles=True)
+    checked("1F1B", 8, batch=16, compiles=True)
     (record,) = caplog.records
     assert "1F1B compiles 8 stages one after the other in the first step" in record.getMessage()
     assert "comm.init_timeout_seconds=300 ends if" in record.getMessage()

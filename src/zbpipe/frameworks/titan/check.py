@@ -40,6 +40,7 @@ def check(config: Any, options: Options) -> None:
         _check_schedule(algorithm, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
         require_size(algorithm, options, ranks, _microbatches(config), steps, _spell)
+        _warn_of_idle_ranks(config)
         _warn_of_first_step(algorithm, config)
 
 
@@ -83,6 +84,16 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.placement == "table":
         require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+
+
+def _warn_of_idle_ranks(config: Any) -> None:
+    ranks, microbatches = config.parallelism.pipeline_parallel_degree, _microbatches(config)
+    if microbatches < 2 * ranks:
+        batch = 2 * ranks * config.parallelism.pipeline_parallel_microbatch_size
+        _warn_once(
+            f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
+            f" set --training.local_batch_size {batch} or more"
+        )
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
