@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
+from zbpipe import OpKind
 from zbpipe.runtime._torch import fsdp
 from zbpipe.runtime.split import products
 from zbpipe.runtime.split.products import LINEAR, PendingGradient, sums_in_float32
@@ -132,15 +134,22 @@ def test_gradients_in_the_dtype_of_the_products(dtype: torch.dtype, kernels_for_
     assert not {aten.mm.dtype, aten.addmm.dtype_out} & set(calls.functions())
 
 
-def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None) -> None:
-    """Its older versions keep the float32 sum beside `.grad`, and want the first gradient in bfloat16."""
+@pytest.mark.parametrize("w_last", [False, True])
+def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None, w_last: bool) -> None:
+    """Its older versions keep the float32 sum beside `.grad`, and want the first gradient in bfloat16.
+
+    They look at `.grad` after each I, and with `w_last` there is none between two W.
+    """
     stage = PipelineStage(nn.Sequential(nn.Linear(IN, OUT, bias=False)), 0, 2, torch.device("cpu"))
     last = PipelineStage(nn.Sequential(nn.Linear(OUT, OUT)), 1, 2, torch.device("cpu"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (stage.submod, last.submod):
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
         module.set_force_sum_reduction_for_comms(True)
-    schedule = zbpipe.build_pipeline_schedule("ZBV", [stage, last], MICROBATCHES, nn.functional.mse_loss)
+    table = zbpipe.generate("ZBV", 1, MICROBATCHES)
+    if w_last:
+        table = replace(table, ops=(tuple(sorted(table.ops[0], key=lambda op: op.kind is OpKind.W)),))
+    schedule = zbpipe.build_pipeline_schedule(table, [stage, last], MICROBATCHES, nn.functional.mse_loss)
     x = torch.randn(ROWS * MICROBATCHES, IN, dtype=torch.bfloat16)
     target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
     schedule.step(x, target=target)

@@ -319,7 +319,8 @@ def test_run_refuses_before_the_script_starts(
 
 def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import sys; print('started', sys.argv[1:], __name__)")
+    script.write_text("import sys, neighbour; print('started', sys.argv[1:], __name__)")
+    (tmp_path / "neighbour.py").touch()
     command = [sys.executable, "-m", "zbpipe.run", "--schedule", "ZBV", str(script), "--mine"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

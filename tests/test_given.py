@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zbpipe.frameworks.installation import find_algorithm, uninstall
 from zbpipe.runtime import build
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.logs import log_visibly
+from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 CPU = torch.device("cpu")
@@ -145,6 +147,23 @@ def test_a_plan_for_another_size_is_searched_once_for_all_ranks() -> None:
     (first, found), (second, other) = run_ranks(2, another_size_of_a_plan)
     assert first + second == 1
     assert found == other
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [(ValueError("no"), ValueError, r"^no$"), (KeyError("a"), RuntimeError, "KeyError.'a'")],
+)
+def test_what_ends_a_search_ends_it_for_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], words: str
+) -> None:
+    """Here the same rank asks twice."""
+    monkeypatch.setattr(agreement, "is_alone", lambda group: False)
+    search = mock.Mock(side_effect=error)
+    for _ in range(2):
+        with pytest.raises(raised, match=words):
+            agreement.first_answer("which", search)
+    search.assert_called_once()
 
 
 def from_the_first() -> list[str]:

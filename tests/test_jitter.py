@@ -71,7 +71,8 @@ def test_ops_vary_around_their_times() -> None:
 def test_messages_vary_around_theirs() -> None:
     two = generate("GPipe", 2, 1)
     costs = CostModel.uniform(two.placement, comm=2)
-    for jitter, mean, deviation in ((Jitter(links=0.3), 4.0, 0.6), (Jitter(delay=0.5), 5.0, 0.5)):
+    both = Jitter(ops=0.3, links=0.3)  # of which neither follows the other
+    for jitter, mean, deviation in ((Jitter(links=0.3), 4.0, 0.6), (Jitter(delay=0.5), 5.0, 0.5), (both, 4.0, 0.9)):
         found = seconds(two, costs, jitter, draws=20_000) - 6
         assert found.mean() == pytest.approx(mean, rel=0.01)
         assert found.std() == pytest.approx(deviation * 2**0.5, rel=0.05)

@@ -254,7 +254,8 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
 
     monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Logged(log))
     monkeypatch.setattr(beside.Copies, "around", logged)
-    schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")
+    runtime.adopt(with_copies(one_after_the_other(Placement.loop(1), 2), Offload.ALL))
+    schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")  # in place of that
     runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))
     x = torch.randn(2, 4)
     runtime.step(x, target=x)

@@ -215,7 +215,10 @@ def in_company() -> None:
             job.zero_grad()
             assert bool(job.step(number, wrong=wrong)) == (wrong is not None)
             assert wrong or job.error() < 1e-12
-        assert check is None or (check.report is not None and check.report.microbatches == 2 * MICROBATCHES)
+        if check:
+            assert check.report is not None
+            assert check.report.microbatches == 2 * MICROBATCHES
+            assert {stage for stage, _ in check.report.errors} == set(range(4)), "of all ranks"
 
 
 def with_optimizer(refuse: bool, max_norm: float, kind: str) -> list[Tensor]:

@@ -21,8 +21,10 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
+from pipelines import on_one_rank
 from ranks import run_ranks
 from titan_jobs import SHORT, Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, start_from
+from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import zbpipe
@@ -636,6 +638,8 @@ class Seen(NamedTuple):
     refusals: list[str]
     experts: float
     """See the function; of 0.2."""
+    sizes: list[int | None]
+    """See `sizes_of_other_lengths`."""
 
 
 def look(wave_table: str) -> Seen:
@@ -646,6 +650,7 @@ def look(wave_table: str) -> Seen:
         help_without_a_model(),
         refusals_of_a_model(),
         experts() if IS_02 else 0.0,
+        sizes_of_other_lengths(),
     )
 
 
@@ -676,6 +681,19 @@ def ranks_that_warn() -> dict[str, bool]:
     return warned
 
 
+def sizes_of_other_lengths() -> list[int | None]:
+    """How many microbatches, if not the usual number, a step of each of three lengths asks for."""
+    from zbpipe.frameworks.titan import plug
+
+    schedule: Any = on_one_rank([nn.Linear(1, 1), nn.Linear(1, 1)], 4)
+    plug.complete(schedule, "ZBV", SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    asked = []
+    for length in (8, 8, 6):
+        asked.append(schedule.sizes.number_asked(None, [{"positions": torch.arange(length)}] * 4))
+        schedule.sizes.are_set_up = True
+    return asked
+
+
 def help_without_a_model() -> str:
     import torchtitan.train
 
@@ -690,8 +708,6 @@ def help_without_a_model() -> str:
 
 def refusals_of_a_model() -> list[str]:
     """The errors of a model that is not cut by TorchTitan, and of names of modules that it does not have."""
-    from torch import nn
-
     from zbpipe.frameworks.titan import plug
 
     model = nn.Module()
@@ -795,6 +811,11 @@ def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(seen: Seen) -> 
     assert list(seen.with_loss.values()) == [0, 0, 0, 6, 6, 6, 1]
     assert seen.warned == {"ZBV": False, "1F1B": True}
     assert IS_02 or "add --module and --config" in seen.help_text
+
+
+def test_ranks_compare_steps_of_other_lengths(seen: Seen) -> None:
+    """TorchTitan gives all of them the positions of the tokens."""
+    assert seen.sizes == [None, None, 4]
 
 
 class _Processor:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, pipeline, require_titan
+
+from zbpipe.frameworks.titan import steps
+from zbpipe.runtime.optimizer.step import StepCounts
 
 # Norms of gradients that some steps are above and some below. TorchTitan 0.2 has those of the sum over all tokens.
 FOUND = require_titan("0.3.0", "0.2.2")
@@ -91,6 +96,38 @@ def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
         found = [step[name] for step in resumed.steps]
         assert len(found) == 2
         assert found == [step[name] for step in usual.steps]
+
+
+def test_no_checkpoint_comes_before_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is saved of a finished step: the last one, too, whose number the interval does not divide."""
+    done: list[Any] = []
+
+    class Checkpointer:
+        enable = True
+
+        def _should_save(self, step: int, last_step: bool = False) -> bool:
+            return last_step or step % 2 == 0
+
+        def save(self, step: int, last_step: bool = False) -> None:
+            if self._should_save(step, last_step):
+                done.append(step)
+
+    class Trainer:
+        checkpointer = Checkpointer()
+        pp_schedule = lr_schedulers = None
+        optimizers = SimpleNamespace(optimizers=[])
+
+        def train(self) -> None:
+            for step in (1, 2, 3):
+                self.checkpointer.save(step, last_step=step == 3)
+
+        def train_step(self, data_iterator: Any) -> None: ...
+
+    step = SimpleNamespace(finish=lambda: done.append("finished"), counts=StepCounts())
+    monkeypatch.setattr(steps, "OptimizerStep", lambda *args, **kwargs: step)
+    steps.validate_steps(Trainer, None, lambda trainer: 1.0)
+    Trainer().train()
+    assert done == ["finished", 2, "finished", 3, "finished"]
 
 
 @pytest.mark.parametrize(

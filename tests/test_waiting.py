@@ -54,7 +54,7 @@ QUICK = (
     *("recomputed by autograd.grad", "recomputed for inputs", "torch.jit.trace", "a copy for an average", "pickle"),
     *("vmap", "func.grad", "jvp", "forward-mode AD", "forces", "no output features", "no tokens", "sparse x"),
     *("nested, strided", "autocast to bfloat16", "a backward outside", "x without grad", "a compiled function"),
-    *("a hook that counts", "another schedule later"),
+    *("a hook that counts", "another schedule later", "gradients over two steps, shared weights"),
 )
 """The models of the zoo that the quick tests train, too."""
 
