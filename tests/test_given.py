@@ -162,7 +162,7 @@ def test_what_ends_a_search_ends_it_for_all_ranks(
     search = mock.Mock(side_effect=error)
     for _ in range(2):
         with pytest.raises(raised, match=words):
-            agreement.ask_first_rank("which", search)
+            agreement.find_once("which", search)
     search.assert_called_once()
 
 

@@ -255,7 +255,7 @@ class AutoSchedule(RegisteredSchedule):
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
         size = self.placement.num_ranks, num_microbatches, job
         wanted = {"budget": self._find_budget(num_microbatches), "objective": objective, "offload": self._offload}
-        return agreement.ask_first_rank(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
+        return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
 
     def _find_budget(self, num_microbatches: int) -> float | None:
         num_ops = 3 * self.placement.num_stages * num_microbatches

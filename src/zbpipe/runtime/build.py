@@ -99,7 +99,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
         "placements": [planned.placement],
         "objective": plan.objective,
     }
-    return agreement.ask_first_rank(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
+    return agreement.find_once(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(

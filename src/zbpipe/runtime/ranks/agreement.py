@@ -79,8 +79,8 @@ def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         _exchange(_REFUSED, "", group, device)
 
 
-def ask_first_rank(question: str, find: Callable[[], Answer]) -> Answer:
-    """What the first rank that asks finds, on all ranks of the job that ask the same: the others wait for it.
+def find_once(question: str, find: Callable[[], Answer]) -> Answer:
+    """What the first rank that asks finds, for all ranks of the job that ask the same: the others wait for it.
 
     What a search finds depends on the machine: with numba it looks at more. The rank that searches waits for no other,
     so ranks may ask at any time, or not at all.
