@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from math import inf
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
+from zbpipe.runtime._torch import running_ahead
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -61,6 +63,8 @@ class Outcome(NamedTuple):
     losses: list[str]
     norms: list[str]
     counts: StepCounts
+    begun_ahead: int
+    """Steps that began before the validation of the last optimizer step."""
 
 
 class Ordinary:
@@ -114,17 +118,19 @@ def train(
         step = zbpipe.OptimizerStep(schedule, made, **how, **options)
     torch.manual_seed(1000 + rank)
     losses, norms = [], []
-    for number, (x, y) in enumerate(batches(dtype)):
-        if zeroed_by_the_job:
-            made.zero_grad()
-        losses.append(str(pipeline.run(x, target=y)))
-        if nan and number == NAN_ON_ONE_RANK and rank == 1:
-            parameters[0].grad[0] = torch.nan  # type: ignore[index]
-        step()
-        if ordinary:
-            norms.append(str(step.last_norm))
+    with mock.patch.object(running_ahead, "run_ahead", side_effect=running_ahead.run_ahead) as run_ahead:
+        for number, (x, y) in enumerate(batches(dtype)):
+            if zeroed_by_the_job:
+                made.zero_grad()
+            losses.append(str(pipeline.run(x, target=y)))
+            if nan and number == NAN_ON_ONE_RANK and rank == 1:
+                parameters[0].grad[0] = torch.nan  # type: ignore[index]
+            step()
+            if ordinary:
+                norms.append(str(step.last_norm))
     step.finish()
-    return Outcome(digest(pipeline.modules, made), losses, norms, getattr(step, "counts", StepCounts()))
+    counts = getattr(step, "counts", StepCounts())
+    return Outcome(digest(pipeline.modules, made), losses, norms, counts, run_ahead.call_count)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -157,6 +163,8 @@ def compare(name: str, cases: list[tuple[str, torch.dtype, dict[str, Any]]]) -> 
             usual, ahead = found[number]
             assert ahead.digest == usual.digest, (case, rank)
             assert ahead.losses == usual.losses, (case, rank)
+            # No step follows the last one.
+            assert ahead.begun_ahead >= ahead.counts.validated + ahead.counts.repeated - 1, (case, rank)
     return [[found[number][1].counts for found in by_rank] for number in range(len(cases))]
 
 

@@ -337,7 +337,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step divides the gradients of earlier steps, too
-            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+            pending = set(map(id, last.pending_gradients)) if last else set()
+            found = fsdp.find_kept_gradients(stage.submod for stage in stages)
+            kept = [gradient for gradient in found if id(gradient) not in pending]
         cut = self._cut() if last is not None and last.is_pending and trains and not kept else None
         if last is None or cut is None:
             self.finish_optimizer_step()

@@ -154,6 +154,11 @@ class OptimizerStep:
         return self._pending is not None
 
     @property
+    def pending_gradients(self) -> list[Tensor]:
+        """The gradients of a step that is pending: before the next backward they have gone."""
+        return [each.grad for each in self._parameters if self.is_pending and each.grad is not None]
+
+    @property
     def last_norm(self) -> float | None:
         """The norm of the gradients in the last step for which it is known; waits for the device."""
         return None if self._last is None else float(self._last)
