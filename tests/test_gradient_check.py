@@ -37,7 +37,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.split import LINEAR, layers, products, slots
+from zbpipe.runtime.split import LINEAR, layers, products
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
@@ -251,7 +251,7 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch,
     x = torch.randn(3, WIDTH)
     zbpipe.check_gradients(stage, x, microbatches=3)
     doubled = WeightProduct(LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
-    monkeypatch.setattr(slots, "LINEAR", doubled)
+    monkeypatch.setattr(layers, "LINEAR", doubled)
     # Of other shapes, for which the region learns its products anew.
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients(stage, torch.randn(6, WIDTH), microbatches=3)
