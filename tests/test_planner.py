@@ -356,9 +356,7 @@ def test_the_bound_of_the_period_knows_what_other_ranks_do_meanwhile() -> None:
     assert bound == pytest.approx(3.5 + 0.7 + (96 - 8 * 0.8) + 4.2 + 0.4)
 
 
-@pytest.mark.parametrize(
-    ("placement", "gap"), [("single", 0.001), ("v", 0.001), pytest.param("wave", 0.01, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("placement", "gap"), [("single", 0.001), ("v", 0.001), ("wave", 0.01)])
 def test_plans_come_within_a_percent_of_the_best_period(placement: str, gap: float) -> None:
     pytest.importorskip("numba")
     limit = 16 if placement == "single" else 8
