@@ -59,7 +59,7 @@ test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Pytho
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 
 long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against plain autograd, TorchTitan with everything turned on, ...
-	$(PYTEST) -m long
+	$(PYTEST) -m long --ignore=tests/test_torch.py  # which is for other versions of torch
 	$(PYTEST) --hypothesis-profile=thorough $(PROPERTIES:%=tests/test_%.py)
 
 # More examples, and the commands of all pages at their sizes.
