@@ -689,7 +689,7 @@ def sizes_of_other_lengths() -> list[int | None]:
     plug.complete(schedule, "ZBV", SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
     asked = []
     for length in (8, 8, 6):
-        asked.append(schedule.sizes.number_asked(None, [{"positions": torch.arange(length)}] * 4))
+        asked.append(schedule.sizes.find_number(None, [{"positions": torch.arange(length)}] * 4))
         schedule.sizes.are_set_up = True
     return asked
 
