@@ -21,7 +21,7 @@ settings.load_profile("zbpipe")
 
 
 def draw_fewer(times: int) -> settings:
-    """For examples that take long: so many times fewer of them than the profile says."""
+    """The profile's number of examples divided by `times`, where an example takes long."""
     return settings(max_examples=settings().max_examples // times)
 
 

@@ -107,10 +107,10 @@ def main() -> None:
     from zbpipe.frameworks.installation import uninstall
 
     failures = {}
-    for page in PAGES:
-        with searching_little():
+    with searching_little():
+        for page in PAGES:
             failures[page] = run_python(page)
-        uninstall()
+            uninstall()
     print(json.dumps(failures), file=sys.stderr)
 
 

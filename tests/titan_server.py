@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from determinism import searching_little
+
 PATIENCE = 10.0
 """Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
 
@@ -33,10 +35,8 @@ def import_titan() -> None:
 
     import zbpipe.titan.train  # noqa: F401
     from zbpipe.frameworks.titan import plug, versions
-    from zbpipe.planner import stages
 
     importlib.import_module(MODELS[versions.find_installed().name])
-    stages.default_budget = lambda *_: 2e5  # Auto plans for seconds otherwise
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 
@@ -112,8 +112,9 @@ def _train(job: dict[str, Any], rank: int) -> None:
 
 def main() -> None:
     import_titan()
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+    with searching_little():  # Auto plans for seconds otherwise
+        for line in sys.stdin:
+            print(json.dumps(run(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

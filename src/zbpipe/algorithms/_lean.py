@@ -8,6 +8,7 @@ from dataclasses import replace
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import PLAIN
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
@@ -48,12 +49,12 @@ def find_best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Se
     return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
 
 
-def find_within_share(name: str, form: Schedule, share: float, costs: CostModel) -> Schedule:
+def find_within_share(name: str, form: Schedule, share: float, costs: CostModel | None) -> Schedule:
     """The best within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
 
-    What ops need only while they run is not shared: a rank runs one op at a time.
+    Working memory is not shared: a rank runs one op at a time. Without costs they are typical ones.
     """
-    ranks = form.num_ranks
+    ranks, costs = form.num_ranks, costs or typical_costs(form.placement)
     peak = memory_of_1f1b(costs, ranks, ranks)
     held = memory_of_1f1b(replace(costs, working={}), ranks, ranks)
     least = max(simulate(make_leanest(form, costs), costs).peak_memory)

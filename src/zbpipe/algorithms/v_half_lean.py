@@ -8,8 +8,7 @@ that half; where there is none, I and W run as one op B.
 from zbpipe.algorithms._lean import find_within_share
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.transformer import typical_costs
-from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import register
 
 
@@ -30,5 +29,4 @@ def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
-    costs = costs or typical_costs(Placement.v(ranks))
     return find_within_share("VHalfLean", v_half(ranks, microbatches), (ranks + 2) // 2 / ranks, costs)

@@ -9,8 +9,7 @@ busy, so under full checkpointing a step is long.
 from zbpipe.algorithms._lean import find_within_share
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.transformer import typical_costs
-from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import register
 
 
@@ -31,5 +30,4 @@ def v_min_lean(ranks: int, microbatches: int, costs: CostModel | None = None) ->
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
-    costs = costs or typical_costs(Placement.v(ranks))
     return find_within_share("VMinLean", v_min(ranks, microbatches), (ranks + 4) // 3 / ranks, costs)

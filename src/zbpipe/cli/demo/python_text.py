@@ -29,14 +29,14 @@ def register() -> None:
 
 def _load(path: str) -> IterableDataset:
     files = sorted(
-        str(file) for part in Path(path).iterdir() if part.name != "site-packages" for file in _sources(part)
+        str(file) for part in Path(path).iterdir() if part.name != "site-packages" for file in _find_sources(part)
     )
     if not files:
         raise ValueError(f"no Python sources below {path}: set dataloader.dataset_path to a folder that has some")
     return IterableDataset.from_generator(_read, gen_kwargs={"files": files})
 
 
-def _sources(part: Path) -> Iterator[Path]:
+def _find_sources(part: Path) -> Iterator[Path]:
     for file in part.rglob("*.py") if part.is_dir() else [part]:
         if file.suffix == ".py" and file.stat().st_size:
             yield file

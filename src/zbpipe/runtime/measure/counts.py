@@ -42,7 +42,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
 
     Args:
         module: on the meta device, wrapped for checkpointing as in the job; its linear layers defer from now on.
-        args: for it, on the meta device; those that need a gradient require one. Likewise `kwargs`.
+        args, kwargs: for it, on the meta device; those that need a gradient require one.
 
     Raises:
         RuntimeError, NotImplementedError: the module does what meta tensors cannot, such as looking at values.
@@ -79,7 +79,7 @@ class LayerBytes:
     waits: int
     """From I to W."""
     working: Mapping[OpKind, int]
-    """What an op needs only while it runs."""
+    """The working memory of each kind of op."""
 
 
 def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
