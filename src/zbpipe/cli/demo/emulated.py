@@ -8,13 +8,11 @@ torch.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,20 +110,14 @@ def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], No
 
 
 def main() -> None:
-    """Fork the ranks, and wait for them."""
-    import torch.distributed.pipelining  # noqa: F401
+    """Fork the ranks, and wait for them; the first failure ends them all."""
+    from torch.multiprocessing.spawn import start_processes
 
     from zbpipe.cli.demo import sleeping  # noqa: F401
 
     folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
     job = folder, int(ranks), int(microbatches), seconds, int(rounds)
-    context = multiprocessing.get_context("fork")
-    forks = [context.Process(target=_run_rank, args=(rank, *job)) for rank in range(int(ranks))]
-    for fork in forks:
-        fork.start()
-    while any(fork.is_alive() for fork in forks) and not any(fork.exitcode for fork in forks):
-        wait([fork.sentinel for fork in forks if fork.exitcode is None])
-    os._exit(int(any(fork.exitcode for fork in forks)))  # `emulate` ends those that are left
+    start_processes(_run_rank, job, nprocs=int(ranks), start_method="fork")
 
 
 def _run_rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:
