@@ -28,9 +28,9 @@ both relative to 1F1B under the same costs: those of a transformer whose F, I an
 recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
 **Start with ZBVLean**: the shortest step in 1F1B's memory. *Stages* are those of a rank.
 
-**Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary
-([more](../docs/jitter.md)): under selective checkpointing, the time of an op by a standard deviation of 10 %, and each
-message comes late by 0.3 of a rank's F on average. Who waits for many messages in a row loses most.
+**Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary ([more](../docs/messages.md#jitter)):
+under selective checkpointing, the time of an op by a standard deviation of 10 %, and each message comes late by 0.3 of
+a rank's F on average. Schedules in which many ops wait for messages in a row lose most.
 
 **The pictures are drawn with equal times** for F, I and W, as the papers do, and *bubble* is the share of all ranks'
 time in which they idle then. A row is a rank, time goes from left to right, the number in a box is the microbatch. The
