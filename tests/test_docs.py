@@ -245,6 +245,16 @@ def test_every_relative_link_leads_to_a_file() -> None:
     assert missing == []
 
 
+def test_the_lines_of_the_log_are_those_of_the_code() -> None:
+    """Those that docs/logs.md explains."""
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a string in several lines
+    rows = re.findall(r"^\| .*?(`.*?`)[^|]*\|", (ROOT / "docs/logs.md").read_text(), re.MULTILINE)
+    quoted = [part for row in rows for words in row.split("`") for part in words.split(" ... ") if part]
+    assert len(quoted) > 10
+    assert [part for part in quoted if part not in code] == []
+
+
 def test_all_pages_have_one_address() -> None:
     """That of pyproject.toml."""
     address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
