@@ -245,6 +245,13 @@ def test_every_relative_link_leads_to_a_file() -> None:
     assert missing == []
 
 
+def test_the_code_names_pages_that_exist() -> None:
+    sources = [path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {page for path in sources for page in re.findall(r"\bdocs/[\w-]+\.md", path.read_text())}
+    assert len(named) > 5
+    assert sorted(named - set(PAGES)) == []
+
+
 def test_the_lines_of_the_log_are_those_of_the_code() -> None:
     """Those that docs/logs.md explains."""
     code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
