@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from zbpipe.frameworks.installation import find_algorithm
+from zbpipe.frameworks.titan import batches
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import Algorithm
@@ -39,7 +40,7 @@ def check(config: Any, options: Options) -> None:
     if has_pipeline:
         _check_schedule(algorithm, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
-        require_size(algorithm, options, ranks, _microbatches(config), steps, _spell)
+        require_size(algorithm, options, ranks, batches.microbatches(config), steps, _spell)
         _warn_of_idle_ranks(config)
         _warn_of_first_step(algorithm, config)
 
@@ -59,7 +60,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.name == "Auto":
         return
-    schedule = algorithm.make(ranks, _microbatches(config), runs_ahead=True)
+    schedule = algorithm.make(ranks, batches.microbatches(config), runs_ahead=True)
     saved = gain(schedule, default_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(
@@ -70,12 +71,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
-    batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
-    if batch % microbatch:
-        raise ValueError(
-            f"training.local_batch_size={batch} is not a multiple of"
-            f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
-        )
+    batches.require_whole_microbatches(config)
     algorithm.place(config.parallelism.pipeline_parallel_degree)
     if algorithm.source == "zbpipe" and table:
         raise ValueError(
@@ -83,16 +79,15 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
             " of them out"
         )
     if algorithm.placement == "table":
-        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config)))
 
 
 def _warn_of_idle_ranks(config: Any) -> None:
-    ranks, microbatches = config.parallelism.pipeline_parallel_degree, _microbatches(config)
+    ranks, microbatches = config.parallelism.pipeline_parallel_degree, batches.microbatches(config)
     if microbatches < 2 * ranks:
-        batch = 2 * ranks * config.parallelism.pipeline_parallel_microbatch_size
         _warn_once(
             f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
-            f" set --training.local_batch_size {batch} or more"
+            f" set {batches.ask_for_microbatches(config, 2 * ranks)} or more"
         )
 
 
@@ -112,7 +107,3 @@ def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
 def _warn_once(words: str) -> None:
     """Log it once: with TorchTitan 0.2 the settings are checked twice."""
     logger.warning(words)
-
-
-def _microbatches(config: Any) -> int:
-    return int(config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)

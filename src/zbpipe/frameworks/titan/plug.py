@@ -2,7 +2,7 @@
 
 TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
 functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
-the loss, and the metrics. It was written for torchtitan 0.2.2 and 0.3.0; names and signatures show which one it is.
+the loss, and the metrics. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.interface`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchtitan.train import Trainer
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.proxies import is_placed_by_frameworks
-from zbpipe.frameworks.titan import cpu, layer_split, monitor, steps
+from zbpipe.frameworks.titan import batches, cpu, layer_split, monitor, steps
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
@@ -200,7 +200,7 @@ def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Cal
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_modules(model, by_hand)
     generate, split = map(_find_name, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
-    whole = layer_split.Model(model, job.model_config, job.training.seq_len)
+    whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
     cut = layer_split.make_cut(titans_cut, placement, job.parallelism, whole, job.checkpointing)
     # TorchTitan gives a rank one or two stages; a schedule may have more.
@@ -341,23 +341,12 @@ def adapt_to_cpu(config: Any) -> None:
     """Change the `Trainer.Config` of a job to what the CPU can run, in place."""
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
-        use_causal_attention(config.model_spec)
+        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
+
+        use_causal_attention(config.model_spec, batches.length(config.training))
         config.model_spec = replace(
             config.model_spec, parallelize_fn=cpu.make_summing(config.model_spec.parallelize_fn)
         )
-
-
-def use_causal_attention(model_spec: Any) -> None:
-    """Change a `ModelSpec` to attention that the CPU and meta tensors have."""
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
-
-    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    for masked in (FlexAttention.Config, VarlenAttention.Config):
-        for _, _, owner, attribute in list(model_spec.traverse(masked)):
-            if isinstance(owner, list):
-                owner[attribute] = ScaledDotProductAttention.Config()
-            else:
-                setattr(owner, attribute, ScaledDotProductAttention.Config())
 
 
 def _train_spec_on_cpu(spec: Any) -> Any:
