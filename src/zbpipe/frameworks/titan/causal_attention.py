@@ -24,7 +24,7 @@ class CausalAttentionInRow(ScaledDotProductAttention):  # type: ignore[misc]
         self.length = config.length
 
     # TorchTitan shards the arguments by these names.
-    def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **keywords: Any) -> Any:
+    def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **keywords: Any) -> Any:  # noqa: N803
         tokens = q_TNH.shape[0]
         length = tokens if tokens % self.length else self.length
         return (
