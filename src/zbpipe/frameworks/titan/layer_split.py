@@ -55,7 +55,7 @@ def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, 
         average = sum(blocks) / len(blocks)
         ends = {"+".join(others[-1].modules): head}
         # Where TorchTitan puts encoders of images. One patch for each token.
-        ends |= {f"{name} on the first stage": each for name, each in besides.items() if each}
+        ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in besides.items() if each}
         counted = ", ".join(f"{name} counts as {each / (average or 1):.2g} blocks" for name, each in ends.items())
         _log(parts, f"by work; {counted}")
         return parts
