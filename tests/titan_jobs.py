@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from zbpipe.frameworks.titan.versions import find_installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3
-SHORT = ("--training.steps", str(STEPS), "--training.local_batch_size", "4", "--training.seq_len", "64")
 JOB_TIMEOUT = 400.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
+
+
+def short(*, pipeline: bool = True) -> tuple[str, ...]:
+    """TorchTitan's arguments for a few small steps."""
+    return ("--training.steps", str(STEPS), *find_installed().size(4, 64, pipeline=pipeline))
 
 
 def require_titan(*names: str) -> str:
@@ -75,6 +79,9 @@ _FLAVORS = {
 }
 
 
+_FLAVORS["main of August 2026"] = replace(_FLAVORS["0.3.0"], validation=())
+
+
 def flavor() -> Flavor:
     """That of the installed version."""
     return _FLAVORS[find_installed().name]
@@ -83,9 +90,12 @@ def flavor() -> Flavor:
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
     """TorchTitan's arguments for so many pipeline ranks."""
     return (
-        *("--parallelism.pipeline_parallel_degree", str(num_ranks)),
+        *(_DEGREE, str(num_ranks)),
         *("--parallelism.pipeline_parallel_schedule", schedule),
     )
+
+
+_DEGREE = "--parallelism.pipeline_parallel_degree"
 
 
 def start_from(seed: Path) -> tuple[str, ...]:
@@ -142,7 +152,8 @@ class Titan:
         """
         seed = self.seed(model)
         start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
-        return self._run((*SHORT, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
+        size = short(pipeline=_DEGREE in arguments)
+        return self._run((*size, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
         """What the pipelines are compared with: run once, and kept."""

@@ -60,7 +60,7 @@ def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
     """The config in float32, so that the losses of two schedules differ by rounding only."""
     config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)
-    config.dataloader = _dataloader_config()
+    config.dataloader = make_dataloader_config()
     config.metrics = JsonLinesMetrics.Config(
         **{field.name: getattr(config.metrics, field.name) for field in fields(config.metrics)}
     )
@@ -78,7 +78,8 @@ _LENGTH = 256
 """Tokens of a sequence."""
 
 
-def _dataloader_config() -> Any:
+def make_dataloader_config() -> Any:
+    """Of TorchTitan's loader for the text of the standard library."""
     if find_spec("torchtitan.components.data") is not None:
         from zbpipe.cli.demo import grain_text
 

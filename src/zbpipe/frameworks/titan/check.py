@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from math import prod
 from typing import Any
 
 from zbpipe.frameworks.installation import find_algorithm
@@ -34,6 +35,11 @@ def check(config: Any, options: Options) -> None:
             )
         return
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
+    if not has_pipeline and algorithm.source == "torch" and options != Options():  # the schedule may be the default
+        raise ValueError(
+            "zbpipe's options have no effect without a pipeline: leave them out, or set"
+            " --parallelism.pipeline_parallel_degree and one of zbpipe's schedules"
+        )
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if options.optimizer_step == "validated":
         _check_validated_step(algorithm, config)
@@ -43,6 +49,30 @@ def check(config: Any, options: Options) -> None:
         require_size(algorithm, options, ranks, batches.microbatches(config), steps, _spell)
         _warn_of_idle_ranks(config)
         _warn_of_first_step(algorithm, config)
+
+
+def require_processes(config: Any, number: int) -> None:
+    """Refuse degrees of parallelism that do not fit the number of processes, which TorchTitan only asserts."""
+    degrees = {name: getattr(config.parallelism, name) for name in _DEGREES}
+    needed = prod(degree for degree in degrees.values() if degree > 0)
+    takes_the_rest = degrees["data_parallel_shard_degree"] < 0
+    if config.comm.mode != "default" or (number % needed == 0 if takes_the_rest else number == needed):
+        return
+    product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+    many = f"a multiple of {needed}" if takes_the_rest else str(needed)
+    raise ValueError(
+        f"{product or 'a job without parallelism'} needs {many} processes, and this job has {number}: start torchrun"
+        f" with {many}, or change a degree"
+    )
+
+
+_DEGREES = (
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+)
 
 
 def _spell(option: str) -> str:

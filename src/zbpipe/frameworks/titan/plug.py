@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.proxies import is_placed_by_frameworks
 from zbpipe.frameworks.titan import batches, cpu, layer_split, monitor, steps
-from zbpipe.frameworks.titan.check import check
+from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
@@ -102,7 +103,12 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             if on_cpu and HAS_JOB_CONFIG:
                 # torch's DualPipeV would overlap by streams of a GPU, also without expert parallelism.
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
-            check(config, options)  # now, before the ranks meet
+            # Now, before the ranks meet.
+            if number := os.environ.get("WORLD_SIZE"):
+                require_processes(config, int(number))
+            check(config, options)
+            if options.optimizer_step == "validated":
+                steps.require_own_steps(Trainer if HAS_JOB_CONFIG else type(config)._owner)
             if not HAS_JOB_CONFIG and config.model_spec is not None:
                 spec, name = config.model_spec, config.parallelism.pipeline_parallel_schedule
                 if spec.pipelining_fn is not None and config.parallelism.pipeline_parallel_degree > 1:
