@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ JOB_TIMEOUT = 400.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
 
 
-def short(*, pipeline: bool = True) -> tuple[str, ...]:
-    """TorchTitan's arguments for a few small steps."""
-    return ("--training.steps", str(STEPS), *find_installed().size(4, 64, pipeline=pipeline))
+def short(data_ranks: int | None = None) -> tuple[str, ...]:
+    """TorchTitan's arguments for a few small steps; with `data_ranks` those of a job without a pipeline."""
+    return ("--training.steps", str(STEPS), *find_installed().size(4, 64, data_ranks))
 
 
 def require_titan(*names: str) -> str:
@@ -152,7 +153,9 @@ class Titan:
         """
         seed = self.seed(model)
         start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
-        size = short(pipeline=_DEGREE in arguments)
+        degrees = dict(pairwise(arguments))
+        data_ranks = num_ranks // int(degrees.get("--parallelism.tensor_parallel_degree", 1))
+        size = short(None if _DEGREE in degrees else data_ranks)
         return self._run((*size, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:

@@ -38,10 +38,14 @@ class Version:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
-    def size(self, microbatches: int, length: int, *, pipeline: bool = True) -> list[str]:
-        """Its arguments for a step of sequences with `length` tokens; a microbatch has one of them."""
-        arguments = (*self.batch, *(() if pipeline else self.accumulated))
-        return [each.format(m=microbatches, length=length, tokens=microbatches * length) for each in arguments]
+    def size(self, microbatches: int, length: int, data_ranks: int | None = None) -> list[str]:
+        """Its arguments for a pipeline's step of sequences with `length` tokens; a microbatch has one of them.
+
+        With `data_ranks`, those of a job without a pipeline that takes the same step on so many data-parallel ranks.
+        """
+        arguments = (*self.batch, *(() if data_ranks is None else self.accumulated))
+        tokens = microbatches * length * (data_ranks or 1)
+        return [each.format(m=microbatches, length=length, tokens=tokens) for each in arguments]
 
 
 def find_installed() -> Version:
