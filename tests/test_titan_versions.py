@@ -15,7 +15,6 @@ import pytest
 from zbpipe.cli.demo import comparison, emulated
 from zbpipe.frameworks.titan import versions
 
-
 SOURCES = {
     "0.2.2": ("config/job_config.py", "@dataclass\nclass JobConfig:\n    pass\n"),
     "0.3.0": ("config/configs.py", "class ParallelismConfig:\n    pipeline_parallel_microbatch_size: int = 1\n"),

@@ -254,21 +254,43 @@ def _helpers(
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_modules(model, by_hand)
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
-    for module in _modules_of(pipelining_fn):
+    inside: list[bool] = []
+    modules = _modules_of(pipelining_fn)
+    for module in modules:
         helpers: dict[str, Callable[..., Any]] = {}
         for name in _find_names(module, "generate_llm_fqn_per_model_part"):
-            cut = layer_split.make_cut(getattr(module, name), placement, job.parallelism, whole, job.checkpointing)
+            original = getattr(module, name)
+            cut = layer_split.make_cut(original, placement, job.parallelism, whole, job.checkpointing)
             # TorchTitan gives a rank one or two stages; a schedule may have more.
-            helpers[name] = partial(_call_with, cut, placement.num_stages)
+            helpers[name] = _outermost(original, partial(_call_with, cut, placement.num_stages), inside)
         if not is_placed_by_frameworks(algorithm, placement):
             for name in _find_names(module, "pipeline_module_split"):
-                helpers[name] = _make_split(getattr(module, name), placement)
+                original = getattr(module, name)
+                helpers[name] = _outermost(original, _make_split(original, placement, modules), inside)
         yield module, helpers
 
 
 def _call_with(function: Callable[..., Any], first: int, _: int, *more: Any) -> Any:
     """Call a function with another first argument."""
     return function(first, *more)
+
+
+def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
+    """A function in place of `original` that is `original` again while one with the same `inside` runs.
+
+    A model's own function may call that of TorchTitan, and both are replaced.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return original(*args, **kwargs)
+        inside.append(True)
+        try:
+            return replacement(*args, **kwargs)
+        finally:
+            inside.clear()
+
+    return call
 
 
 def _find_names(module: ModuleType, name: str) -> list[str]:
@@ -300,9 +322,14 @@ def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None
         )
 
 
-def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
-    """TorchTitan's function that builds the stages of a rank, for stages in any placement."""
-    home = sys.modules[titans_split.__module__]
+def _make_split(
+    titans_split: Callable[..., Any], placement: Placement, modules: Sequence[ModuleType]
+) -> Callable[..., Any]:
+    """TorchTitan's function that builds the stages of a rank, for stages in any placement.
+
+    It may call what is in `modules`.
+    """
+    as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
 
     def split(
         whole_model: nn.Module,
@@ -318,7 +345,10 @@ def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Calla
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with replaced(home, logger=_SILENT, get_schedule_class=lambda name: PipelineScheduleMulti):
+            with ExitStack() as stack:
+                for module in modules:
+                    names = as_one_stage.keys() & vars(module).keys()
+                    stack.enter_context(replaced(module, **{each: as_one_stage[each] for each in names}))
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
             parts.append(part)
