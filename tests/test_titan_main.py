@@ -74,8 +74,8 @@ SCHEDULES = ("1F1B", "ZBV", "ZBH1", "InterleavedZeroBubble")
 def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
     wave = tmp_path / "wave.csv"  # in a placement that no framework knows
     placement = Placement((0, 1, 1, 0, 0, 1))
-    found = zbpipe.plan(RANKS, MICROBATCHES, CostModel.uniform(placement), placements=[placement], budget=0.2)
-    wave.write_text(found.schedule.to_csv())
+    planned = zbpipe.plan(RANKS, MICROBATCHES, CostModel.uniform(placement), placements=[placement], budget=0.2)
+    wave.write_text(planned.schedule.to_csv())
     jobs = [(toy, schedule) for toy in TOYS for schedule in (*SCHEDULES, str(wave))]
     ranks = run_ranks(RANKS, train, jobs)
     losses: dict[str, list[float]] = {}

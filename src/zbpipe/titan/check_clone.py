@@ -39,9 +39,9 @@ def main() -> int:
         return 1
     print(f"names and signatures: all {len(interface.NEEDED)} found", flush=True)
     with tempfile.TemporaryDirectory(prefix="zbpipe-check-") as folder:
-        error = _compare_losses(version, Path(folder))
-    print("zbpipe works with this TorchTitan" if error is None else f"failed: {error}")
-    return int(error is not None)
+        wrong = _compare_losses(version, Path(folder))
+    print("zbpipe works with this TorchTitan" if wrong is None else f"failed: {wrong}")
+    return int(wrong is not None)
 
 
 def _compare_losses(version: versions.Version, folder: Path) -> str | None:

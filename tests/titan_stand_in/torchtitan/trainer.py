@@ -19,7 +19,7 @@ class Trainer:
     """For tests, in this process."""
 
     @dataclass
-    class Config(JobFields):
+    class Config(JobFields):  # type: ignore[misc]
         _owner: ClassVar[type]
         model_spec: ModelSpec | None = None
 

@@ -27,11 +27,8 @@ class CausalAttentionInRow(ScaledDotProductAttention):  # type: ignore[misc]
     def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **keywords: Any) -> Any:  # noqa: N803
         tokens = q_TNH.shape[0]
         length = tokens if tokens % self.length else self.length
-        return (
-            super()
-            .forward(*(each.unflatten(0, (-1, length)) for each in (q_TNH, k_TNH, v_TNH)), **keywords)
-            .flatten(0, 1)
-        )
+        sequences = [each.reshape(-1, length, *each.shape[1:]) for each in (q_TNH, k_TNH, v_TNH)]
+        return super().forward(*sequences, **keywords).flatten(0, 1)
 
 
 def use_causal_attention(model_spec: Any, length: int) -> None:

@@ -57,8 +57,9 @@ from zbpipe.schedule.registry import Algorithm
 HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
 """Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
 
-PipeliningFunction = Callable[..., tuple[pipelining.PipelineSchedule, list[Any], bool, bool]]
-"""Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
+PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
+"""Cuts a model. Returns the schedule, or what runs it, the model parts, and whether this rank has the first stage, and
+the last."""
 
 logger = logging.getLogger(__name__)
 
@@ -226,8 +227,7 @@ def _schedule_of(pipelining_fn: PipeliningFunction) -> type[Any]:
 
 
 def _name_of(function: Any) -> str:
-    parts = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
-    return ".".join(parts) if all(parts) else repr(function)
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
 def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:

@@ -325,8 +325,8 @@ def _count(config: Any) -> _Counted:
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
             dtype = next(block.parameters()).dtype
-            size = (*batches.shape(config), whole.config.dim)
-            x = torch.empty(size, device="meta", dtype=dtype, requires_grad=True)
+            shape = (*batches.shape(config), whole.config.dim)
+            x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
                 _by_products(products[name] + attention, tokens, how),
                 None,

@@ -87,10 +87,10 @@ def pipeline_by_runtime(model: nn.Module, **given: Any) -> tuple[Runtime, list[n
     return Runtime(schedule), *rest  # type: ignore[return-value]
 
 
-class OwnTrainer(Trainer):
+class OwnTrainer(Trainer):  # type: ignore[misc]
     """Overrides the step, as torchft's does."""
 
-    class Config(Trainer.Config):
+    class Config(Trainer.Config):  # type: ignore[misc]
         pass
 
     def train_step(self, data_iterator: Any) -> None:
