@@ -21,6 +21,8 @@ _DEFAULT_SECONDS = 300
 _MANY_STAGES = 4
 """With this many stages, each has 75 seconds to compile forward and backward."""
 
+_VALIDATED = Options(optimizer_step="validated")
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,8 +37,8 @@ def check(config: Any, options: Options) -> None:
             )
         return
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
-    if not has_pipeline and algorithm.source == "torch" and options != Options():  # the schedule may be the default
-        raise ValueError(
+    if not has_pipeline and algorithm.source == "torch" and options not in (Options(), _VALIDATED):
+        raise ValueError(  # without the name of the schedule, which may be TorchTitan's default
             "zbpipe's options have no effect without a pipeline: leave them out, or set"
             " --parallelism.pipeline_parallel_degree and one of zbpipe's schedules"
         )
