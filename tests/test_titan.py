@@ -25,7 +25,7 @@ import torch
 from click.testing import CliRunner
 from pipelines import on_one_rank
 from ranks import run_ranks
-from titan_jobs import SHORT, Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, start_from
+from titan_jobs import Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, short, start_from
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -143,7 +143,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
     arguments = [
         *demo_arguments(tmp_path, "llama3_python_stdlib"),
         *(
-            *SHORT,
+            *short(),
             *flavor().settings,
             *start_from(titan.seed()),
             *pipeline("ZBV"),
@@ -875,9 +875,9 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
     prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.cli.demo import python_text
+    from zbpipe.cli.demo import hugging_face_text, python_text
 
-    python_text.register()
+    hugging_face_text.register()
     shards = []
     for rank in range(num_shards):
         data = iter(

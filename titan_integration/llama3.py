@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple
 from torchtitan.components import optimizer
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import activation_checkpoint
-from torchtitan.hf_datasets import text_datasets
 from torchtitan.models import llama3
 from torchtitan.models.llama3 import config_registry as titan
 from torchtitan.trainer import Trainer
 
-from zbpipe.cli.demo import models03, python_text
+from zbpipe.cli.demo import models03
+from zbpipe.frameworks.titan import batches
 
 
 class Hardware(NamedTuple):
@@ -80,10 +80,9 @@ def llama3_8b() -> Trainer.Config:
 def llama3_8b_no_downloads() -> Trainer.Config:
     """The same job on the source of Python's standard library, byte by byte: for a node without tokenizer and data."""
     config = llama3_8b()
-    python_text.register()
     config.tokenizer = models03.ByteTokenizer.Config()
     config.hf_assets_path = "."
-    config.dataloader = text_datasets.HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    config.dataloader = models03.make_dataloader_config()
     return config
 
 
@@ -140,7 +139,11 @@ def _pipelined(
     parallelism.pipeline_parallel_schedule = schedule
     parallelism.pipeline_parallel_degree = pp
     parallelism.tensor_parallel_degree = tp
-    config.training.local_batch_size = 4 * pp
+    if batches.counts_tokens(config):
+        parallelism.num_pp_microbatches = 4 * pp
+        config.training.num_tokens_per_microbatch_per_dp_rank = config.training.max_context_length
+    else:
+        config.training.local_batch_size = 4 * pp
     config.training.disable_cuda_graphs = True  # TorchTitan refuses them in a pipeline
     policy = activation_checkpoint.SelectiveAC if checkpointing == "selective" else activation_checkpoint.FullAC
     config.activation_checkpoint = policy.Config()

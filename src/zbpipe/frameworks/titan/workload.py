@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
-from zbpipe.frameworks.titan import command_line, cpu, layer_split
+from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
@@ -60,6 +61,7 @@ def parse(arguments: Sequence[str]) -> Any:
     find_installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
+    interface.require_names()
     from zbpipe.frameworks.titan import models
 
     try:
@@ -133,22 +135,21 @@ class _Counted:
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
     from zbpipe.frameworks.titan import models
 
-    parallelism, training, tokens = config.parallelism, config.training, _tokens(config)
+    parallelism, tokens = config.parallelism, _tokens(config)
     sizes = models.sizes(config, degrees.fsdp)
     on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
-    accumulates = bool(training.global_batch_size > training.local_batch_size * degrees.data)
     return Workload(
         name,
         tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
         degrees,
-        training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        batches.microbatches(config),
         tokens,
         message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
         operations=counted.operations,
         words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
-        parameter_bytes=replace(sizes.parameters, accumulates=accumulates),
+        parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
     )
@@ -286,7 +287,7 @@ def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) ->
 
 def _tokens(config: Any) -> int:
     """Tokens of a microbatch."""
-    return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
+    return prod(batches.shape(config))
 
 
 def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
@@ -324,12 +325,8 @@ def _count(config: Any) -> _Counted:
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
             dtype = next(block.parameters()).dtype
-            x = torch.empty(
-                *(tokens // whole.seq_len, whole.seq_len, whole.config.dim),
-                device="meta",
-                dtype=dtype,
-                requires_grad=True,
-            )
+            shape = (*batches.shape(config), whole.config.dim)
+            x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
                 _by_products(products[name] + attention, tokens, how),
                 None,
