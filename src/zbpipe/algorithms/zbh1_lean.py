@@ -10,6 +10,7 @@ from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -20,7 +21,11 @@ from zbpipe.schedule.registry import register
     by_checkpointing=True,
 )
 def zbh1_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 
@@ -33,4 +38,4 @@ def zbh1_lean(
     placement = Placement.loop(ranks)
     costs = costs or typical_costs(placement)
     limits = resolve_limits("ZBH1Lean", placement, costs, microbatches, memory_limit)
-    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)
+    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits, transport)

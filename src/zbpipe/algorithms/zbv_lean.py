@@ -14,6 +14,7 @@ from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -26,7 +27,11 @@ from zbpipe.schedule.registry import register
     by_checkpointing=True,
 )
 def zbv_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
 ) -> Schedule:
     """The best of lean forms of known schedules and of a short search, by the synchronous step.
 
@@ -40,9 +45,16 @@ def zbv_lean(
     placement = Placement.v(ranks)
     costs = costs or typical_costs(placement)
     limits = resolve_limits("ZBVLean", placement, costs, microbatches, memory_limit)
-    return find_shortest("ZBVLean", ranks, microbatches, costs, limits)
+    return find_shortest("ZBVLean", ranks, microbatches, costs, limits, transport)
 
 
-def find_shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_shortest(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: CostModel,
+    limits: Sequence[float],
+    transport: Transport | None = None,
+) -> Schedule:
     """The shortest found in a V within these limits, or within what one microbatch alone takes."""
-    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)
+    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits, transport)
