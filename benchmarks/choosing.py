@@ -1,7 +1,7 @@
 """Which schedule to choose: step and memory relative to 1F1B, by transport, checkpointing and size, in the simulator.
 
-python benchmarks/choosing.py                       # all sizes: some minutes on two cores
-python benchmarks/choosing.py --ranks 8             # the rows of 8 ranks only
+python benchmarks/choosing.py                       # all sizes
+python benchmarks/choosing.py --ranks 4 8           # a part of them: some minutes on two cores
 """
 
 from __future__ import annotations
@@ -84,14 +84,12 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, default=2, help="how many cells to compute at a time")
     chosen = arguments.parse_args()
     plan(2, 2, (1, 1, 1), budget=1, transport=Transport.SHARED)  # compiles the search
-    cells = [
-        Cell(transport, checkpointing, ranks, factor * ranks)
-        for transport, checkpointing, ranks, factor in product(
-            chosen.transports, Checkpointing, chosen.ranks, (2, 4)
-        )
-    ]
+    sizes = product(chosen.ranks, (2, 4), chosen.transports, Checkpointing)
+    cells = [Cell(transport, how, ranks, factor * ranks) for ranks, factor, transport, how in sizes]
+    print(markdown(heads(), [], left=3))
     with ProcessPoolExecutor(chosen.processes) as pool:
-        print(markdown(heads(), pool.map(compare, cells), left=3))
+        for row in pool.map(compare, cells):
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

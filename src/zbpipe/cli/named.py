@@ -52,7 +52,12 @@ class Request:
             algorithm.require_limits("--memory-limit")
             limits = MemoryLimit.parse(self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches))
         schedule = algorithm.make(
-            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits, transport=transport
+            ranks,
+            microbatches,
+            stages_per_rank=self.stages_per_rank,
+            costs=costs,
+            memory_limit=limits,
+            transport=transport,
         )
         # A registered function may give its schedule any name; people look for the one that they typed.
         return replace(schedule, name=algorithm.name), costs

@@ -72,7 +72,8 @@ def fastest() -> Engine:
                 numba.extending.register_jitable(each)
     jit = numba.njit(cache=True)
     return Engine(
-        *map(jit, _ENTRIES),
+        *(jit(kernel.list_schedule), jit(kernel.justify), jit(kernel.anneal)),
+        *(jit(samples.anneal_in_samples), jit(rendezvous.anneal_by_rendezvous)),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
         lambda rows: np.array(rows, dtype=np.float64),

@@ -8,6 +8,7 @@ free, which depends on all that runs at that time. So each move is timed by a wh
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from zbpipe.planner.kernel import NEVER, NONE, Ints, Job, Lists, fold, link, pick_move, undo
 
@@ -60,76 +61,84 @@ def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: in
     return best, fold(job, best_order, best_gone), done
 
 
+class Ranks(NamedTuple):
+    """What goes on in a run. By rank unless said otherwise."""
+
+    state: list[int]
+    """`FREE`, `COMPUTES`, `SENDS` or `RECEIVES`."""
+    until: list[float]
+    """When that ends, or ended."""
+    following: list[int]
+    """The op that runs, or the next one; -1 for none."""
+    left: list[float]
+    """Seconds of the ops that have not begun."""
+    cause: list[int]
+    """The op whose end the next one waits for."""
+    sending: list[int]
+    """The op whose result it has last sent, or is to send."""
+    held: list[bool]
+    """Whether it waits for a message that has not begun."""
+    sent: list[int]
+    """The senders of such messages, in the order in which these were made."""
+    arrived: list[bool]
+    """By op, whether its rank has the result that it takes."""
+
+
 def run(job: Job, lists: Lists, causes: list[int], allowed: float) -> tuple[float, int]:
     """The makespan and the op that ends last; `NEVER` as soon as it is sure to be more than `allowed`.
 
     `causes` gets by op the one whose end it waited for, on its own rank or behind messages; -1 for none.
     """
-    microbatches, seconds = job.microbatches, lists.seconds
-    state, until, sending = [FREE] * job.ranks, [0.0] * job.ranks, [-1] * job.ranks
-    cause, following, held = [-1] * job.ranks, list(lists.first), [False] * job.ranks
-    left = [0.0] * job.ranks
-    arrived = [False] * len(seconds)
-    sent = [0 for _ in range(0)]
-    for op in range(len(seconds)):
-        if not lists.gone[op]:
-            left[job.rank[op // microbatches]] += seconds[op]
+    ranks = begin(job, lists)
+    state, until = ranks.state, ranks.until
     now, length, last = 0.0, 0.0, -1
     while True:
-        begin_messages(job, now, state, until, sending, cause, held, sent)
+        begin_messages(job, ranks, now)
+        if not begin_computations(job, lists, ranks, causes, now, allowed):
+            return NEVER, -1
         wake = NEVER
         for rank in range(job.ranks):
-            op = following[rank]
-            if state[rank] == FREE and not held[rank] and op >= 0:
-                node = op // microbatches
-                if node % 3 == 2 or job.feeder[node] < 0 or arrived[op]:
-                    if now + left[rank] > allowed:
-                        return NEVER, -1
-                    state[rank], until[rank] = COMPUTES, now + seconds[op]
-                    left[rank] -= seconds[op]
-                    causes[op], cause[rank] = cause[rank], op
             if state[rank] != FREE:
                 wake = min(wake, until[rank])
         if wake >= NEVER:
-            break
+            return length, last
         now = wake
         for rank in range(job.ranks):
             if state[rank] == FREE or until[rank] > now:
                 continue
-            was, state[rank] = state[rank], FREE
-            if was == COMPUTES:
-                op = following[rank]
-                following[rank] = lists.after[op]
-                if now >= length:
-                    length, last = now, op
-                user = job.fed[op // microbatches]
-                if user >= 0 and job.rank[user] == rank:
-                    arrived[user * microbatches + op % microbatches] = True
-                elif user >= 0:
-                    sending[rank] = op
-                    sent.append(rank)
-            elif was == SENDS:
-                op = sending[rank]
-                arrived[job.fed[op // microbatches] * microbatches + op % microbatches] = True
-    return length, last
+            if state[rank] == COMPUTES:
+                length, last = now, ranks.following[rank]
+            end(job, lists, ranks, rank)
 
 
-def begin_messages(
-    job: Job,
-    now: float,
-    state: list[int],
-    until: list[float],
-    sending: Ints,
-    cause: list[int],
-    held: list[bool],
-    sent: list[int],
-) -> None:
-    """Begin those of the `sent` messages, by sender, that can begin; mark the ranks that wait for others as `held`."""
+def begin(job: Job, lists: Lists) -> Ranks:
+    """All ranks at the start of a step."""
+    left = [0.0] * job.ranks
+    for op in range(len(lists.seconds)):
+        if not lists.gone[op]:
+            left[job.rank[op // job.microbatches]] += lists.seconds[op]
+    nothing = [-1] * job.ranks
+    return Ranks(
+        [FREE] * job.ranks,
+        [0.0] * job.ranks,
+        list(lists.first),
+        left,
+        list(nothing),
+        list(nothing),
+        [False] * job.ranks,
+        [0 for _ in range(0)],
+        [False] * len(lists.seconds),
+    )
+
+
+def begin_messages(job: Job, ranks: Ranks, now: float) -> None:
+    """Begin the messages that can begin; mark the ranks that wait for others as held."""
+    state, until, cause, held, sent = ranks.state, ranks.until, ranks.cause, ranks.held, ranks.sent
     for rank in range(job.ranks):
         held[rank] = False
     kept = 0
     for sender in sent:
-        user = job.fed[sending[sender] // job.microbatches]
+        user = job.fed[ranks.sending[sender] // job.microbatches]
         receiver = job.rank[user]
         if state[sender] or state[receiver] or held[sender] or held[receiver]:
             held[sender] = held[receiver] = True
@@ -143,6 +152,43 @@ def begin_messages(
         state[sender], state[receiver] = SENDS, RECEIVES
     while len(sent) > kept:
         sent.pop()
+
+
+def begin_computations(job: Job, lists: Lists, ranks: Ranks, causes: list[int], now: float, allowed: float) -> bool:
+    """Begin the computations that can begin; False if a rank has too much to run to end by `allowed`."""
+    for rank in range(job.ranks):
+        op = ranks.following[rank]
+        if ranks.state[rank] != FREE or ranks.held[rank] or op < 0:
+            continue
+        if job.feeder[op // job.microbatches] >= 0 and not ranks.arrived[op]:
+            continue
+        if now + ranks.left[rank] > allowed:
+            return False
+        ranks.state[rank], ranks.until[rank] = COMPUTES, now + lists.seconds[op]
+        ranks.left[rank] -= lists.seconds[op]
+        causes[op], ranks.cause[rank] = ranks.cause[rank], op
+    return True
+
+
+def end(job: Job, lists: Lists, ranks: Ranks, rank: int) -> None:
+    """End what the rank does, and hand on a result."""
+    microbatches = job.microbatches
+    was, ranks.state[rank] = ranks.state[rank], FREE
+    if was == SENDS:
+        op = ranks.sending[rank]
+        ranks.arrived[job.fed[op // microbatches] * microbatches + op % microbatches] = True
+    elif was == COMPUTES:
+        op = ranks.following[rank]
+        ranks.following[rank] = lists.after[op]
+        node = op // microbatches
+        if node % 3 == 1:
+            ranks.arrived[op + microbatches] = True
+        user = job.fed[node]
+        if user >= 0 and job.rank[user] == rank:
+            ranks.arrived[user * microbatches + op % microbatches] = True
+        elif user >= 0:
+            ranks.sending[rank] = op
+            ranks.sent.append(rank)
 
 
 def follow(causes: Ints, last: int, path: list[int]) -> None:

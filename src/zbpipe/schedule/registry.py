@@ -6,9 +6,9 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to what messages wait for.
-Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in
-`zbpipe.algorithms`, which `import zbpipe` imports.
+measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to what
+messages wait for. Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's
+own are in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
