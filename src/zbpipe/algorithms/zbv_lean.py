@@ -1,8 +1,9 @@
 """ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, whatever the checkpointing.
 
-**The one to try first.** ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) takes 1F1B's activations,
-but with checkpointing deferred gradients take more memory than these. Here W waits only where there is room for it in
-1F1B's memory, deferred gradients and working memory included. Where there is none, I and W run as one op B.
+**The one to try first**, but on AMD's GPUs, where ZBH1Lean is shorter. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 6) takes 1F1B's activations, but with checkpointing deferred gradients take more memory than these.
+Here W waits only where there is room for it in 1F1B's memory, deferred gradients and working memory included. Where
+there is none, I and W run as one op B.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from zbpipe.schedule.registry import register
     "ZBVLean",
     placement="v",
     stages_per_rank=2,
-    summary="start with this one: the shortest step found in 1F1B's memory, under any checkpointing",
+    summary="start with this one, on AMD's GPUs with ZBH1Lean: the shortest step found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbv_lean(
