@@ -289,15 +289,14 @@ def test_where_messages_hold_up_ranks_plans_are_never_longer_than_1f1b(
 
 
 def test_messages_that_hold_up_ranks_are_counted_in_the_search() -> None:
-    """8 x 32 with selective checkpointing: 116.8 where 1F1B takes 122.2, in its memory; chosen at the end it is 119."""
+    """With only a choice at the end a step takes 47.1."""
     costs = partial(typical_costs, checkpointing="selective", comm=0.05)
-    found = plan(8, 32, costs, "1.02x", placements="single", budget=1e7, transport="shared with compute")
-    assert found.makespan < 117.5
+    found = plan(4, 12, costs, "1.02x", placements="v", budget=3e6, transport="shared with compute")
+    assert found.makespan < 46
     assert found.timeline.receives is Receives.RENDEZVOUS
 
 
-@draw_fewer(4)
-@given(runnable_schedules(), st.data())
+@given(schedules(max_ranks=6, max_microbatches=10) | runnable_schedules(), st.data())
 def test_the_search_and_the_simulator_hold_up_ranks_alike(schedule: Schedule, data: st.DataObject) -> None:
     costs = data.draw(cost_models(schedule.placement))
     tested = Problem("tested", schedule.placement, costs, schedule.num_microbatches, held(schedule, costs))
