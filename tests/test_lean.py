@@ -17,6 +17,7 @@ from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
@@ -191,6 +192,17 @@ def test_more_memory_makes_steps_shorter() -> None:
         lean = simulate(zbv_lean(4, 16, costs, MemoryLimit.parse(memory * memory_of_1f1b(costs, 4, 16))), costs)
         assert lean.makespan <= longer * unlimited.makespan
         assert max(lean.peak_memory) <= memory * memory_of_1f1b(costs, 4, 16) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["ZBVLean", "ZBH1Lean"])
+def test_lean_schedules_are_told_what_messages_hold_up(name: str) -> None:
+    """Where messages hold up both of their ranks, the search chooses another order, in the same memory."""
+    algorithm = resolve(name)
+    costs = typical_costs(algorithm.place(8), "selective", comm=0.05)
+    usual, told = (algorithm.make(8, 16, costs=costs, transport=each) for each in (None, Transport.SHARED))
+    lengths = [simulate(each, costs, transport=Transport.SHARED).makespan for each in (usual, told)]
+    assert lengths[1] < 0.99 * lengths[0]
+    assert max(peaks(told, costs)) <= 1.02 * memory_of_1f1b(costs, 8, 16) * (1 + 1e-9)
 
 
 def test_default_costs_are_selective() -> None:

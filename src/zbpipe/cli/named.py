@@ -15,6 +15,7 @@ from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.costs.model import CostModel
+    from zbpipe.costs.transport import Transport
     from zbpipe.schedule.ir import Schedule
     from zbpipe.simulator.timeline import Timeline
 
@@ -31,7 +32,7 @@ class Request:
     stages_per_rank: int | None = None
     memory_limit: MemoryLimit | None = None
 
-    def make(self) -> tuple[Schedule, CostModel]:
+    def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The schedule, which may be unable to run, and the costs of its stages."""
         from zbpipe.costs.memory_limit import MemoryLimit
         from zbpipe.schedule.registry import resolve
@@ -51,26 +52,31 @@ class Request:
             algorithm.require_limits("--memory-limit")
             limits = MemoryLimit.parse(self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches))
         schedule = algorithm.make(
-            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
+            ranks,
+            microbatches,
+            stages_per_rank=self.stages_per_rank,
+            costs=costs,
+            memory_limit=limits,
+            transport=transport,
         )
         # A registered function may give its schedule any name; people look for the one that they typed.
         return replace(schedule, name=algorithm.name), costs
 
-    def make_valid(self) -> tuple[Schedule, CostModel]:
+    def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The schedule, which can run, and the costs of its stages."""
         from zbpipe.simulator.validation import validate
 
-        schedule, costs = self.make()
+        schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
             raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
         return schedule, costs
 
-    def simulate(self, **how: Any) -> Timeline:
-        """The timeline; `how` is for `zbpipe.simulate`."""
+    def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
+        """The timeline, of a schedule made for this transport; `how` is for `zbpipe.simulate`."""
         from zbpipe.simulator.simulation import simulate
 
-        return simulate(*self.make_valid(), **how)
+        return simulate(*self.make_valid(transport), transport=transport or "ideal", **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -51,3 +51,5 @@ class Receives(_Named):
     """Before the computation during which the message starts, by a simulation."""
     NEAREST = "nearest"
     """Between the two computations that are nearest to that, so that the rank does not wait for it for long."""
+    RENDEZVOUS = "rendezvous"
+    """Between computations, where both ranks are free first, by a simulation in which each message holds up both."""
