@@ -272,7 +272,7 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
     compared = json_of("compare -p 4 -m 8")
     assert {entry["schedule"] for entry in compared} == {algorithm.name for algorithm in registry.schedules().values()}
     assert all(entry.keys() >= SIMULATE_KEYS | {"gap", "fits"} for entry in compared)
-    makespans = [round(entry["makespan"], 6) for entry in compared]
+    makespans = [round(entry["makespan"], 6) for entry in compared if entry["runs"]]
     assert makespans == sorted(makespans)
     assert makespans[0] < makespans[-1]
     for entry in compared:
@@ -280,13 +280,45 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
         assert entry["fits"]
 
 
-def test_ties_go_to_less_memory_and_then_to_a_split_that_works() -> None:
-    compared = json_of("compare -p 4 -m 16")
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing) -> None:
+    compared = json_of(f"compare -p 4 -m 8 --checkpointing {checkpointing}")
+    torchs = {"DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble"}
+    assert {entry["schedule"] for entry in compared if not entry["runs"]} == (
+        set() if checkpointing is Checkpointing.NONE else torchs
+    )
+    assert ({entry["schedule"] for entry in compared[-3:]} == torchs) == (checkpointing is not Checkpointing.NONE)
+    steps = {entry["schedule"]: entry["makespan"] for entry in compared}
+    assert steps["DualPipeVSplit"] == steps["DualPipeV"]
+    assert steps["InterleavedZeroBubbleSplit"] == steps["InterleavedZeroBubble"]
+
+
+@pytest.mark.parametrize("limit", ["", "--memory-limit 1.6x"])
+def test_compare_recommends_the_shortest_step_within_the_memory(limit: str) -> None:
+    compared = json_of(f"compare -p 4 -m 8 {limit}")
+    most = 1.6 if limit else 1.02
+    fitting = [entry for entry in compared if entry["runs"] and entry["memory_to_1f1b"] <= most * (1 + 1e-9)]
+    best = min(fitting, key=lambda entry: entry["makespan"])
+    assert [entry["schedule"] for entry in compared if entry["recommended"]] == [best["schedule"]]
+    *_, usual = (entry for entry in compared if entry["schedule"] == "1F1B")
+    *_, interleaved = (entry for entry in compared if entry["schedule"] == "Interleaved1F1B")
+    for entry in compared:
+        assert entry["step_to_1f1b"] == entry["makespan"] / usual["makespan"]
+        assert entry["step_to_interleaved1f1b"] == entry["makespan"] / interleaved["makespan"]
+    text = answer(f"compare -p 4 -m 8 {limit}")
+    (line,) = [line for line in text.splitlines() if line.endswith(" recommended")]
+    assert line.startswith(f"{best['schedule']} ")
+    assert f" {best['step_to_1f1b'] - 1:+.1%} " in line
+    assert f"within {'the memory limit' if limit else '1.02x of 1F1B'}" in text
+
+
+def test_ties_go_to_less_memory_and_then_to_zbpipes_split() -> None:
+    compared = json_of("compare -p 4 -m 16 --checkpointing none")
     names = [entry["schedule"] for entry in compared]
-    assert names.index("ZBV") + 1 == names.index("ZBVZeroBubble"), "the same ops"
+    assert names.index("DualPipeVSplit") + 1 == names.index("DualPipeV"), "the same ops"
     assert names.index("1F1B") < names.index("GPipe"), "the same makespan"
-    lines = answer("compare -p 4 -m 16").splitlines()
-    assert [line.split()[1] for line in lines if line.startswith(("ZBV ", "ZBVZeroBubble ", "1F1B "))] == [
+    lines = answer("compare -p 4 -m 16 --checkpointing none").splitlines()
+    assert [line.split()[1] for line in lines if line.startswith(("DualPipeVSplit ", "DualPipeV ", "1F1B "))] == [
         "zbpipe",
         "torch*",
         "torch",

@@ -7,6 +7,7 @@ from dataclasses import fields
 from html import escape
 from typing import Any
 
+from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Memory, Step
@@ -29,11 +30,23 @@ _DRAWN = 5
 
 def lines(found: Estimate) -> Iterator[str]:
     """The table, and below it where the figures come from."""
+    yield from _warnings(found)
     yield _job(found)
     yield ""
     yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
     yield ""
+    yield from _notes(found)
+
+
+def _warnings(found: Estimate) -> Iterator[str]:
+    if words := found.workload.too_few_microbatches:
+        yield words
+
+
+def _notes(found: Estimate) -> Iterator[str]:
     yield LEGEND
+    if any(step.has_torchs_split for step in found.steps):
+        yield NOTE
     yield from found.words
 
 
@@ -49,7 +62,7 @@ def _job(found: Estimate) -> str:
 def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
     memory = step.memory
     return (
-        step.schedule + (" (the job's)" if step.schedule == found.workload.schedule else ""),
+        step.schedule + "*" * step.has_torchs_split + (" (the job's)" if step.schedule == found.workload.schedule else ""),
         step.placement,
         str(step.stages_per_rank),
         f"{step.seconds:.4g}",
@@ -98,7 +111,7 @@ def record(found: Estimate) -> dict[str, Any]:
         "parameters": work.parameters,
         "schedules": [_step(found, step) for step in found.steps],
         "left_out": dict(found.left_out),
-        "words": list(found.words),
+        "words": [*_warnings(found), *found.words],
     }
 
 
@@ -143,7 +156,7 @@ def page(found: Estimate) -> str:
         table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
         plot=plot(found),
         schedules=_draw(found),
-        words="\n".join(f"<p>{escape(line)}</p>" for line in (LEGEND, *found.words)),
+        words="\n".join(f"<p>{escape(line)}</p>" for line in (*_warnings(found), *_notes(found))),
     )
 
 
@@ -154,7 +167,7 @@ def _row(cells: Sequence[str]) -> str:
 def _draw(found: Estimate) -> str:
     """The best, the job's own, and 1F1B, on one time scale."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
-    best = [step for step in found.steps if step.timeline is not None and step.fits]
+    best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs]
     chosen = [step.timeline for step in (*best[: _DRAWN - len(own)], *own) if step.timeline is not None]
     return svg(chosen[0], *chosen[1:]) if chosen else "<p>No schedule can run on these GPUs.</p>"
 

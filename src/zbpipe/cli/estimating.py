@@ -136,7 +136,7 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
     if as_json:
         print_json(rank_record(found))
     else:
-        click.echo("\n".join(rank_lines(found)))
+        click.echo("\n".join(filter(None, (workload.too_few_microbatches, *rank_lines(found)))))
 
 
 @contextmanager

@@ -177,8 +177,8 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
     varied = vary(jitter, _DRAWS) if jitter else None
     named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=found.timeline.transport)
     return found, _Named(
-        ComparedSchedule.of(found.timeline, found.limits, baseline, varied),
-        [ComparedSchedule.of(timeline, found.limits, baseline, varied) for timeline in named],
+        ComparedSchedule.of(found.timeline, found.limits, baseline, varied, costs.checkpointing),
+        [ComparedSchedule.of(timeline, found.limits, baseline, varied, costs.checkpointing) for timeline in named],
         costs.words,
         None if job or jitter or asked["offload"] else _better_wave(found, costs, **asked),
     )

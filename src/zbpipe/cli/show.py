@@ -190,9 +190,10 @@ def compare(
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    Of equally long ones that with less memory comes first, then the one whose split works: torch's own fails under
-    selective checkpointing. Schedules over the memory limit come last, with a mark. Where times vary (--jitter), the
-    step that 95 % do not exceed decides.
+    Of equally long ones that with less memory comes first. The recommended one has the shortest step within 1F1B's
+    memory, or within the memory limit. Schedules over the limit follow with a mark, and last those that cannot run:
+    torch's own split fails under selective checkpointing. Where times vary (--jitter), the step that 95 % do not
+    exceed decides.
 
     \b
     Examples:
@@ -214,9 +215,10 @@ def compare(
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
-    standings = report.compare(timelines, limits, baseline, vary(jitter, draws) if jitter else None)
+    varied = vary(jitter, draws) if jitter else None
+    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing)
     if as_json:
-        print_json([standing.record() for standing in standings])
+        print_json(report.records(standings))
         return
     click.echo("\n".join(report.comparison(standings)))
     click.echo(costs.words)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.schedule.ir import OpKind
+from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.timeline import Timeline
@@ -104,8 +106,11 @@ class ComparedSchedule:
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
     """By rank the most activations that it may hold, in the unit of the costs' activations."""
-    splits: bool
-    """Whether it has I and W."""
+    source: str
+    """Whose class runs it: "torch" or "zbpipe"."""
+    has_torchs_split: bool
+    runs: bool
+    """Whether it can run with the job's checkpointing, and as fast as is simulated."""
     jitter: Mapping[str, float] | None = None
     """Mean and quantiles of its step times where times vary, in seconds; None where they do not."""
 
@@ -116,9 +121,13 @@ class ComparedSchedule:
         limits: tuple[float, ...] | None,
         baseline: float | None = None,
         vary: Vary | None = None,
+        checkpointing: Checkpointing | None = None,
     ) -> ComparedSchedule:
-        splits = any(op.kind is OpKind.I for ops in timeline.schedule for op in ops)
-        return cls(record(timeline, baseline), limits, splits, vary(timeline) if vary else None)
+        algorithm = schedules().get(timeline.schedule.name.lower())
+        source = "zbpipe" if algorithm is None else algorithm.source
+        torchs = has_torchs_split(timeline.schedule, source)
+        runs = not torchs or runs_torchs_split(checkpointing)
+        return cls(record(timeline, baseline), limits, source, torchs, runs, vary(timeline) if vary else None)
 
     @property
     def peak(self) -> float:
@@ -130,16 +139,6 @@ class ComparedSchedule:
         """The same by that of 1F1B's worst rank: `1.94x`."""
         share = self.figures["memory_to_1f1b"]
         return "" if share is None else f"{share:.2f}x"
-
-    @property
-    def source(self) -> str:
-        """Whose class runs it: "torch" or "zbpipe"."""
-        algorithm = schedules().get(self.figures["schedule"].lower())
-        return "zbpipe" if algorithm is None else algorithm.source
-
-    @property
-    def has_torchs_split(self) -> bool:
-        return self.splits and self.source == "torch"
 
     @property
     def gap(self) -> float:
@@ -158,14 +157,28 @@ class ComparedSchedule:
         return max(excess)[1] if excess else None
 
     @property
-    def sort_key(self) -> tuple[bool, float, float, bool, str]:
-        """The lower the better: what fits comes first, then what is short, small, and has a split that works."""
+    def sort_key(self) -> tuple[bool, bool, float, float, bool, str]:
+        """The lower the better: first what can run, then what fits, is short, small, and has zbpipe's split."""
         seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
         makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
-        return self.broken is not None, makespan, peak, self.has_torchs_split, self.figures["schedule"].lower()
+        name = self.figures["schedule"].lower()
+        return not self.runs, self.broken is not None, makespan, peak, self.has_torchs_split, name
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it can run, and keeps to the limits; without any, to 1F1B's memory or a little more."""
+        share = self.figures["memory_to_1f1b"]
+        fits = self.broken is None if self.limits else share is not None and share <= LEEWAY * (1 + ROUNDING)
+        return self.runs and fits
 
     def record(self) -> dict[str, Any]:
-        figures = {**self.figures, "source": self.source, "gap": self.gap, "fits": self.broken is None}
+        figures = {
+            **self.figures,
+            "source": self.source,
+            "gap": self.gap,
+            "fits": self.broken is None,
+            "runs": self.runs,
+        }
         return figures if self.jitter is None else {**figures, "jitter": dict(self.jitter)}
 
 
@@ -174,10 +187,37 @@ def compare(
     limits: tuple[float, ...] | None,
     baseline: float | None,
     vary: Vary | None = None,
+    checkpointing: Checkpointing | None = None,
 ) -> list[ComparedSchedule]:
-    """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
-    compared = (ComparedSchedule.of(timeline, limits, baseline, vary) for timeline in timelines)
+    """The best first, then those that exceed the limit of a rank (in the costs' unit of memory).
+
+    Last come those that cannot run as simulated with this checkpointing; None where it is not known.
+    """
+    compared = (ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing) for timeline in timelines)
     return sorted(compared, key=lambda each: each.sort_key)
+
+
+def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
+    """Sorted schedules for JSON: their figures, their steps relative to the baselines, and which is recommended."""
+    chosen, steps = recommend(compared), _steps(compared)
+
+    def relative(each: ComparedSchedule) -> Iterator[tuple[str, float | None]]:
+        for name in _BASELINES:
+            yield f"step_to_{name.lower()}", each.figures["makespan"] / steps[name] if steps.get(name) else None
+
+    return [each.record() | dict(relative(each)) | {"recommended": each is chosen} for each in compared]
+
+
+def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
+    """The first of the sorted schedules that can run within the memory limit, or without one within 1F1B's memory."""
+    return next((each for each in compared if each.is_within), None)
+
+
+def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
+    return {each.figures["schedule"]: each.figures["makespan"] for each in compared}
+
+
+_BASELINES = ("1F1B", "Interleaved1F1B")
 
 
 def list_schedules(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
@@ -214,14 +254,20 @@ def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> 
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
-    """Table lines, the best first. With a `plan` among the schedules, also how much longer the others take."""
+    """Table lines, the best first. With a `plan` among the schedules, how much longer the others take; else the
+    steps relative to the baselines, and the recommended schedule."""
+    best_first = sorted(compared, key=lambda each: each.sort_key)
+    steps = _steps(best_first)
+    chosen = recommend(best_first) if plan is None else None
 
     def cells(each: ComparedSchedule) -> Iterator[str]:
         yield each.figures["schedule"]
         yield each.source + "*" * each.has_torchs_split
         yield str(each.figures["stages_per_rank"])
         yield number(each.figures["makespan"])
-        if plan is not None:
+        if plan is None:
+            yield from (longer(each.figures["makespan"], steps[name]) if name in steps else "" for name in _BASELINES)
+        else:
             yield "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"])
             yield number(each.figures["period"])
         yield percent(each.figures["bubble"])
@@ -232,22 +278,26 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
         yield from (number(each.jitter[quantile]) for quantile in _QUANTILES if each.jitter)
         if each.broken is not None:
             yield f"  over the limit of {memory(each.broken)}"
+        elif each is chosen:
+            yield "  recommended"
 
-    best_first = sorted(compared, key=lambda each: each.sort_key)
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
-    heads = ["schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap"]
+    heads = ["schedule", "from", "stages", "makespan", *(f"vs {name}" for name in _BASELINES)]
+    heads += ["bubble", "memory", "peak", "gap"]
     more = "gap: to the lower bound"
     if plan is not None:
         heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
         more = "period: from step to step with zbpipe.OptimizerStep"
+    else:
+        more += "; vs: the step relative to that of 1F1B or Interleaved1F1B"
     yield from table((*heads, *quantiles), [tuple(cells(each)) for each in best_first], left=2)
     yield ""
     yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
+    if chosen is not None:
+        within = "the memory limit" if chosen.limits else f"{LEEWAY}x of 1F1B's memory"
+        yield f"recommended: the shortest step within {within}"
     if any(each.has_torchs_split for each in best_first):
-        yield (
-            "* torch's own split: it fails under selective checkpointing, recomputes for each W under full, and takes"
-            " more memory than is shown"
-        )
+        yield NOTE
 
 
 _QUANTILES = ("p50", "p95")
@@ -260,7 +310,7 @@ _LEGEND = (
 
 def longer(time: float, than: float) -> str:
     """By how much a time is longer: `+3.1%`; nothing where nothing takes time."""
-    return f"{time / than - 1:+.1%}" if than else ""
+    return f"{round(time / than - 1, 9) + 0.0:+.1%}" if than else ""  # no -0.0%
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

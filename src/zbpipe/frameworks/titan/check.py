@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
+from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
@@ -14,6 +15,7 @@ from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain
 from zbpipe.simulator.validation import require_valid
 
+BATCH_OPTION = "--training.local_batch_size"
 _DEFAULT_SECONDS = 300
 """TorchTitan's default limit for the first step."""
 _MANY_STAGES = 4
@@ -87,13 +89,10 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
 
 
 def _warn_of_idle_ranks(config: Any) -> None:
-    ranks, microbatches = config.parallelism.pipeline_parallel_degree, _microbatches(config)
-    if microbatches < 2 * ranks:
-        batch = 2 * ranks * config.parallelism.pipeline_parallel_microbatch_size
-        _warn_once(
-            f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
-            f" set --training.local_batch_size {batch} or more"
-        )
+    parallelism = config.parallelism
+    ranks, size = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatch_size
+    if words := few_microbatches(ranks, _microbatches(config), size, BATCH_OPTION):
+        _warn_once(words)
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.titan import command_line, cpu, layer_split
+from zbpipe.frameworks.titan.check import BATCH_OPTION
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
@@ -148,9 +149,12 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
+        compiled=models.compiles_blocks(config),
         parameter_bytes=replace(sizes.parameters, accumulates=accumulates),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
+        microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+        batch_option=BATCH_OPTION,
     )
 
 
