@@ -135,7 +135,7 @@ def test_a_long_way_makes_no_endless_picture() -> None:
     """Nearly all of the timeline is idle."""
     shown = answer("show ZBV -p 2 -m 2 --comm 1e50")
     assert len(shown.splitlines()) < 12
-    assert "its height: how busy the rank is" in shown
+    assert "small letters: the rank is idle for more than half of it" in shown
 
 
 def test_stages_per_rank_reach_the_schedule() -> None:
@@ -522,7 +522,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
             "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
             "'1x' is a multiple of 1F1B's memory, which these costs do not show: 3 stages cannot become 2",
         ),
-        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, but nothing here was measured in bytes"),
+        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, which nothing here is: write 1.2x"),
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
         (
             "compare -m 2 --checkpointing full --costs-file mine.toml",
@@ -666,7 +666,20 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "is too small for ZBH1Lean: one microbatch peaks at"),
+        (
+            "show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x --costs typical",
+            "memory_limit = 0.1x is too small for ZBH1Lean: one microbatch peaks at 0.3057x on rank 0",
+        ),
+        (
+            "plan -p 4 -m 8 --memory-limit 0.1microbatches",
+            "memory_limit = 0.1 microbatches is too small: one microbatch peaks at 1.321 microbatches on rank 0",
+        ),
+        ("plan -p 4 -m 8 -o plan.txt", "'plan.txt' has to end in .csv"),
+        ("export ZBV -p 4 -m 8 -o plan.txt", "'plan.txt' has to end in .csv"),
+        (
+            "compare -p 4 -m 8 --transport nccl",
+            "use one of 'ideal', 'one-queue', 'queue-per-peer', 'shared-with-compute'",
+        ),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",
             "--memory-limit is for the schedules that fit themselves to one, Auto, ZBH1",

@@ -181,7 +181,7 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
         ("-p 2 -m 4 --costs 1,1", "'1,1' is not three numbers"),
         ("-p 2 -m 4 --memory-limit 0.5", "memory_limit = 0.5 is too small: one microbatch peaks at 1.320"),
         ("-p 2 -m 4 --memory-limit 5GiB", "'5GiB' is in bytes, but nothing here was measured in bytes: write it as"),
-        ("-m 4 --memory-limit 1GiB --costs-file stages.toml", "memory_limit = 1073741824 is too small: one microbatch"),
+        ("-m 4 --memory-limit 1GiB --costs-file stages.toml", "memory_limit = 1GiB is too small: one microbatch peaks"),
         ("-p 2 -m 4 --placement vv", "'vv' is none of single, loop, v, wave, nor the rank of each stage"),
         ("-p 2 -m 4 --placement 0-2", "a placement needs a stage on every rank, got the ranks (0, 2)"),
         ("-p 3 -m 4 --placement 0-1", "is for 2 ranks, but the job has 3"),

@@ -29,7 +29,8 @@ def resolve_limits(
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
-        require_room(placement, costs, limits, f" for {name}")
+        with limit.explain(costs, placement.num_ranks, microbatches):
+            require_room(placement, costs, limits, f" for {name}")
     return limits
 
 

@@ -96,13 +96,17 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 class OutputFile(click.Path):
     """A file to write at the end; a path that cannot be written is refused at the start."""
 
-    def __init__(self, allow_dash: bool = False) -> None:
+    def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+        self.ending = ending
+        """By which those who read the file know what it is."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
         if self.allow_dash and str(file) == "-":
             return file
+        if not str(file).lower().endswith(self.ending):
+            self.fail(f"{str(file)!r} has to end in {self.ending}: by that, commands and jobs know a schedule's file")
         try:
             file.stat()
         except (FileNotFoundError, NotADirectoryError):

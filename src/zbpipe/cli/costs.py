@@ -222,13 +222,12 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     return add
 
 
-def _limit_option(what: str) -> Callable[[_Function], _Function]:
+def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
+    """--memory-limit, which takes these spellings."""
     return click.option(
-        "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
+        "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
 
 
-memory_limit_option = _limit_option("What a rank can hold of activations")
-fitted_limit_option = _limit_option(
-    "For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold"
-)
+memory_limit_option = limit_option("What a rank can hold of activations")
+fitted_limit_option = limit_option("For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold")

@@ -62,7 +62,9 @@ def _job(found: Estimate) -> str:
 def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
     memory = step.memory
     return (
-        step.schedule + "*" * step.has_torchs_split + (" (the job's)" if step.schedule == found.workload.schedule else ""),
+        step.schedule
+        + "*" * step.has_torchs_split
+        + (" (the job's)" if step.schedule == found.workload.schedule else ""),
         step.placement,
         str(step.stages_per_rank),
         f"{step.seconds:.4g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,15 @@ class Request:
             missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
             raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
         costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
-        limits = None
-        if self.memory_limit is not None:
+        limit, limits = self.memory_limit, None
+        size = (self.costs.for_limits, ranks, microbatches)
+        if limit is not None:
             algorithm.require_limits("--memory-limit")
-            limits = MemoryLimit.parse(self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches))
-        schedule = algorithm.make(
-            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
-        )
+            limits = MemoryLimit.parse(limit.resolve(*size))
+        with limit.explain(*size) if limit else nullcontext():
+            schedule = algorithm.make(
+                ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
+            )
         # A registered function may give its schedule any name; people look for the one that they typed.
         return replace(schedule, name=algorithm.name), costs
 

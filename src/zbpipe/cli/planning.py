@@ -27,7 +27,7 @@ _SHORT = 2e7
 """Ops that the search for a wave may time: a fraction of a second."""
 _WORTH_A_LINE = 0.995
 """What a wave takes of the plan's time at most to be named."""
-_DRAWS = 1000
+_SAMPLES = 1000
 """Random steps for the quantiles of the table."""
 
 
@@ -104,7 +104,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 @click.option(
     "-o",
     "--output",
-    type=OutputFile(),
+    type=OutputFile(ending=".csv"),
     metavar="FILE.csv",
     help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
@@ -174,7 +174,7 @@ def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _
     with _progress_bar() as progress:
         found = plan(costs=job or costs.of, **asked, robust=jitter, progress=progress)
     baseline = costs.baseline(ranks, microbatches)
-    varied = vary(jitter, _DRAWS) if jitter else None
+    varied = vary(jitter, _SAMPLES) if jitter else None
     named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=found.timeline.transport)
     return found, _Named(
         ComparedSchedule.of(found.timeline, found.limits, baseline, varied, costs.checkpointing),

@@ -134,7 +134,7 @@ def simulate(
     steps: int,
     no_sync: bool,
     jitter: Jitter | None,
-    draws: int,
+    samples: int,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -160,14 +160,14 @@ def simulate(
     )
     schedule = timeline.schedule
     baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
-    varied = vary(jitter, draws)(timeline) if jitter else None
+    varied = vary(jitter, samples)(timeline) if jitter else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
     click.echo(report(timeline, baseline))
     if varied:
         words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, {draws} steps: {words}")
+        click.echo(f"\nwhere times vary, {samples} steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
@@ -185,7 +185,7 @@ def compare(
     transport: Transport,
     memory_limit: MemoryLimit | None,
     jitter: Jitter | None,
-    draws: int,
+    samples: int,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
@@ -215,7 +215,7 @@ def compare(
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
-    varied = vary(jitter, draws) if jitter else None
+    varied = vary(jitter, samples) if jitter else None
     standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing)
     if as_json:
         print_json(report.records(standings))

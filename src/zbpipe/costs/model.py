@@ -6,7 +6,7 @@ same on every rank (`CostModel.uniform`) it is a rank's share of one microbatch,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from os import PathLike
@@ -355,8 +355,21 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
     return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
 
 
+class LimitTooSmall(ValueError):
+    """A memory limit that cannot hold even one microbatch."""
+
+    def __init__(
+        self, limit: float, least: float, rank: int, more: str, spell: Callable[[float], str] = "{:.12g}".format
+    ) -> None:
+        super().__init__(
+            f"memory_limit = {spell(limit)} is too small{more}: one microbatch peaks at {spell(least)} on rank {rank};"
+            " give at least that, or cut the batch into more microbatches"
+        )
+        self.parts = limit, least, rank, more
+
+
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise ValueError, with the least that would do, for a limit that is too small for even one microbatch.
+    """Raise LimitTooSmall, with the least that would do, for a limit that is too small for even one microbatch.
 
     Args:
         placement: of the stages.
@@ -367,10 +380,7 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
     least = least_room(placement, costs)
     if short := too_small(least, limits):
         rank = max(short, key=least.__getitem__)
-        raise ValueError(
-            f"memory_limit = {limits[rank]:.12g} is too small{more}: one microbatch peaks at {least[rank]:.12g} on rank"
-            f" {rank}; give at least that, or cut the batch into more microbatches"
-        )
+        raise LimitTooSmall(limits[rank], least[rank], rank, more)
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:

@@ -49,7 +49,7 @@ def estimate(
     Args:
         workload: of the job, on its degrees: `zbpipe.frameworks.titan.workload.read` makes it of a TorchTitan config,
             `zbpipe.estimation.load_layers` reads it from a file.
-        device: its name in the table (H100, H200, B200, MI300X, MI325X, MI355X), or a Device; None only with `costs`.
+        device: its name in the table, `zbpipe.estimation.devices`, or a Device; None only with `costs`.
         tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
