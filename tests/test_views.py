@@ -92,7 +92,7 @@ def test_the_legend_tells_the_kinds_without_colours() -> None:
         "F forward   I backward for the input   W backward for the weights   · idle",
         "number: microbatch",
     ]
-    low = grid(timeline("ZBV", 2, 12), 90, 6).plain
+    low = grid(timeline("ZBV", 2, 12), 160, 6).plain
     assert "F9" in low
     assert "F10" not in low
     assert "number: microbatch, where there is room" in " ".join(low.split())

@@ -80,11 +80,10 @@ def validate(
     from zbpipe.simulator.validation import validate as findings_of
     from zbpipe.views.style import count_noun
 
-    if memory_limit is not None:
-        if memory_limit.unit == "bytes":
-            raise ValueError(
-                f"memory_limit = {memory_limit.written!r} is in bytes, which nothing here is: write {_IN_SHARES}"
-            )
+    if memory_limit is not None and memory_limit.unit == "bytes":
+        raise ValueError(
+            f"memory_limit = {memory_limit.written!r} is in bytes, which nothing here is: write {_IN_SHARES}"
+        )
     if isinstance(name, str):
         schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
         findings, how = findings_of(schedule, memory_limit), ""

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from zbpipe.costs.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import CostModel, LimitTooSmall, number
+from zbpipe.costs.model import CostModel, LimitTooSmallError, number
 
 RELATIVE = (
     "1.2x (times what 1F1B's worst rank holds under the same costs), '4 microbatches' (of an average rank's share of"
@@ -103,7 +103,7 @@ class MemoryLimit:
         """Report a limit that is too small in the unit in which this one is written."""
         try:
             yield
-        except LimitTooSmall as error:
+        except LimitTooSmallError as error:
             if not self.unit:
                 raise
             first = self.written[0] if isinstance(self.written, tuple) else self.written
@@ -112,7 +112,9 @@ class MemoryLimit:
             suffix = match[2]
             factor = _BYTES.get(suffix.lower()) or self._factor(costs, ranks, microbatches)
             gap = " " if self.unit == "microbatches" else ""
-            raise LimitTooSmall(*error.parts, lambda amount: f"{_round_up(amount / factor):.6g}{gap}{suffix}") from None
+            raise LimitTooSmallError(
+                *error.parts, lambda amount: f"{_round_up(amount / factor):.6g}{gap}{suffix}"
+            ) from None
 
     def _factor(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
         if self.unit == "x":

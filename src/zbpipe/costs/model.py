@@ -355,7 +355,7 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
     return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
 
 
-class LimitTooSmall(ValueError):
+class LimitTooSmallError(ValueError):
     """A memory limit that cannot hold even one microbatch."""
 
     def __init__(
@@ -369,7 +369,7 @@ class LimitTooSmall(ValueError):
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmall, with the least that would do, for a limit that is too small for even one microbatch.
+    """Raise LimitTooSmallError, with the least that would do, for a limit that is too small for even one microbatch.
 
     Args:
         placement: of the stages.
@@ -380,7 +380,7 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
     least = least_room(placement, costs)
     if short := too_small(least, limits):
         rank = max(short, key=least.__getitem__)
-        raise LimitTooSmall(limits[rank], least[rank], rank, more)
+        raise LimitTooSmallError(limits[rank], least[rank], rank, more)
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:

@@ -86,8 +86,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.57,
                 inside=300e9,
                 gib=79,
-                source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 a GPU, as in"
-                " NVIDIA DGX A100",
+                source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 a GPU, as"
+                " in NVIDIA DGX A100",
                 share_from="the PyTorch blog of March 2024 on FSDP: Llama 2 7B, 128 A100, 3,700 tokens/s a GPU",
                 between=25e9,
             ),
@@ -125,8 +125,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.40,
                 inside=900e9,
                 gib=184,
-                source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130 TB/s"
-                f" together; {_NVLINK}",
+                source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130"
+                f" TB/s together; {_NVLINK}",
                 share_from=f"{_UNKNOWN} as H100",
                 gpus_per_node=72,
             ),
@@ -136,8 +136,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.40,
                 inside=32e9,
                 gib=44,
-                source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200 Gb/s a"
-                " GPU is an assumption: --link",
+                source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
+                " Gb/s a GPU is an assumption",
                 share_from=f"{_UNKNOWN} as H100",
                 between=25e9,
             ),
@@ -147,9 +147,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.36,
                 inside=200e9,
                 gib=64,
-                source="AMD Instinct MI250X data sheet: one of its two dies, which are GPUs of their own to torch, with half"
-                " of 383 TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200 Gb/s for"
-                " 8 dies, as on Frontier",
+                source="AMD Instinct MI250X data sheet: one of its two dies, which are GPUs of their own to torch, with"
+                " half of 383 TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200"
+                " Gb/s for 8 dies, as on Frontier",
                 share_from="arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",
                 between=12.5e9,
             ),

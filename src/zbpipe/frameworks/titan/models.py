@@ -60,9 +60,9 @@ def parse_config(arguments: list[str]) -> Any:
 def _list_configs(module: str) -> Iterator[str]:
     """The names of a module's configs: its public functions without parameters."""
     for name, each in vars(sys.modules[module]).items():
-        if inspect.isfunction(each) and each.__module__ == module and name[0] != "_":
-            if not inspect.signature(each).parameters:
-                yield name
+        is_own = inspect.isfunction(each) and each.__module__ == module and name[0] != "_"
+        if is_own and not inspect.signature(each).parameters:
+            yield name
 
 
 class Sizes(NamedTuple):
