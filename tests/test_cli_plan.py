@@ -81,7 +81,8 @@ def test_the_plan_stands_beside_the_schedules_with_a_name() -> None:
 
 def test_the_table_marks_what_does_not_fit() -> None:
     line = "-p 4 -m 8 --costs 1,1.2,0.8 --checkpointing none --memory-limit 3.5 --placement v"
-    lines = answer(f"{line} {QUICK}").splitlines()
+    first, _, *lines = answer(f"{line} {QUICK}").splitlines()
+    assert first.startswith("best without a search: VHalf, makespan ")
     assert lines[0].startswith("plan-v, 4 ranks, 8 microbatches, 2 stages per rank: makespan ")
     assert lines[1].startswith("placement v, found by ")
     assert re.fullmatch(r"no schedule on v has a makespan below [\d.]+: this one is at most [\d.]+% above .*", lines[2])

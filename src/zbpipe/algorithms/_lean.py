@@ -9,7 +9,7 @@ from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.planner.engine import PLAIN
+from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
@@ -42,7 +42,7 @@ def find_best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Se
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
-    search = Search([problem], BUDGET, PLAIN, effort=Effort.quick(BUDGET, problem.num_ops))
+    search = Search([problem], BUDGET, at_hand(), effort=Effort.quick(BUDGET, problem.num_ops))
     forms = (form for seed in seeds for form in (fit_within(seed, costs, problem.limits), make_leanest(seed, costs)))
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]

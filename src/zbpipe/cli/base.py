@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,6 +164,20 @@ transport_option = click.option(
     " (AMD's worst case). Receives are posted where they are best.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """What shows a line of progress in place of the one before; on a terminal only, where it is removed at the end."""
+    if not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    erase = "\033[K"
+    try:
+        # Back at its begin, so that whatever is printed next takes its place.
+        yield lambda line: click.echo(f"{erase}{line}\r", nl=False, err=True)
+    finally:
+        click.echo(erase, nl=False, err=True)
 
 
 def print_json(data: Any) -> None:

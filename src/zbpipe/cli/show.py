@@ -18,7 +18,7 @@ from zbpipe.cli.base import (
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jitter import jitter_options, vary
-from zbpipe.cli.named import Request, request_options, simulate_all
+from zbpipe.cli.named import Request, request_options, simulate_all, simulate_one
 
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
@@ -41,20 +41,22 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
       zbpipe list --checkpointing full
     """
     from zbpipe.schedule.ir import require_size
-    from zbpipe.schedule.registry import schedules
+    from zbpipe.schedule.registry import resolve, schedules
     from zbpipe.views import report
 
     ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    baseline = costs.baseline(ranks, microbatches)
-    compared = report.compare(simulate_all(ranks, microbatches, costs), None, baseline)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
-    listed = report.list_schedules(known, compared)
+    usual = simulate_one(resolve("1F1B"), ranks, microbatches, costs)
+    step, memory = usual and usual.makespan, costs.baseline(ranks, microbatches)
+    timelines = (simulate_one(each, ranks, microbatches, costs) for each in known)
+    listed = (report.list_schedule(*each, step, memory) for each in zip(known, timelines, strict=True))
     if as_json:
-        print_json(listed)
+        print_json(list(listed))
         return
-    click.echo("\n".join(report.listing(known, listed)))
-    click.echo(f"\nstep and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}")
+    click.echo(f"step and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
+    for line in report.listing(known, listed):
+        click.echo(line)
 
 
 @click.command(cls=Command)
@@ -214,11 +216,12 @@ def compare(
     baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
+    if not as_json:
+        click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
     varied = vary(jitter, samples) if jitter else None
-    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing)
+    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
     if as_json:
         print_json(report.records(standings))
         return
     click.echo("\n".join(report.comparison(standings)))
-    click.echo(costs.words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
@@ -293,7 +294,16 @@ class CostModel:
         >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
         (4.0, 5.0, 0.0)
         """
-        return max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind)
+        return self._needs[kind][stage]
+
+    @cached_property
+    def _needs(self) -> dict[OpKind, list[float]]:
+        """Simulations and searches ask often."""
+        stages = range(self.num_stages)
+        return {
+            kind: [max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind) for stage in stages]
+            for kind in OpKind
+        }
 
     def working_of(self, stage: int, kind: OpKind) -> float:
         """What an op needs only while it runs."""
@@ -306,19 +316,22 @@ class CostModel:
 
     def adds(self, stage: int, kind: OpKind) -> float:
         """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
-        size = self.activations[stage]
-        freed = size * self.freed_share(stage)
-        match kind:
-            case OpKind.F | OpKind.RF:
-                return size
-            case OpKind.B | OpKind.OF:
-                return -size
-            case OpKind.I:
-                return -freed
-            case OpKind.W | OpKind.OI:
-                return freed - size
-            case OpKind.RI:
-                return size - freed
+        return self._adds[kind][stage]
+
+    @cached_property
+    def _adds(self) -> dict[OpKind, list[float]]:
+        size = list(self.activations)
+        freed = [each * self.freed_share(stage) for stage, each in enumerate(size)]
+        less, by_i = [-each for each in size], [-each for each in freed]
+        by_w = [one - each for one, each in zip(freed, size, strict=True)]
+        again = [each - one for one, each in zip(freed, size, strict=True)]
+        return {
+            **dict.fromkeys((OpKind.F, OpKind.RF), size),
+            **dict.fromkeys((OpKind.B, OpKind.OF), less),
+            **dict.fromkeys((OpKind.W, OpKind.OI), by_w),
+            OpKind.I: by_i,
+            OpKind.RI: again,
+        }
 
     def waits(self, stage: int) -> float:
         """What a stage keeps of one microbatch from I to W."""

@@ -20,9 +20,10 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 """Mean and quantiles of a schedule's step times, where times vary (`zbpipe.simulator.jitter.StepTimes.record`)."""
 
 
-def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
+def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
+    The period takes longer than all else together, and tables that do not show it go without.
     `memory_to_1f1b` is the worst rank's peak by `baseline`, that of 1F1B's worst rank; None where that is not known.
     """
     schedule = timeline.schedule
@@ -40,7 +41,7 @@ def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
         "peak_memory": list(timeline.peak_memory),
         "memory_to_1f1b": max(timeline.peak_memory) / baseline if baseline else None,
         "lower_bound": timeline.lower_bound,
-        "period": period_of(timeline),
+        **({"period": period_of(timeline)} if with_period else {}),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
 
@@ -122,12 +123,15 @@ class ComparedSchedule:
         baseline: float | None = None,
         vary: Vary | None = None,
         checkpointing: Checkpointing | None = None,
+        *,
+        with_period: bool = True,
     ) -> ComparedSchedule:
         algorithm = schedules().get(timeline.schedule.name.lower())
         source = "zbpipe" if algorithm is None else algorithm.source
         torchs = has_torchs_split(timeline.schedule, source)
         runs = not torchs or runs_torchs_split(checkpointing)
-        return cls(record(timeline, baseline), limits, source, torchs, runs, vary(timeline) if vary else None)
+        figures = record(timeline, baseline, with_period=with_period)
+        return cls(figures, limits, source, torchs, runs, vary(timeline) if vary else None)
 
     @property
     def peak(self) -> float:
@@ -188,12 +192,17 @@ def compare(
     baseline: float | None,
     vary: Vary | None = None,
     checkpointing: Checkpointing | None = None,
+    *,
+    with_period: bool = True,
 ) -> list[ComparedSchedule]:
     """The best first, then those that exceed the limit of a rank (in the costs' unit of memory).
 
     Last come those that cannot run as simulated with this checkpointing; None where it is not known.
     """
-    compared = (ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing) for timeline in timelines)
+    compared = (
+        ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing, with_period=with_period)
+        for timeline in timelines
+    )
     return sorted(compared, key=lambda each: each.sort_key)
 
 
@@ -220,37 +229,33 @@ def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
 _BASELINES = ("1F1B", "Interleaved1F1B")
 
 
-def list_schedules(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
-    """Schedules by name, with the length of the step and the memory by 1F1B's; None where that is not known."""
-    by_name = {each.figures["schedule"]: each.figures for each in compared}
-    usual = by_name.get("1F1B", {}).get("makespan")
-
-    def one(algorithm: Algorithm) -> dict[str, Any]:
-        figures = by_name.get(algorithm.name, {})
-        return {
-            **{key: getattr(algorithm, key) for key in ("name", "stages_per_rank", "placement", "source", "summary")},
-            "step_to_1f1b": figures["makespan"] / usual if figures and usual else None,
-            "memory_to_1f1b": figures.get("memory_to_1f1b"),
-        }
-
-    return [one(each) for each in known]
+def list_schedule(
+    algorithm: Algorithm, timeline: Timeline | None, step: float | None, memory: float | None
+) -> dict[str, Any]:
+    """A schedule, with the length of its step and its memory by those of 1F1B; None where that is not known."""
+    keys = ("name", "stages_per_rank", "placement", "source", "summary")
+    return {
+        **{key: getattr(algorithm, key) for key in keys},
+        "step_to_1f1b": timeline.makespan / step if timeline and step else None,
+        "memory_to_1f1b": max(timeline.peak_memory) / memory if timeline and memory else None,
+    }
 
 
-def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of the table of `list_schedules`."""
-    rows = [
-        (
-            algorithm.name,
-            algorithm.source,
-            f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}",
-            algorithm.placement,
-            "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1),
-            "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x",
-            algorithm.summary,
-        )
-        for algorithm, each in zip(known, listed, strict=True)
-    ]
-    return table(("schedule", "from", "stages per rank", "placement", "step", "memory", "summary"), rows, left=7)
+def listing(known: Sequence[Algorithm], listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of a table, each as soon as `listed` has what `list_schedule` returns of the next known schedule."""
+
+    def cells(algorithm: Algorithm, step: str, memory: str) -> tuple[str, ...]:
+        stages = f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}"
+        return algorithm.name, algorithm.source, stages, algorithm.placement, step, memory, algorithm.summary
+
+    head = ("schedule", "from", "stages per rank", "placement", "step", "memory", "summary")
+    widest = [cells(each, "+100.0%", "10.00x") for each in known]
+    widths = [max(len(row[column]) for row in (head, *widest)) for column in range(len(head))]
+    yield "  ".join(_align(head, widths, left=7)).rstrip()
+    for algorithm, each in zip(known, listed, strict=True):
+        step = "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1)
+        memory = "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x"
+        yield "  ".join(_align(cells(algorithm, step, memory), widths, left=7)).rstrip()
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
