@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick coverage test-oldest test-torch test-python test-titan02 test-automodel long wheel compatibility gallery docs format clean
+.PHONY: help demo test types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel long wheel compatibility gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -20,14 +20,20 @@ demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubbl
 	$(BIN)/zbpipe demo
 	@$(ACTIVATE)
 
+# The types are checked beside the tests, which often wait.
 test: $(VENV)/dev  ## set up what is missing, then lint, type checks and the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+types:
 	$(BIN)/mypy
+
+tests:
 	$(PYTEST)
 
 # Tests that wait, for ranks or a browser, run beside those that compute.
-WORKERS := 3
+WORKERS := 4
 SPREAD := -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)
 

@@ -4,7 +4,7 @@
 
 All `nn.Linear` do so already. Any other layer says by `weight_products` how the backward of its product splits;
 without it the layer computes its weight gradient in I: correct, but W has nothing to fill bubbles with.
-docs/deferring-a-layer.md has the rules.
+docs/the-split.md has the rules.
 """
 
 from typing import ClassVar

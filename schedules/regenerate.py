@@ -13,10 +13,11 @@ from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
+from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.svg import svg
 
 SIZES = ((2, 4), (4, 8), (8, 16))
-PICTURED = (4, 8)
+PICTURED, COMPARED = (4, 8), (8, 32)
 
 INTRODUCTION = """# The schedules
 
@@ -28,9 +29,9 @@ both relative to 1F1B under the same costs: those of a transformer whose F, I an
 recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
 **Start with ZBVLean**: the shortest step in 1F1B's memory. *Stages* are those of a rank.
 
-**Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary
-([more](../docs/jitter.md)): under selective checkpointing, the time of an op by a standard deviation of 10 %, and each
-message comes late by 0.3 of a rank's F on average. Who waits for many messages in a row loses most.
+**Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary ([more](../docs/messages.md#jitter)):
+under selective checkpointing, the time of an op by a standard deviation of 10 %, and each message comes late by 0.3 of
+a rank's F on average. Schedules in which many ops wait for messages in a row lose most.
 
 **The pictures are drawn with equal times** for F, I and W, as the papers do, and *bubble* is the share of all ranks'
 time in which they idle then. A row is a rank, time goes from left to right, the number in a box is the microbatch. The
@@ -46,6 +47,10 @@ torch's `_load_csv`, TorchTitan and zbpipe read them. Those of schedules that fi
 checkpointing (the lean ones) or equal times (ZB1P, ZB2P). `make gallery` writes this folder.
 
 ![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
+
+Step and memory of all of them, with 8 ranks, 32 microbatches and selective checkpointing:
+
+![Memory against step time, relative to 1F1B](memory-and-step.svg)
 
 | schedule | from | stages | bubble | none: step | memory | selective: step | memory | full: step | memory | jitter |
 |---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
@@ -63,7 +68,29 @@ def files() -> dict[str, str]:
             result[f"{each.name}-p{size[0]}-m{size[1]}.csv"] = generate(each.name, *size).to_csv()
         result[f"{each.name}.svg"] = svg(_drawn(each.name), drawn_with=DRAWN_WITH)
     result["1F1B-and-ZBV.svg"] = svg(_drawn("1F1B"), _drawn("ZBV"), drawn_with=DRAWN_WITH)
+    result["memory-and-step.svg"] = _scatter(known)
     return result
+
+
+def _scatter(known: list[Algorithm]) -> str:
+    """Memory against step time, relative to 1F1B; the recommended schedule is bold."""
+
+    def run(name: str) -> Timeline:
+        costs = typical_costs(resolve(name).place(COMPARED[0]))
+        return simulate(generate(name, *COMPARED, costs=costs), costs)
+
+    usual = run("1F1B")
+    points = [
+        Point(
+            each.name,
+            found.makespan / usual.makespan,
+            max(found.peak_memory) / max(usual.peak_memory),
+            best=each.name == "ZBVLean",
+        )
+        for each in known
+        if (found := run(each.name))
+    ]
+    return scatter(points, Axis("step, 1F1B = 1", "{:.2f}".format), Axis("memory, 1F1B = 1", "{:.1f}x".format))
 
 
 def _drawn(name: str) -> Timeline:

@@ -57,7 +57,7 @@ def json_of(line: str) -> Any:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write into, with the cost files of the docs."""
     monkeypatch.chdir(tmp_path)
-    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml"), strict=True):
+    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml")[:2], strict=True):
         (tmp_path / f"{name}.toml").write_text(block.code)
     return tmp_path
 

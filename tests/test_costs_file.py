@@ -127,7 +127,7 @@ def test_equal_jobs_have_equal_hashes() -> None:
 
 
 def test_the_page_shows_files_that_can_be_read(tmp_path: Path) -> None:
-    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml"), strict=True):
+    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml")[:2], strict=True):
         (tmp_path / f"{name}.toml").write_text(block.code)
     stages, layered = load_costs(tmp_path / "stages.toml"), load_costs(tmp_path / "layers.toml")
     assert stages.placement == Placement.v(2)

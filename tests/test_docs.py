@@ -34,7 +34,7 @@ from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.schedule import registry
 
 _NAMED_FILE = re.compile(r"This is `(\S+)`[^`]*$")
-_LANGUAGES = {"", "python", "sh", "bash", "toml", "csv", "yaml"}
+_LANGUAGES = {"", "python", "sh", "bash", "diff", "toml", "csv", "yaml"}
 """What is checked below. A block without a language is what a program prints."""
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 
@@ -74,8 +74,9 @@ def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """In words, without comments, pipes, and the variables in front."""
-    lines = block.code.replace("\\\n", " ").splitlines()
+    """In words, without comments, pipes, and the variables in front. Of a diff, those that it adds."""
+    added = re.sub(r"^(-.*\n|\+ )", "", block.code, flags=re.MULTILINE) if block.language == "diff" else block.code
+    lines = added.replace("\\\n", " ").splitlines()
     bare = (re.sub(r"(^|\s)#.*|\s[|>].*|\.venv/bin/", "", line).strip() for line in lines)
     alone = (re.sub(r"^([A-Z_0-9]+=\S*\s*)+", "", part) for line in bare for part in line.split(" && "))
     return [shlex.split(part.replace("$ZBPIPE", "titan_integration/primus")) for part in alone if part]
@@ -83,8 +84,8 @@ def commands(block: Block) -> list[list[str]]:
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import; tests/test_titan_estimate.py runs what reads its configs.
-    options = ["--help"] if words[1:2] == ["playground"] or "--module" in words else []
+    # seconds to import; tests/test_titan_estimate.py runs what reads its configs, tests/test_doctor.py `doctor`.
+    options = ["--help"] if words[1:2] in (["playground"], ["doctor"]) or "--module" in words else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
 
@@ -158,10 +159,11 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash")], ids=str)
+@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash", "diff")], ids=str)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
-    subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+    if block.language != "diff":
+        subprocess.run(["bash", "-n"], input=code, text=True, check=True)
     monkeypatch.chdir(folder)
     for words in commands(block):
         PROGRAMS[words[0]](words, folder)
@@ -243,6 +245,33 @@ def test_every_relative_link_leads_to_a_file() -> None:
     assert missing == []
 
 
+def test_the_code_names_pages_that_exist() -> None:
+    sources = [path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {page for path in sources for page in re.findall(r"\bdocs/[\w-]+\.md", path.read_text())}
+    assert len(named) > 5
+    assert sorted(named - set(PAGES)) == []
+
+
+def test_the_lines_of_the_log_are_those_of_the_code() -> None:
+    """Those that docs/logs.md explains."""
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a string in several lines
+    rows = re.findall(r"^\| .*?(`.*?`)[^|]*\|", (ROOT / "docs/logs.md").read_text(), re.MULTILINE)
+    quoted = [part for row in rows for words in row.split("`") for part in words.split(" ... ") if part]
+    assert len(quoted) > 10
+    assert [part for part in quoted if part not in code] == []
+
+
+def test_all_pages_have_one_address() -> None:
+    """That of pyproject.toml."""
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    owner = address.rpartition("/")[0]
+    texts = {page: (ROOT / page).read_text() for page in (*PAGES, "mkdocs.yml", "pyproject.toml")}
+    found = {page: set(re.findall(rf"{owner}/[\w-]+", text)) for page, text in texts.items()}
+    assert {page: addresses for page, addresses in found.items() if addresses - {address}} == {}
+    assert all(found[page] for page in ("README.md", "docs/trouble.md", "mkdocs.yml"))
+
+
 def run(program: str) -> str:
     """What a fresh interpreter prints."""
     return subprocess.run(
@@ -276,7 +305,7 @@ def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
 def test_deferring_a_layer() -> None:
     """The page's layer leaves its weight gradient to W, and gets the right one."""
     names: dict[str, Any] = {}
-    (block,) = blocks("docs/deferring-a-layer.md", "python")
+    (block,) = (each for each in blocks("docs/the-split.md", "python") if "WeightProduct" in each.code)
     exec(block.code, names)
     layer = names["PerHead"](3, 4)
     plain = copy.deepcopy(layer)

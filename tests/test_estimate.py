@@ -271,7 +271,7 @@ def test_bytes_of_a_layer() -> None:
 
 
 def toml(**changes: str) -> str:
-    (block,) = blocks("docs/estimate.md", "toml")
+    block = blocks("docs/costs-file.md", "toml")[-1]
     text = block.code
     for key, value in changes.items():
         lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
@@ -322,8 +322,10 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
     html = picture.read_text()
-    names = [[float(x), float(y), len(name)] for x, y, name in re.findall(r'"name" x="(.*?)" y="(.*?)">(.*?)<', html)]
+    named = re.findall(r'"name(?: best)?" x="(.*?)" y="(.*?)" .*?>(.*?)<', html)
+    names = [[float(x), float(y), len(name)] for x, y, name in named]
     assert 1 < len(names) <= html.count("<circle")
+    assert html.count('<tr class="best">') == html.count('class="name best"') == 1
     for (x, y, letters), (other, line, _) in combinations(sorted(names), 2):
         assert abs(y - line) > 10 or x + 6 * letters < other  # no name covers another
     assert "ZBV" in html

@@ -251,7 +251,7 @@ SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 
 FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, FOUND))]
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 20), pytest.param(3, 50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 12), pytest.param(3, 50, marks=pytest.mark.long)])
 def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
     run_ranks(num_ranks, run_all, [*FIXED, *drawn(number)], timeout=600)
 

@@ -182,7 +182,7 @@ def test_the_exact_solver_finds_nothing_below_the_bound(
     known = min((each for each in scheduler.list_by_kind()), key=lambda each: each[0])[1]
     # The solver is told the bound, so that it can stop there: give it none.
     object.__setattr__(blind := replace(tested), "lower_bound", 0.0)
-    proof = solve(blind, known, effort=2.0)
+    proof = solve(blind, known, effort=1.0)
     assert proof.lower_bound <= tested.length(known) * (1 + 1e-6)
     if proof.order is None:  # the solver overlooks the memory of ops that take no time
         assert 0 in (*costs.f, *costs.i, *costs.w)

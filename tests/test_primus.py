@@ -171,14 +171,13 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
     config = experiment.job_config(sections)
     check.check(config, Options())
     assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBV", "8B")
-    assert config.primus_turbo == {"enable_primus_turbo": True}
+    assert (config.primus_turbo, config.compile.enable) == ({"enable_primus_turbo": False}, False)
     config.parallelism.pipeline_parallel_schedule = "ZBW"
     with pytest.raises(ValueError, match="unknown schedule 'ZBW'"):
         check.check(config, Options())
 
 
 ON_THE_CPU: dict[str, Any] = {
-    "compile": {"enable": False},
     "experimental": {"custom_import": "zbpipe.cli.demo.models02"},
     "lr_scheduler": {"warmup_steps": 2},
     "model": {

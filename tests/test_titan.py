@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
+from base64 import b64decode
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -963,7 +965,9 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path:
         r"ZBV as planned, 25.5 s:\nrank 0 F.*ZBV as measured, 38.25 s:\nrank 0 F", result.output, re.DOTALL
     )
     assert f"The same as a page to zoom: {page}" in result.output
-    assert page.read_text().count("as measured") >= 1
+    data = re.findall(r'<script id="data".*?>(.*?)<', page.read_text())
+    headings = [each["heading"] for each in json.loads(zlib.decompress(b64decode(data[0])))]
+    assert headings == ["1F1B, measured", "ZBV, measured", "1F1B, simulated", "ZBV, simulated"]
     assert [each["seconds"] for each in json.loads(file.read_text())["emulated"]] == [49.5, 38.25]
     runs = json.loads(file.read_text())["runs"]
     assert [(run["schedule"], run["source"], run["status"]) for run in runs] == [

@@ -8,6 +8,7 @@ import click
 
 from zbpipe.cli.base import Group, in_one_line
 from zbpipe.cli.demo import command as of_demo
+from zbpipe.cli.doctor import doctor
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
 from zbpipe.cli.playground import playground
@@ -38,5 +39,7 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
         click.echo(context.get_help())
 
 
-for command in (list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, of_demo.demo):
+for command in (
+    *(list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, of_demo.demo, doctor),
+):
     main.add_command(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from html import escape
 from typing import Any
@@ -11,10 +11,11 @@ from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Memory, Step
-from zbpipe.views.html import fill
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.views.html import fill, pictures
 from zbpipe.views.report import table
-from zbpipe.views.style import percent
-from zbpipe.views.svg import svg
+from zbpipe.views.scatter import Axis, Point, scatter
+from zbpipe.views.style import count_noun, percent
 
 _HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
@@ -150,85 +151,47 @@ def rank_record(found: JobMemory) -> dict[str, Any]:
 
 def page(found: Estimate) -> str:
     """One HTML page: the table, memory against step time, and the best schedules one above the other."""
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values()))
-    rows = "\n".join(_row(_cells(found, step)) for step in found.steps)
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values(), ""))
+    rows = "\n".join(_row(_cells(found, step), step is found.best) for step in found.steps)
+    drawn = _drawn(found)
     return fill(
         "estimates.html",
         title=escape(_job(found)),
         table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
-        plot=plot(found),
-        schedules=_draw(found),
+        plot=_plot(found) if found.steps else "",
+        schedules=pictures(drawn) if drawn else "<p>No schedule can run on these GPUs.</p>",
         words="\n".join(f"<p>{escape(line)}</p>" for line in (*_warnings(found), *_notes(found))),
     )
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in cells) + "</tr>"
+def _row(cells: Sequence[str], is_best: bool) -> str:
+    kind = ' class="best"' if is_best else ""
+    return f"<tr{kind}>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in cells) + "</tr>"
 
 
-def _draw(found: Estimate) -> str:
-    """The best, the job's own, and 1F1B, on one time scale."""
+def _drawn(found: Estimate) -> dict[str, Timeline]:
+    """The best, the job's own, and 1F1B, by name."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
-    best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs]
-    chosen = [step.timeline for step in (*best[: _DRAWN - len(own)], *own) if step.timeline is not None]
-    return svg(chosen[0], *chosen[1:]) if chosen else "<p>No schedule can run on these GPUs.</p>"
+    best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs and step not in own]
+    return {
+        f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} a rank": step.timeline
+        for step in (*best[: _DRAWN - len(own)], *own)
+        if step.timeline is not None
+    }
 
 
-# All lengths are pixels.
-_WIDTH, _HEIGHT, _MARGIN, _LABEL = 760, 420, 64, 150
-_LETTER, _LINE = 6.5, 12
-"""The width of a letter and the height of a line in any font, or a little more."""
-
-
-def _choose_readable(points: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float, float]]:
-    """The names to write next to these points, with their places: those that cover no earlier one."""
-    taken: list[tuple[float, float, float]] = []
-    for name, x, y in points:
-        left, right, base = x + 8, x + 8 + _LETTER * len(name), y + 4
-        if all(right < first or last < left or abs(base - line) >= _LINE for first, last, line in taken):
-            taken.append((left, right, base))
-            yield name, left, base
-
-
-def plot(found: Estimate) -> str:
-    """Memory against step time as SVG: the lower left is best; hollow points do not fit."""
-    steps = found.steps
-    if not steps:
-        return ""
-    slowest, largest = max(step.seconds for step in steps), max(step.memory.total for step in steps)
-    fastest = min(step.seconds for step in steps)
-    limit = found.device.usable_bytes if found.device else 0.0
-    top = max(largest, limit) * 1.05
-    low = fastest - 0.05 * (slowest - fastest or slowest)
-
-    def x(seconds: float) -> float:
-        return _MARGIN + (_WIDTH - _MARGIN - _LABEL) * (seconds - low) / (slowest - low)
-
-    def y(size: float) -> float:
-        return 16 + (_HEIGHT - _MARGIN) * (1 - size / top)
-
-    def marks() -> Iterator[str]:
-        yield f'<line class="axis" x1="{_MARGIN}" y1="{y(0):.1f}" x2="{_WIDTH - _LABEL}" y2="{y(0):.1f}"/>'
-        yield f'<line class="axis" x1="{_MARGIN}" y1="16" x2="{_MARGIN}" y2="{y(0):.1f}"/>'
-        for share in (0.0, 0.5, 1.0):
-            seconds, size = fastest + share * (slowest - fastest), share * top
-            yield f'<text x="{x(seconds):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{seconds:.3g} s</text>'
-            yield f'<text x="{_MARGIN - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / GIB:.0f} GiB</text>'
-        if limit:
-            yield f'<line class="limit" x1="{_MARGIN}" y1="{y(limit):.1f}" x2="{_WIDTH}" y2="{y(limit):.1f}"/>'
-            yield f'<text x="{_WIDTH}" y="{y(limit) - 4:.1f}" text-anchor="end">can be used</text>'
-        for step in steps:
-            at = f'cx="{x(step.seconds):.1f}" cy="{y(step.memory.total):.1f}"'
-            kind = "fits" if step.fits else "over"
-            tip = escape(f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB")
-            yield f'<circle class="{kind}" {at} r="5"><title>{tip}</title></circle>'
-        for name, left, base in _choose_readable(
-            (step.schedule, x(step.seconds), y(step.memory.total)) for step in steps
-        ):
-            yield f'<text class="name" x="{left:.1f}" y="{base:.1f}">{escape(name)}</text>'
-
-    inside = "\n".join(marks())
-    return (
-        f'<svg class="memory" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img"'
-        f' aria-label="memory against step time">\n{inside}\n</svg>'
-    )
+def _plot(found: Estimate) -> str:
+    """Memory against step time."""
+    points = [
+        Point(
+            step.schedule,
+            step.seconds,
+            step.memory.total / GIB,
+            fits=step.fits and step.runs,
+            best=step is found.best,
+            tip=f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB",
+        )
+        for step in found.steps
+    ]
+    limit = found.device.usable_bytes / GIB if found.device else None
+    return scatter(points, Axis("seconds a step", "{:.4g} s".format), Axis("memory", "{:.0f} GiB".format, limit))

@@ -33,7 +33,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/estimate.md).")
+@click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/costs-file.md).")
 @click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
 @click.option(
     "--device", metavar="NAME", help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X."

@@ -48,7 +48,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
     usual = simulate_one(resolve("1F1B"), ranks, microbatches, costs)
-    step, memory = usual and usual.makespan, costs.baseline(ranks, microbatches)
+    step, memory = usual.makespan if usual else None, costs.baseline(ranks, microbatches)
     timelines = (simulate_one(each, ranks, microbatches, costs) for each in known)
     listed = (report.list_schedule(*each, step, memory) for each in zip(known, timelines, strict=True))
     if as_json:

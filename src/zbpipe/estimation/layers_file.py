@@ -1,4 +1,4 @@
-"""A model outside TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/estimate.md describes it."""
+"""A model outside TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/costs-file.md describes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_layers(path: str | Path, gpus: int) -> Workload:
     """Read what the layers of a model compute and keep, on this number of GPUs; FSDP uses those that the degrees leave.
 
     Args:
-        path: of a file in the format of docs/estimate.md.
+        path: of a file in the format of docs/costs-file.md.
         gpus: of the whole job.
 
     Raises:

@@ -113,8 +113,7 @@ class Options:
     )
     check_gradients: int | None = _option(
         "job of zbpipe",
-        "Compare the split's gradients with those of an ordinary backward in the first N steps"
-        " (docs/checking-gradients.md).",
+        "Compare the split's gradients with those of an ordinary backward in the first N steps (docs/the-split.md).",
         **_STEPS,
     )
     profile_steps: int | None = _autos(
@@ -129,7 +128,7 @@ class Options:
     )
     plan_out: str | None = _autos(
         "For Auto: if another placement of the stages would be faster by more than 1 %, write its plan to this CSV"
-        " file, which the next start takes as its schedule (docs/changing-jobs.md).",
+        " file, which the next start takes as its schedule (docs/measure-and-plan.md).",
         **_FILE,
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
@@ -147,7 +146,7 @@ class Options:
     )
     offload: Offload | str | bool | None = _zbpipes(
         "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
-        " time. It needs {prefix}costs-file, or the schedule Auto (docs/offload.md).",
+        " time. It needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
         choices=_list_words(Offload),
         check=lambda name, value: Offload.parse(value),
     )

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -37,6 +37,20 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
         ranks="\n".join(_table(timeline)),
         data=pack(drawing(timeline)),
     )
+
+
+def join(title: str, timelines: Mapping[str, Timeline]) -> str:
+    """A page with several timelines, as `pictures` draws them."""
+    return fill("several.html", title=escape(title), pictures=pictures(timelines))
+
+
+def pictures(timelines: Mapping[str, Timeline]) -> str:
+    """A part of a page: timelines below their headings, on one time scale, which zoom and move together."""
+    all_drawn = [
+        {"heading": heading, "outcome": style.outcome(timeline), "drawing": drawing(timeline)}
+        for heading, timeline in timelines.items()
+    ]
+    return fill("pictures.html", data=pack(all_drawn))
 
 
 def fill(name: str, **parts: str) -> str:

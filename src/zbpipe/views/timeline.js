@@ -504,6 +504,26 @@ class Picture {
   }
 }
 
+/* Each picture with its drawing, all on one time scale, and one legend for all of them into `list`. */
+function showTogether(pictures, drawings, list) {
+  const until = Math.max(...drawings.map(({makespan}) => makespan), 0);
+  pictures.forEach((picture, n) => picture.show(drawings[n], until));
+  // Of a kind the shades of the most stages.
+  const inOrder = [...drawings].sort((one, other) => one.stagesPerRank - other.stagesPerRank);
+  const kinds = new Map(inOrder.flatMap(({kinds, paints}) => kinds.map((kind, n) => [kind[0], {kind, paint: paints[n]}])));
+  const shown = [...kinds.values()], {stagesPerRank} = inOrder[inOrder.length - 1];
+  list.replaceChildren();
+  addLegend(list, {kinds: shown.map(({kind}) => kind), paints: shown.map(({paint}) => paint), stagesPerRank});
+}
+
+/* The other pictures show the time that one shows. */
+function lookTogether(one, pictures) {
+  for (const other of pictures) {
+    if (other === one || !other.timeline || other.until !== one.until) continue;
+    if (other.view.begin !== one.view.begin || other.view.end !== one.view.end) other.look(one.view.begin, one.view.end);
+  }
+}
+
 /* Which colours are which kind, into `list`. */
 function addLegend(list, data) {
   const add = (swatches, words) => {

@@ -34,7 +34,7 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     from zbpipe.cli.demo.comparison import as_json, run_demo
     from zbpipe.cli.demo.console import ConsoleProgress, announce_emulated, print_emulated, print_table
     from zbpipe.cli.demo.emulated import ROUNDS, SCHEDULES, DemoError, emulate
-    from zbpipe.cli.demo.page import join_pages
+    from zbpipe.views.html import join
 
     if keep is not None:
         _require_new(keep)
@@ -49,10 +49,11 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     except DemoError as error:
         raise click.ClickException(str(error)) from None
     print_emulated(emulated)
-    shown = emulated[-1]
+    shown = {f"{each.schedule}, measured": each.measured for each in emulated}
+    shown |= {f"{each.schedule}, simulated": each.planned for each in emulated}
     with in_one_line(OSError):
         file = html_file or Path(tempfile.mkdtemp(prefix="zbpipe-demo-"), "demo.html")
-        file.write_text(join_pages(shown.planned, shown.measured), encoding="utf-8")
+        file.write_text(join("Two schedules on 8 ranks whose stages sleep, on one time scale", shown), encoding="utf-8")
         click.echo(f"\nThe same as a page to zoom: {file}")
         if json_file is not None:
             json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")

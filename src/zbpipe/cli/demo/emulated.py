@@ -117,7 +117,7 @@ def main() -> None:
 
     folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
     job = folder, int(ranks), int(microbatches), seconds, int(rounds)
-    start_processes(_run_rank, job, nprocs=int(ranks), start_method="fork")
+    start_processes(_run_rank, job, nprocs=int(ranks), start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def _run_rank(rank: int, folder: Path, ranks: int, microbatches: int, seconds: float, rounds: int) -> None:

@@ -40,7 +40,7 @@ class WeightProduct:
     True
 
     Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
-    a local part of one) as the second argument, leaves x and dY for W. See docs/deferring-a-layer.md.
+    a local part of one) as the second argument, leaves x and dY for W. See docs/the-split.md.
 
     Both functions also get the further arguments of f, except those that are None and that they do not take. If one of
     those needs a gradient itself, the call is an ordinary one, and defers nothing.

@@ -1,0 +1,114 @@
+"""`doctor`: what a bug report needs, as one text."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, version
+from pathlib import Path
+
+import click
+
+from zbpipe.cli.base import Command, OutputFile
+
+_PACKAGES = ("zbpipe", "torch", "torchtitan", "nemo-automodel", "triton", "numpy", "numba")
+_VARIABLES = (
+    *("MASTER_", "NNODES", "NODE_RANK", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCH", "PYTORCH_", "SLURM_"),
+    *("NCCL_", "RCCL_", "GLOO_", "UCX_", "CUDA_", "HIP_", "ROCR_", "HSA_", "GPU_", "OMP_", "PYTHONPATH"),
+)
+"""How the names begin that a job depends on. No others are printed, because they may hold secrets."""
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+_LAST_LINES = 200
+_PLUG = "import zbpipe.titan; zbpipe.titan.plug_in(); print('the plug fits')"
+_PLUG_SECONDS = 180
+
+
+@click.command(cls=Command)
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the report, to attach it to an issue.")
+@click.option(
+    "--log",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"Add the last {_LAST_LINES} lines of a job's log.",
+)
+def doctor(output: Path | None, log: Path | None) -> None:
+    """Report what a bug report needs.
+
+    Lists versions, devices, whether zbpipe fits the installed TorchTitan, and the environment variables of torchrun,
+    NCCL, RCCL and gloo. Run it where the job runs. Read the report before you send it: it has host names and paths.
+
+    \b
+    Example:
+      zbpipe doctor -o report.txt --log job.log
+    """
+    text = "\n".join(_lines(log)) + "\n"
+    click.echo(text, nl=False)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+        click.echo(f"wrote {output}: attach it at {_issues()}")
+
+
+def _lines(log: Path | None) -> Iterator[str]:
+    yield "# Versions"
+    yield f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
+    yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
+    yield "\n# Devices"
+    yield from _devices()
+    yield "\n# TorchTitan"
+    yield _plug()
+    yield "\n# Environment"
+    yield from (f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_of_a_job(name))
+    if log is not None:
+        yield f"\n# The last lines of {log}"
+        with log.open(encoding="utf-8", errors="replace") as file:
+            yield from (line.rstrip("\n") for line in deque(file, _LAST_LINES))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[str]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a broken installation is what it has to report
+        yield f"torch cannot be imported: {error}"
+        return
+    yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.cuda.device_count()} devices"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
+    if torch.cuda.is_available():
+        yield f"NCCL or RCCL {torch.cuda.nccl.version()}"  # type: ignore[no-untyped-call]
+
+
+def _plug() -> str:
+    """Whether the plug fits, tried in a process of its own: it changes torch and TorchTitan."""
+    from zbpipe.frameworks.titan.versions import find_installed
+
+    try:
+        find_installed()
+    except ImportError as error:
+        return str(error)
+    command = [sys.executable, "-c", _PLUG]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_PLUG_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the plug did not end within {_PLUG_SECONDS} seconds"
+    return tried.stdout.strip() if tried.returncode == 0 else f"the plug does not fit:\n{tried.stderr.strip()}"
+
+
+def _is_of_a_job(name: str) -> bool:
+    return name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS)
+
+
+def _issues() -> str:
+    urls = dict(each.split(", ", 1) for each in metadata("zbpipe").get_all("Project-URL") or ())
+    return str(urls.get("Issues", "the address from which you have zbpipe"))

@@ -1,0 +1,137 @@
+"""Points with names as an SVG picture, for example schedules by step time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zbpipe.views import style
+
+# All lengths are pixels.
+_WIDTH, _HEIGHT = 1100, 460
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 130, 16, 48
+_RADIUS, _FONT, _LETTER, _LINE = 5, 12, 6.9, 13
+"""Of a point and of its name; the width of a letter and the height of a line in any font, or a little more."""
+_FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_TICKS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing by two numbers, of which less is better."""
+
+    name: str
+    x: float
+    y: float
+    fits: bool = True
+    """False draws it hollow."""
+    best: bool = False
+    """Whether its name is bold."""
+    tip: str = ""
+    """What pointing at it shows."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a number means, and how it is written."""
+
+    title: str
+    write: Callable[[float], str]
+    limit: float | None = None
+    """Where a line divides what fits from what does not."""
+
+
+def scatter(points: Sequence[Point], horizontal: Axis, vertical: Axis) -> str:
+    """The picture: the lower left is best. A name that would cover another one, or a point, is left to the tooltip."""
+    across, up = [point.x for point in points], [point.y for point in points]
+    most = max(*up, vertical.limit or 0.0) * 1.05
+    spare = 0.05 * (max(across) - min(across) or max(across))
+    low, span = min(across) - spare, max(across) - min(across) + 2 * spare
+
+    def x(value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / span
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / most)
+
+    floor, end = y(0), _WIDTH - _RIGHT
+
+    def axes() -> Iterator[str]:
+        yield f'<path class="grid" d="M{_LEFT} {_TOP}V{floor:.1f}H{end}"/>'
+        for time in (each for each in style.ticks(low + span, round(_TICKS * (low + span) / span)) if each > low):
+            yield _text(x(time), floor + 18, horizontal.write(time), "middle", "faint")
+        for size in style.ticks(most, _TICKS):
+            yield _text(_LEFT - 8, y(size) + 4, vertical.write(size), "end", "faint")
+        yield _text((_LEFT + end) / 2, floor + 38, horizontal.title, "middle")
+        yield _text(_LEFT + 8, _TOP + 8, vertical.title, "start")
+        if vertical.limit is not None:
+            yield f'<path class="limit" d="M{_LEFT} {y(vertical.limit):.1f}H{_WIDTH}"/>'
+            yield _text(_WIDTH, y(vertical.limit) - 5, "can be used", "end")
+
+    places = [(x(point.x), y(point.y)) for point in points]
+    taken = [(left - 6, top - 6, left + 6, top + 6) for left, top in places]
+
+    def marks() -> Iterator[str]:
+        for point, (left, top) in zip(points, places, strict=True):
+            kind = "fits" if point.fits else "over"
+            tip = f"<title>{escape(point.tip or point.name)}</title>"
+            yield f'<circle class="{kind}" cx="{left:.1f}" cy="{top:.1f}" r="{_RADIUS}">{tip}</circle>'
+        # The best come first, and so find a place.
+        for point, place in sorted(zip(points, places, strict=True), key=lambda pair: (not pair[0].best, pair[0].x)):
+            found = next((each for each in _places_of_name(point.name, *place) if _is_free(each, taken)), None)
+            if found is not None:
+                taken.append(found)
+                yield _text(found[0], found[3] - 3, point.name, "start", "name best" if point.best else "name")
+
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp scatter" width="{_WIDTH}" height="{_HEIGHT}"'
+            f' viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{_FAMILY}" font-size="{_FONT}" role="img"'
+            f' aria-label="{escape(vertical.title)} against {escape(horizontal.title)}">',
+            *_styles(),
+            f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>',
+            *axes(),
+            *marks(),
+            "</svg>\n",
+        ]
+    )
+
+
+_Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+
+def _places_of_name(name: str, x: float, y: float) -> Iterator[_Box]:
+    """Where it may be written: next to its point, above it and below it."""
+    wide = _LETTER * len(name)
+    beside = [(x + 9, y), (x - 9 - wide, y)]
+    for left, middle in beside + [(start, y + up) for start in (x - wide / 2, x - 5, x + 5 - wide) for up in (-14, 14)]:
+        yield left, middle - _LINE / 2, left + wide, middle + _LINE / 2
+
+
+def _is_free(box: _Box, taken: Sequence[_Box]) -> bool:
+    left, top, right, bottom = box
+    if left < _LEFT:
+        return False
+    return all(right < other[0] or other[2] < left or bottom < other[1] or other[3] < top for other in taken)
+
+
+def _text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
+    chosen = f' class="{kind}"' if kind else ""
+    return f'<text{chosen} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _styles() -> Iterator[str]:
+    yield "<style>"
+    yield ".scatter .grid{fill:none} .scatter .limit{stroke-dasharray:6 4} .scatter .best{font-weight:bold}"
+    yield from _theme(style.LIGHT)
+    yield f"@media (prefers-color-scheme:dark){{{' '.join(_theme(style.DARK))}}}"
+    yield "</style>"
+
+
+def _theme(theme: style.Theme) -> Iterator[str]:
+    yield f".scatter .paper{{fill:{theme.paper}}} .scatter .grid{{stroke:{theme.line}}}"
+    yield f".scatter text{{fill:{theme.ink}}} .scatter .faint{{fill:{theme.faint}}}"
+    yield f".scatter .limit{{stroke:{theme.path}}}"
+    yield f".scatter .fits{{fill:{theme.curve}}} .scatter .over{{fill:none;stroke:{theme.curve};stroke-width:2}}"
