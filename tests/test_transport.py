@@ -163,7 +163,7 @@ def test_words() -> None:
     assert Receives.parse("TIMED") is Receives.TIMED
     schedule = generate("ZBV", 2, 4)
     costs = CostModel.uniform(schedule.placement)
-    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
+    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one-queue'"):
         simulate(schedule, costs, transport="wire")
     with pytest.raises(ValueError, match="receives='soon' is unknown"):
         simulate(schedule, costs, receives="soon")

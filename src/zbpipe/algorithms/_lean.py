@@ -10,7 +10,7 @@ from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
-from zbpipe.planner.engine import PLAIN
+from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
@@ -32,7 +32,8 @@ def resolve_limits(
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
-        require_room(placement, costs, limits, f" for {name}")
+        with limit.explain(costs, placement.num_ranks, microbatches):
+            require_room(placement, costs, limits, f" for {name}")
     return limits
 
 
@@ -50,7 +51,7 @@ def find_best(
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
-    search = Search([problem], BUDGET, PLAIN, effort=Effort.quick(BUDGET, problem.num_ops))
+    search = Search([problem], BUDGET, at_hand(), effort=Effort.quick(BUDGET, problem.num_ops))
     forms = (form for seed in seeds for form in (fit_within(seed, costs, problem.limits), make_leanest(seed, costs)))
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
     if transport is Transport.SHARED:

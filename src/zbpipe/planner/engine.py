@@ -57,6 +57,11 @@ def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 PLAIN = Engine(*_ENTRIES, list, list, _lists, compiled=False)
 
 
+def at_hand() -> Engine:
+    """`fastest()` where it was called before, so that nothing waits for numba; else `PLAIN`."""
+    return fastest() if fastest.cache_info().currsize else PLAIN
+
+
 @cache
 def fastest() -> Engine:
     """Machine code where numba is installed, else `PLAIN`, which is some 30 times as slow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,10 @@ def plan(
         request = _keep_stages(request, costs.num_stages)
 
     def search(request: Request) -> Plan:
+        with limit.explain(known, ranks, microbatches) if limit else nullcontext():
+            return _search(request)
+
+    def _search(request: Request) -> Plan:
         if isinstance(costs, LayerCosts):
             return plan_layers(request, costs, report)
         return plan_stages(request, _costs_of(costs), report)

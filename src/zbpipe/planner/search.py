@@ -8,7 +8,7 @@ from math import inf, sqrt
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
-from zbpipe.planner.engine import PLAIN, Engine
+from zbpipe.planner.engine import Engine, at_hand
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
@@ -273,7 +273,7 @@ def find_best_within(
     weights = (limit * share for share in rank_shares(placement, costs))
     limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
-    orders = [order for length, order in ListScheduler(problem, PLAIN).list_by_kind() if length < NEVER]
+    orders = [order for length, order in ListScheduler(problem, at_hand()).list_by_kind() if length < NEVER]
     orders = orders or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]

@@ -81,7 +81,8 @@ def require_size(
     if limit := MemoryLimit.parse(options.memory_limit):
         # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
         costs = known.on(placement) if known else CostModel.uniform(placement)
-        require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
+        with limit.explain(costs, num_ranks, n_microbatches):
+            require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
     rows = algorithm.make(num_ranks, n_microbatches) if options.profile_steps else ()
     if options.profile_steps and all(op.kind is not OpKind.I for ops in rows for op in ops):
         raise ValueError(

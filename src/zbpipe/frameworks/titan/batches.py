@@ -32,11 +32,11 @@ def require_whole_microbatches(config: Any) -> None:
         )
 
 
-def ask_for_microbatches(config: Any, number: int) -> str:
-    """TorchTitan's argument for this number of microbatches."""
+def batch_option(config: Any) -> tuple[str, int]:
+    """TorchTitan's option for the batch of a pipeline's step, and how much of it a microbatch takes."""
     if counts_tokens(config):
-        return f"--parallelism.num_pp_microbatches {number}"
-    return f"--training.local_batch_size {number * config.parallelism.pipeline_parallel_microbatch_size}"
+        return "--parallelism.num_pp_microbatches", 1
+    return "--training.local_batch_size", config.parallelism.pipeline_parallel_microbatch_size
 
 
 def length(training: Any) -> int:

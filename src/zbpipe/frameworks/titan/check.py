@@ -7,6 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.titan import batches
 from zbpipe.runtime.job import require_sense, require_size
@@ -115,12 +116,10 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
 
 
 def _warn_of_idle_ranks(config: Any) -> None:
-    ranks, microbatches = config.parallelism.pipeline_parallel_degree, batches.microbatches(config)
-    if microbatches < 2 * ranks:
-        _warn_once(
-            f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
-            f" set {batches.ask_for_microbatches(config, 2 * ranks)} or more"
-        )
+    option, size = batches.batch_option(config)
+    ranks = config.parallelism.pipeline_parallel_degree
+    if words := few_microbatches(ranks, batches.microbatches(config), size, option):
+        _warn_once(words)
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from math import prod
@@ -44,6 +49,21 @@ def parse_config(arguments: list[str]) -> Any:
         return ConfigManager().parse_args(arguments)
     except SystemExit:
         raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+    except ValueError as error:
+        unknown = re.match(r"Config function '(.*)' not found in ([\w.]+)\.", str(error))
+        if unknown is None:
+            raise
+        name, module = unknown.groups()
+        configs = ", ".join(_list_configs(module))
+        raise ValueError(f"--config: {module} has no config {name!r}; it has {configs}") from None
+
+
+def _list_configs(module: str) -> Iterator[str]:
+    """The names of a module's configs: its public functions without parameters."""
+    for name, each in vars(sys.modules[module]).items():
+        is_own = inspect.isfunction(each) and each.__module__ == module and name[0] != "_"
+        if is_own and not inspect.signature(each).parameters:
+            yield name
 
 
 class Sizes(NamedTuple):
@@ -82,7 +102,8 @@ def build_on_meta(config: Any) -> Model:
         from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
 
         use_causal_attention(config.model_spec, batches.length(config.training))
-        model_config.update_from_config(config=config)
+        with _refusals():
+            model_config.update_from_config(config=config)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
             return Model(model_config.build(), model_config, batches.length(config.training))
     from torchtitan.protocols.train_spec import get_train_spec
@@ -91,9 +112,34 @@ def build_on_meta(config: Any) -> Model:
         importlib.import_module(config.experimental.custom_import)  # where the model may come from
     spec = get_train_spec(config.model.name)
     model_args = ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
-    model_args.update_from_config(config)
+    with _refusals():
+        model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         return Model(spec.model_cls(model_args), model_args, batches.length(config.training))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Report what TorchTitan refuses in a job as a ValueError."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(f"TorchTitan refuses this job: {error}") from error
+
+
+def require_decoder(model: nn.Module) -> None:
+    """A ValueError for a model that is no stack of blocks between an embedding and a head."""
+    parts = ("tok_embeddings", "layers", *HEAD)
+    if missing := [name for name in parts if getattr(model, name, None) is None]:
+        raise ValueError(
+            f"{type(model).__name__} has no {', '.join(missing)}: only TorchTitan's decoders can be counted; describe"
+            " other models in a file of --layers"
+        )
+
+
+def compiles_blocks(config: Any) -> bool:
+    """Whether torch.compile runs the blocks."""
+    return bool(config.compile.enable and "model" in config.compile.components)
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:

@@ -19,6 +19,7 @@ from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
+from zbpipe.schedule.user_code import import_from_here
 
 if TYPE_CHECKING:
     from zbpipe.frameworks.titan import models
@@ -57,7 +58,8 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """TorchTitan's config of a command line; see `read` for what it raises."""
+    """TorchTitan's config of a command line, whose module may be in the current folder; see `read` for its errors."""
+    import_from_here()
     find_installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
@@ -77,10 +79,8 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     each = pipeline * tensor * parallelism.data_parallel_replicate_degree
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
-        raise ValueError(
-            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
-            f" {(fsdp + 1) * each}"
-        )
+        fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
+        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {fitting}")
     return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
 
 
@@ -136,7 +136,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
     from zbpipe.frameworks.titan import models
 
     parallelism, tokens = config.parallelism, _tokens(config)
-    sizes = models.sizes(config, degrees.fsdp)
+    sizes, (option, size) = models.sizes(config, degrees.fsdp), batches.batch_option(config)
     on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
     return Workload(
         name,
@@ -149,9 +149,12 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
+        compiled=models.compiles_blocks(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
+        microbatch_size=size,
+        batch_option=option,
     )
 
 
@@ -313,6 +316,7 @@ def _count(config: Any) -> _Counted:
 
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
+    models.require_decoder(model)
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
