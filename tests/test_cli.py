@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate
+from zbpipe.views import report
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -68,6 +69,19 @@ def test_list_has_all_schedules() -> None:
     assert words.endswith("times and memory typical of a transformer with selective checkpointing")
     for algorithm in registry.schedules().values():
         assert any(line.startswith(f"{algorithm.name} ") and line.endswith(algorithm.summary) for line in lines)
+
+
+def test_list_prints_each_row_as_soon_as_it_is_known() -> None:
+    known = [registry.resolve(name) for name in ("1F1B", "ZBVLean")]
+
+    def listed() -> Iterator[dict[str, Any]]:
+        yield report.list_schedule(known[0], None, None, None)
+        raise AssertionError("the second row")
+
+    lines = report.listing(known, listed())
+    assert [next(lines).split()[0] for _ in range(2)] == ["schedule", "1F1B"]
+    with pytest.raises(AssertionError, match="the second row"):
+        next(lines)
 
 
 def test_list_as_json() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.algorithms import _lean
 from zbpipe.algorithms._lean import find_best
 from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs.baseline import memory_of_1f1b
@@ -18,6 +19,8 @@ from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport
+from zbpipe.planner import search
+from zbpipe.planner.engine import PLAIN, at_hand, fastest
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
@@ -36,6 +39,17 @@ def peaks(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
 
 def keeps_to(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> bool:
     return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(schedule, costs), limits, strict=True))
+
+
+@pytest.mark.parametrize("name", [*LEAN, "ZB1P", "ZB2P"])
+def test_compiled_loops_make_the_same_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it makes no difference whether a plan has loaded them before."""
+    compiled = fastest()
+    found = generate(name, 4, 8)
+    assert at_hand() is compiled
+    for module in (_lean, search):
+        monkeypatch.setattr(module, "at_hand", lambda: PLAIN)
+    assert generate(name, 4, 8) == found
 
 
 # --- the passes ---

@@ -223,7 +223,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("1F1B", "profile-steps 1", "1F1B runs whole backwards"),
         ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
         ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
-        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1"),
+        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
         ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
         ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
         (
