@@ -44,8 +44,7 @@ def find_best(
     limits: Sequence[float],
     transport: Transport | None = None,
 ) -> Schedule:
-    """The shortest schedule found within `limits` by a short search and in lean forms of `seeds`; the leanest of
-    equals.
+    """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
     All seeds have the same placement and number of microbatches. Each rank may hold what one microbatch needs, even
     above its limit. With messages that share queues with compute, the shortest step is the one under that transport.
