@@ -97,8 +97,7 @@ class _Row:
             self._run(op)
 
     def _run(self, op: Op, then: Op | None = None) -> None:
-        """Run as many W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is
-        `then`."""
+        """Run W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is `then`."""
         while self._waiting and self._held + self._most_needed(op, then) > self._limit:
             first = self._waiting.popleft()
             self._held += self._costs.adds(first.stage, first.kind)

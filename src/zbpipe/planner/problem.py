@@ -46,8 +46,7 @@ class Problem:
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether a full backward helps on each stage: it needs less memory than I and then W, and memory is
-        limited."""
+        """Whether B helps on each stage: it needs less memory than I and then W, and memory is limited."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             self.costs.saves_by_b(stage) and self.limits[rank] < most[rank]

@@ -102,8 +102,7 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
 
 
 def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-    """Every named schedule on its placement, lean to keep to the limits: its problem, its order, and its
-    description."""
+    """Every named schedule on its placement, made lean within the limits: its problem, order, and description."""
     for problem in problems:
         for algorithm in registry.schedules().values():
             # Skip schedules that are searched themselves. They take as long as this search with less effort, and begin
