@@ -31,7 +31,7 @@ _COMM = 0.01
 
 
 class Checkpointing(StrEnum):
-    """What a block keeps after F, by activation checkpointing."""
+    """Activation checkpointing, which determines the memory that a block keeps after F."""
 
     NONE = "none"
     """All that autograd saves."""

@@ -31,7 +31,7 @@ class _Named(StrEnum):
 
 
 class Transport(_Named):
-    """What the messages of a rank wait for, besides the computations that produce them."""
+    """Dependencies of a rank's messages, besides the computations that produce them."""
 
     IDEAL = "ideal"
     """Nothing: each message leaves as soon as it is computed."""

@@ -212,7 +212,7 @@ class _Job:
         return seconds + share * each.summed * most / degrees.fsdp / between
 
     def without_pipeline(self) -> Step:
-        """The same tokens on the same GPUs, with FSDP over all of them and no pipeline."""
+        """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)

@@ -1,4 +1,4 @@
-"""The same job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
+"""The job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sharded(NamedTuple):
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
-    """The same tokens on the same GPUs, with as many sequences at a time as fit, for the fewest rounds of gathering."""
+    """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
     degrees = workload.degrees
     alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
     costs = rates.layer_costs(alone)

@@ -153,7 +153,7 @@ class Workload:
         return sum(layer.parameters for layer in self.layers)
 
     def on(self, degrees: Degrees) -> Workload:
-        """The same step on other degrees: the number of tokens stays, so that of microbatches changes.
+        """This step on other degrees: the number of tokens stays, that of microbatches changes.
 
         ValueError if other degrees are not supported, or its batch cannot be shared so.
         """

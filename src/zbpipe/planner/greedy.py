@@ -1,9 +1,9 @@
 """Priorities for list scheduling: an urgency for each op, from a few numbers.
 
-The urgency of an op is its start if the microbatches followed each other at a regular interval, each as a *block* of
-the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the blocks are the
-schedule and must not collide. Here they only set priorities: list scheduling (`kernel`) keeps the ranks busy and within
-the limits. So every shape works, for any times of the stages.
+The urgency of an op is its start in a simple model: microbatches follow each other at a regular interval, each as a
+*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
+blocks are the schedule and must not collide. Here they only set priorities: list scheduling (`kernel`) keeps the ranks
+busy and within the limits. So every shape works, for any times of the stages.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Job(NamedTuple):
     reserve: Floats
     """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
     ahead: Floats
-    """The same for an F while no I of its microbatch is over and only F take memory there; `NEVER` elsewhere."""
+    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there; else `NEVER`."""
     limit: Floats
     """Memory limit of each rank."""
     origin: Floats

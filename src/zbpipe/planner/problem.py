@@ -158,7 +158,7 @@ class Problem:
         ]
 
     def sort_by_start(self, order: list[int]) -> list[int]:
-        """The same schedule, with its ops sorted by start."""
+        """The schedule with its ops sorted by start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:

@@ -50,7 +50,7 @@ _MOST_HEAT = 0.4
 
 @dataclass(frozen=True)
 class Effort:
-    """How a search divides its budget."""
+    """Division of a search's budget."""
 
     climbs: int = 4
     """Number of starts of list scheduling on each placement."""
@@ -172,7 +172,7 @@ class Search:
         return self.best
 
     def anneal(self, start: Found, work: float) -> Found:
-        """The same order or a better one."""
+        """An order at least as good."""
         problem = start.problem
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
@@ -206,7 +206,7 @@ class Search:
         return found
 
     def anneal_by_rendezvous(self, start: Found, work: float = 0) -> Found:
-        """The same order or a better one, with its makespan if messages block both of their ranks."""
+        """An order at least as good, with its makespan if messages block both of their ranks."""
         job = start.problem.job
         heat = _HEAT_BY_RENDEZVOUS * sum(job.seconds) / len(job.seconds)
         length, order, _ = self.engine.anneal_by_rendezvous(

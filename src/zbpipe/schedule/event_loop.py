@@ -50,7 +50,7 @@ class EventLoop(Generic[T]):
         self.position = [0] * len(rows)
         """Number of items that each rank has run."""
         self.waiting: dict[int, Sequence[T]] = {}
-        """By sleeping rank, the group of which its next item still needs one."""
+        """Group of which the next item of each sleeping rank still needs one."""
 
     def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
         done, sleepers, position, dependencies = self._done, self._sleepers, self.position, self._dependencies

@@ -58,7 +58,7 @@ class Algorithm:
 
     name: str
     placement: Literal["loop", "v", "table"]
-    """How stages are placed on ranks; "table" for an existing schedule, such as a CSV file, which has its placement."""
+    """Position of stages on ranks; "table" for an existing schedule, such as a CSV file, which has its placement."""
     stages_per_rank: int
     """Default number of stages per rank."""
     generate: Generate

@@ -5,7 +5,7 @@ Every rank has to do its work, and it cannot be busy all the time:
 - It waits for its first input.
 - Before its first I it can only run F, and only as many as its memory holds. One microbatch takes its time to go down
   the stages and up again to this rank. If the F that fit take less time, the rank idles.
-- After its last F it can only run I and W of what it holds by then, and after its last I only W, while that last
+- After its last F it can only run I and W of what it holds by then. After its last I it can only run W, while that last
   microbatch goes the rest of its way to the first stage.
 
 The time before its first I and the time after its last I do not overlap. The same holds for before its first I and

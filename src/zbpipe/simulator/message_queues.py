@@ -81,7 +81,7 @@ class MessageLoop:
                 self._queue[stage, kind] = queues.setdefault((rank, queue_of(peer)), _Queue(rank))
         self._queues = list(queues.values())
         self._first: dict[Action, _Queue] = {}
-        """By message that is first in one queue, and not yet in the other one, the first queue."""
+        """The queue of each message that is first in only one of its queues."""
         self._computed: list[list[Action]] = [[] for _ in rows]
         """Last computation of each rank."""
         self._rows, self._posts = zip(*map(_split, rows), strict=True)

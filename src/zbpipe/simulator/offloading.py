@@ -24,7 +24,7 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(StrEnum):
-    """What may be offloaded to the host."""
+    """Kinds of memory that may be offloaded to the host."""
 
     PAIRS = "pairs"
     """Deferred gradients: x and dY of each linear layer, from I to W."""

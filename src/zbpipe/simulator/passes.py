@@ -184,7 +184,7 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
     waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-    """By receiver: the place in its own row where it posts the receive, and the wait."""
+    """For each receiver, the positions of its receives in its own row, with the waits for their sends."""
     for each in row:
         if each.kind in WAITS:
             if each in waits:  # else it was moved forward

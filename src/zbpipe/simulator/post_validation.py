@@ -1,4 +1,4 @@
-"""How far ranks may run into a step before the previous optimizer step is validated, and the gain from that.
+"""The ops that ranks may run before the previous optimizer step is validated, and the gain from that.
 
 A rank that is done steps its optimizer at once and begins the next step. Meanwhile the other ranks end theirs, and the
 norm of all gradients becomes known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
@@ -92,7 +92,7 @@ class _After(tuple[float, ...]):
 
 @dataclass(frozen=True)
 class _Paths:
-    """How a step depends on the end of the previous step: longest paths from the times at which the ranks were done.
+    """Dependence of a step on the end of the previous step: longest paths from the times at which the ranks were done.
 
     An op starts at the latest of those times plus their paths to the op. So does the next step. The mean step time is
     the largest mean of a cycle of ranks, each of which begins where the path of the previous one ends (the eigenvalue
@@ -193,7 +193,8 @@ class RunAhead:
             for each in row
             if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
         ]
-        # What runs ahead must need nothing from after the validation. Waits for sends may, because it needs only votes.
+        # What runs ahead must need nothing from after the validation. Waits for sends may: the validation needs only
+        # votes.
         alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
         drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
         return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_find_left_over(drained)]

@@ -185,7 +185,7 @@ def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
     """Dependencies of each copy, and the copies that each computation waits for."""
     found: dict[Action, list[Action]] = {}
     last: dict[tuple[int, bool | None], Op] = {}
-    """By rank, the last computation, and the last copy in each direction."""
+    """Last computation of each rank, and its last copy in each direction."""
     for rank, op, dependencies in find_order(schedule) if schedule.has_copies else ():
         lane = _direction(op)
         if lane is None:

@@ -115,7 +115,7 @@ class Setting:
 
     @property
     def options(self) -> str:
-        """The same setting as options of the command line."""
+        """The setting as options of the command line."""
         costs = ",".join(f"{time:.6g}" for time in self.times)
         return (
             f"-p {self.ranks} -m {self.microbatches} --costs {costs} --comm {self.comm:.6g}"
