@@ -1,4 +1,4 @@
-"""Shared by the lean schedules: the best schedule found within a memory limit that includes deferred gradients."""
+"""Search for the lean schedules, within a memory limit that includes deferred gradients and working memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ZB-H2 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): ZB-H1 with a longer warm-up.
 
-Use it with one stage per rank and much memory to spare: that of 2p - 1 microbatches. With checkpointing, most of it is
-deferred gradients. No rank idles between its first and last op if F, I and W take equal time. The skew at the start
-costs time unless each rank starts its next step at once.
+Use it with one stage per rank and much memory to spare: that of 2p - 1 microbatches. Their deferred gradients take the
+most memory with checkpointing. No rank idles between its first and last op if F, I and W take equal time. The skew at
+the start costs time unless each rank starts its next step at once.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w

@@ -44,7 +44,7 @@ def load_costs(path: str | Path) -> JobCosts:
     Raises:
         TypeError: the argument is no path.
         ValueError: the file cannot be read or is neither format, or a key or value is unknown, missing, of the wrong
-        type or of the wrong length. The message names file, key and value.
+            type or of the wrong length. The message names file, key and value.
     """
     data = read_data(path)
     try:

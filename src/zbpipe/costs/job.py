@@ -24,7 +24,7 @@ class JobCosts:
     Raises:
         TypeError: a field is no costs, Placement, number or transport.
         ValueError: the placement has another number of stages than the costs, or the costs are those of layers. Also
-        for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
+            for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
     """
 
     costs: CostModel | LayerCosts

@@ -92,7 +92,7 @@ class MemoryLimit:
 
         Raises:
             ValueError: the number of limits differs from that of ranks, bytes are given but nothing is measured in
-            bytes, or a multiple of 1F1B's memory is given for stages that cannot be shared equally by the ranks.
+                bytes, or a multiple of 1F1B's memory is given for stages that cannot be shared equally by the ranks.
         """
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks

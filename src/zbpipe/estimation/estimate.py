@@ -1,5 +1,4 @@
-"""Estimated steps of a job before its launch: each schedule on each placement, plans, 1F1B, and FSDP on the same
-GPUs."""
+"""Estimated steps before launch: each schedule on each placement, plans, 1F1B, and FSDP on the same GPUs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def load_layers(path: str | Path, gpus: int) -> Workload:
     Raises:
         TypeError: the argument is no path.
         ValueError: the file cannot be read, a key or value is unknown, missing or no amount, or the number of GPUs is
-        not a multiple of its degrees.
+            not a multiple of its degrees.
     """
     data = read_data(path)
     try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 
 
-# The arguments are those of a search with many optional uses. All but four are keyword-only.
+# Callers need different subsets of the arguments. All but four are keyword-only.
 def plan(
     ranks: int,
     microbatches: int,
@@ -104,8 +104,8 @@ def plan(
     Raises:
         TypeError: an argument has another type.
         ValueError: no schedule can have these numbers, the placement or transport is unknown, the costs fit none of the
-        placements, there are fewer layers than stages, the limit is too small for one microbatch, or the period is
-        requested of a schedule that offloads.
+            placements, there are fewer layers than stages, the limit is too small for one microbatch, or the period is
+            requested of a schedule that offloads.
     """
     ranks, microbatches = require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):

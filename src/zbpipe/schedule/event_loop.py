@@ -29,8 +29,8 @@ class EventLoop(Generic[T]):
     Args:
         rows: the list of each rank.
         dependencies: groups of dependencies of an item. One of each group has to be over before the item.
-        priority: by rank and position; of the ranks that can continue, the one with the lowest is next. It is called
-            when a rank can continue, after the caller has processed the previous turn. Default: the lowest rank.
+        priority: key by rank and position. Of the ranks that can continue, the one with the lowest key is next. It is
+            called when a rank can continue, after the caller has processed the previous turn. Default: the lowest rank.
     """
 
     def __init__(

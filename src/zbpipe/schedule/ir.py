@@ -409,7 +409,7 @@ class Schedule:
         Raises:
             TypeError: the table is no text.
             ValueError: a cell is no action, a row or the whole table is empty, a stage appears in no row, or there are
-            far too few ops for a microbatch that a cell names.
+                far too few ops for a microbatch that a cell names.
         """
         return cls.from_actions(tables.read(table), name)
 

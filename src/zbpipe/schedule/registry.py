@@ -192,7 +192,7 @@ def register(
 
     Raises:
         ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
-        the placement is impossible.
+            the placement is impossible.
         TypeError: the decorated object is no function (ranks, microbatches).
     """
     _require_name(name)
@@ -350,7 +350,7 @@ def stage_indices(
 
     Raises:
         ValueError: the name is unknown, the rank is outside the group, the schedule does not support this number of
-        stages, or there are more than 1024 stages.
+            stages, or there are more than 1024 stages.
     """
     return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
 

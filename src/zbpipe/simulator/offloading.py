@@ -55,7 +55,7 @@ class LimitTooSmallError(ValueError):
         self.least = least
 
 
-# The arguments are those of a search with many optional uses. All but three are keyword-only.
+# Callers need different subsets of the arguments. All but three are keyword-only.
 def offload(
     schedule: Schedule,
     costs: CostModel | Placeable | Sequence[float],
@@ -89,7 +89,7 @@ def offload(
     Raises:
         TypeError: an argument has another type.
         ValueError: the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
-        keep to the limits without delaying the step. Then the message has the least sufficient limit.
+            keep to the limits without delaying the step. Then the message has the least sufficient limit.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)

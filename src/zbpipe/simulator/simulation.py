@@ -64,8 +64,8 @@ def simulate(
     Raises:
         TypeError: `schedule` or `costs` has another type.
         ValueError: the costs are for another number of stages, there is no step at all or there are millions of ops in
-        all steps, `ahead` is for another number of ranks or another transport, the schedule cannot run, the transport
-        is unknown, or messages wait for each other in a cycle.
+            all steps, `ahead` is for another number of ranks or another transport, the schedule cannot run, the
+            transport is unknown, or messages wait for each other in a cycle.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)

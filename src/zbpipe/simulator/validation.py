@@ -70,7 +70,7 @@ def validate(
     Raises:
         TypeError: `schedule`, `memory_limit` or `costs` has another type.
         ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
-        of stages.
+            of stages.
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
