@@ -1,4 +1,7 @@
-"""One file per schedule. Importing this package registers them all, so a new schedule is one new file."""
+"""One file per schedule. Importing this package registers them all, so a new schedule is one new file.
+
+F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
+"""
 
 import importlib
 import pkgutil

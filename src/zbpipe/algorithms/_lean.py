@@ -1,4 +1,4 @@
-"""What the lean schedules share: the best that is found within a memory limit, which counts all that ops need."""
+"""Search for the lean schedules, within a memory limit that includes deferred gradients and working memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator.simulation import simulate
 
 _MOST_BY_RENDEZVOUS = 3
-"""Candidates that are simulated if messages hold up both of their ranks. Chosen by hand: each takes 0.2 seconds."""
+"""Number of candidates simulated if a message blocks both of its ranks. Chosen by hand: each takes 0.2 seconds."""
 BUDGET = 5e5
-"""Of a search, in ops placed and timed: some 0.2 seconds without numba."""
+"""Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
 
 
 def resolve_limits(
     name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None = None
 ) -> tuple[float, ...]:
-    """What each rank may hold: the limit, or a little more than 1F1B's worst rank holds.
+    """Memory limit of each rank: the given one, or slightly more than the peak of 1F1B's worst rank.
 
     ValueError if the limit is too small for even one microbatch of the schedule called `name`.
     """
@@ -44,10 +44,11 @@ def find_best(
     limits: Sequence[float],
     transport: Transport | None = None,
 ) -> Schedule:
-    """The shortest that a short search finds within `limits`, from lean forms of `seeds`. Of equals the leanest.
+    """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
-    The seeds have one placement and as many microbatches. A rank may hold what one microbatch takes alone, whatever
-    its limit. With messages that are shared with compute it is the shortest then; other transports make no difference.
+    All seeds have the same placement and number of microbatches. Each rank may hold what one microbatch needs, even
+    above its limit. With messages that share queues with compute, the shortest step is the one under that transport.
+    Other transports make no difference.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
@@ -67,9 +68,9 @@ def find_best(
 def find_within_share(
     name: str, form: Schedule, share: float, costs: CostModel | None, transport: Transport | None = None
 ) -> Schedule:
-    """The best within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
+    """The best schedule within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
 
-    Working memory is not shared: a rank runs one op at a time. Without costs they are typical ones.
+    The share excludes working memory, because a rank runs one op at a time. Costs default to typical ones.
     """
     ranks, costs = form.num_ranks, costs or typical_costs(form.placement)
     peak = memory_of_1f1b(costs, ranks, ranks)

@@ -1,7 +1,7 @@
 """Building blocks on a V (Pipeline Parallelism with Controllable Memory, 2405.15362, sections 3 and 4, appendix).
 
-One microbatch's F, I and W on all stages form a block, and the same block begins anew every 6 units, the time that a
-rank works on one microbatch if every op takes one unit. Its shape sets how long activations live, and so the memory.
+The F, I and W of one microbatch on all stages form a block. The block repeats every 6 units: the work of a rank on one
+microbatch if every op takes one unit. The shape of the block determines how long activations live, and so the memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _PERIOD = 6
 
 @dataclass(frozen=True)
 class Block:
-    """The shape of a block, in units between the starts of one op and the next."""
+    """The shape of a block, as offsets between op starts, in units."""
 
     down: int
-    """From rank to rank while F goes down the V, and while I does."""
+    """Offset from rank to rank on the way down the V, for F and I."""
     up: int
-    """From rank to rank while they come up."""
+    """Offset from rank to rank on the way up."""
     turn_f: int
-    """On the last rank, from its F of the first half to its F of the second."""
+    """Offset on the last rank, from its F of the first half to its F of the second."""
     turn_loss: int
-    """On the first rank, from the last F to the first I."""
+    """Offset on the first rank, from the last F to the first I."""
     turn_i: int
-    """On the last rank, from its I of the second half to its I of the first."""
+    """Offset on the last rank, from its I of the second half to its I of the first."""
 
 
 def repeat(name: str, block: Block, ranks: int, microbatches: int) -> Schedule:
-    """A block for each microbatch, with the empty units squeezed out and the cool-down put into better order."""
+    """One block per microbatch, with idle units removed and the cool-down reordered."""
     start = _starts(block, ranks)
     placement = Placement.v(ranks)
     rows = []
@@ -43,7 +43,7 @@ def repeat(name: str, block: Block, ranks: int, microbatches: int) -> Schedule:
 
 
 def _starts(block: Block, ranks: int) -> dict[tuple[int, OpKind], int]:
-    """When each op of the first block starts: F and I as the shape says, W in the units that they leave free."""
+    """Start of each op of the first block: F and I follow the shape, W fills the remaining units."""
     stages = range(2 * ranks)
     steps_f = [block.down] * (ranks - 1) + [block.turn_f] + [block.up] * (ranks - 1)
     steps_i = [block.down] * (ranks - 1) + [block.turn_i] + [block.up] * (ranks - 1)
@@ -61,7 +61,7 @@ def _starts(block: Block, ranks: int) -> dict[tuple[int, OpKind], int]:
 
 
 def _place_weights(start: dict[tuple[int, OpKind], int], up: int, down: int) -> None:
-    """Each W as soon after its I as one of the rank's two free units comes round; the sooner one for the sooner I."""
+    """Place each W in the first of the rank's two free units after its I. The earlier I gets the earlier W."""
     taken = {start[stage, kind] % _PERIOD for stage in (up, down) for kind in (F, I)}
     free = set(range(_PERIOD)) - taken
     assert len(free) == 2, f"the ops of stages {up} and {down} collide"
@@ -71,11 +71,11 @@ def _place_weights(start: dict[tuple[int, OpKind], int], up: int, down: int) -> 
 
 
 def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, ...], ...]:
-    """After its last F a rank no longer keeps to the block: it runs I as soon as it can, and W in between.
+    """After the last F of a rank, run I as soon as possible, and W in between.
 
-    All ops take one unit here. Up to its last F each rank's order stays as it is, so memory does not grow.
+    All ops take one unit here. Each rank keeps its order up to its last F, so memory does not grow.
     """
-    # No `EventLoop`: these ranks choose what to run next, and a clock says what is ready.
+    # No `EventLoop`: these ranks choose their next op, and a clock shows which ops are ready.
     steady = [max(n for n, op in enumerate(row) if op.kind is F) + 1 for row in rows]
     waiting = [list(row) for row in rows]
     done: dict[Op, int] = {}

@@ -1,4 +1,4 @@
-"""The schedule that `Auto` starts with. `zbpipe.runtime.auto` measures the job and plans the next one."""
+"""The schedule that `Auto` starts with. `zbpipe.runtime.auto` measures the job and then plans the next schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zbpipe.simulator.simulation import simulate
 def auto(
     ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
 ) -> Schedule:
-    """ZBVLean for full checkpointing, which fits under any: with whole backwards, as lean as 1F1B.
+    """ZBVLean for full checkpointing, which fits under any checkpointing: with whole backwards it is as lean as 1F1B.
 
-    With all that is to be measured: on every stage some microbatches run I, then W. By default costs are typical ones,
-    without what ops need while they run, which would be a guess.
+    Every op kind can be measured: on every stage some microbatches run I, then W. Costs default to typical ones without
+    working memory, which would be a guess.
 
     >>> print(auto(2, 4))
     rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
@@ -35,7 +35,7 @@ def auto(
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
 
     def excess(schedule: Schedule) -> float:
-        """Rounded, so that of equals the first is taken."""
+        """Excess over the limit, rounded so that ties go to the first schedule."""
         peaks = simulate(schedule, costs).peak_memory
         return round(max(0.0, *(peak / most - 1 for peak, most in zip(peaks, allowed, strict=True))), 9)
 
@@ -43,9 +43,9 @@ def auto(
 
 
 def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
-    """What can be measured: the best samples first, then what takes less memory, at last with a longer step.
+    """Schedules that can be measured: the best samples first, then less memory, then a longer step.
 
-    Under full checkpointing I of one stage leaves more behind than several microbatches' F.
+    Under full checkpointing, I of one stage leaves more behind than F of several microbatches.
     """
     yield mix_backwards(schedule, costs, samples=2)
     yield mix_backwards(schedule, costs)
@@ -55,20 +55,20 @@ def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
 
 
 def mix_backwards(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedule:
-    """`schedule` with some microbatches as I with W right after it, and some as B, on every stage.
+    """`schedule` in which, on every stage, some microbatches run I with W right after it, and some run B.
 
-    Nothing changes on stages that have some of each. Else those change where the rank holds least when the backward
-    begins. The first microbatch, whose W allocates the gradients, does not count. With fewer than three, I and W come
-    first.
+    Stages that have both already stay unchanged. On other stages, microbatches change where the rank holds least when
+    the backward begins. The first microbatch does not count, because its W allocates the gradients. With fewer than
+    three microbatches, I and W take precedence.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,))
         >>> print(mix_backwards(Schedule.from_csv("0F0,0B0,0F1,0B1,0F2,0F3,0F4,0B2,0B3,0B4"), costs, samples=2))
         rank 0: 0F0 0B0 0F1 0I1 0W1 0F2 0F3 0F4 0B2 0B3 0I4 0W4
 
     Args:
-        schedule: a valid one without copies. The order of its F, and of its I and B, stays.
-        costs: of its stages.
-        samples: microbatches of each stage that run as I and W, and as B.
+        schedule: a valid schedule without copies. The order of its F, and of its I and B, stays unchanged.
+        costs: costs of its stages.
+        samples: number of microbatches of each stage that run as I and W, and as B.
     """
     return replace(schedule, ops=tuple(tuple(_mix_row(ops, costs, samples)) for ops in schedule))
 
@@ -90,7 +90,7 @@ def _mix_row(ops: Sequence[Op], costs: CostModel, samples: int) -> Iterator[Op]:
 
 
 def _by_room(ops: Iterable[Op], stage: int, costs: CostModel) -> list[Op]:
-    """I and B of a stage, where the rank holds least first, without the first microbatch unless it is the only one."""
+    """I and B of a stage, least-filled moments first, without the first microbatch unless there is only one."""
     found, held = list[tuple[float, Op]](), 0.0
     for op in ops:
         if op.stage == stage and op.kind in (OpKind.I, OpKind.B):

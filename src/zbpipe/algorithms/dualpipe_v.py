@@ -1,7 +1,7 @@
 """DualPipeV (deepseek-ai/DualPipe, its "cut-in-half"; DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-DeepSeek's schedule, cut in half to a V. It is meant for forwards and backwards that run at once, as with expert
-parallelism; without that overlap it is close to ZBV.
+DeepSeek's schedule, cut in half to a V. It targets forwards and backwards that overlap, as in expert parallelism.
+Without that overlap it is close to ZBV.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from zbpipe.schedule.registry import register
     summary="DeepSeek's cut-in-half schedule; p + 1/2 activations, and deferred gradients",
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """The drawing needs 2p microbatches; with fewer, it is the one for 2p without the ops of those that are missing.
+    """The drawing, which needs 2p microbatches. With fewer, the drawing for 2p without the missing microbatches.
 
     >>> print(dualpipe_v(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3B1 0B0 0B1
@@ -34,7 +34,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
     """The eight steps of the drawing, one loop each.
 
-    Where it overlaps a forward with a backward, one comes after the other here; I and W are where it splits a backward.
+    Where the drawing overlaps a forward and a backward, they run one after the other here. I and W are where it splits
+    a backward.
     """
     down, up = rank, 2 * ranks - 1 - rank
     forwards = {stage: count() for stage in (down, up)}

@@ -1,7 +1,7 @@
 """DualPipeV with zbpipe's split of the backward, for any activation checkpointing and torch.compile.
 
-torch's name DualPipeV means torch's class with torch's split, which fails under selective checkpointing and
-torch.compile. With `Split` behind it, zbpipe runs the same order.
+torch's name DualPipeV selects torch's class and split, which fail under selective checkpointing and torch.compile. With
+the suffix `Split`, zbpipe runs the same order.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from zbpipe.schedule.registry import register
     summary="DualPipeV's order with zbpipe's split, which works under any checkpointing",
 )
 def dualpipe_v_split(ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV's order.
+    """The order of DualPipeV.
 
     >>> print(dualpipe_v_split(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3B1 0B0 0B1

@@ -1,7 +1,7 @@
 """GPipe (arXiv 1811.06965, section 2): all forwards, then all backwards.
 
-The simplest one, to compare with. It holds the activations of every microbatch, so it suits few microbatches or full
-recomputation.
+The simplest schedule, as a reference. It holds the activations of every microbatch, so it suits few microbatches or
+full recomputation.
 """
 
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule

@@ -1,7 +1,8 @@
 """1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
 
-The bubble is v times smaller, for v times as many messages and some more memory. Use it where the backward cannot be
-split, or under full checkpointing, where its step is 3 to 4 % shorter than ZBVLean's for a third more memory.
+The bubble is v times smaller, at the price of v times as many messages and some more memory. Use it where the backward
+cannot be split, or under full checkpointing. There its step is 3 to 4 % shorter than that of ZBVLean, with a third more
+memory.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from zbpipe.schedule.registry import register
     summary="1F1B over v stages per rank: a v times smaller bubble",
 )
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Megatron's order. Rank r warms up with (v - 1) g + 2 (p - r - 1) + 1 forwards, then one backward, one forward.
+    """Megatron's order. Rank r warms up with (v - 1) g + 2 (p - r - 1) + 1 forwards, then alternates B and F.
 
     Microbatches go through a rank's stages in groups of g = p. If p does not divide m, the groups are somewhat larger.
 
@@ -39,7 +40,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
 
 
 def split_into_groups(microbatches: int, ranks: int) -> list[range]:
-    """As many groups of at least p as there are, as even as possible, the larger ones first; all in one if m < p."""
+    """Group sizes of at least p, as even as possible, larger groups first. One group if m < p."""
     count = max(1, microbatches // ranks)
     small, larger = divmod(microbatches, count)
     ends = [group * small + min(group, larger) for group in range(count + 1)]
@@ -47,7 +48,7 @@ def split_into_groups(microbatches: int, ranks: int) -> list[range]:
 
 
 def in_groups(stages: tuple[int, ...], kind: OpKind, groups: list[range]) -> Iterator[Op]:
-    """One group of microbatches through each of the stages in turn, then the next group."""
+    """One group of microbatches through each stage, then the next group."""
     for group in groups:
         for stage in stages:
             for microbatch in group:

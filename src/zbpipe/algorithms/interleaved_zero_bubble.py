@@ -1,7 +1,7 @@
 """Interleaved1F1B with dW split off, after torch's ScheduleInterleavedZeroBubble, for any number of microbatches.
 
-The idea is that of ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3), carried over to several
-stages per rank. torch's own class runs it, with torch's own split of the backward.
+The idea is that of ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3), extended to several stages
+per rank. torch's class runs it, with torch's split of the backward.
 """
 
 from zbpipe.algorithms._one_stage import i_w_f
@@ -12,7 +12,7 @@ from zbpipe.schedule.registry import register
 
 @register("InterleavedZeroBubble", stages_per_rank=2, source="torch", summary="Interleaved1F1B with torch's own split")
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Rank r warms up with (v - 1) g + p - r forwards; then I, W and F in turn, W being r ops behind I.
+    """Rank r warms up with (v - 1) g + p - r forwards, then runs I, W and F alternately, with W r ops behind I.
 
     Microbatches go through a rank's stages in groups of g, as in Interleaved1F1B.
 

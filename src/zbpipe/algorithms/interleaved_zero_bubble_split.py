@@ -1,7 +1,7 @@
 """InterleavedZeroBubble with zbpipe's split of the backward, for any activation checkpointing and torch.compile.
 
-torch's name InterleavedZeroBubble means torch's class with torch's split, which fails under selective checkpointing and
-torch.compile. With `Split` behind it, zbpipe runs the same order.
+torch's name InterleavedZeroBubble selects torch's class and split, which fail under selective checkpointing and
+torch.compile. With the suffix `Split`, zbpipe runs the same order.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from zbpipe.schedule.registry import register
     summary="InterleavedZeroBubble's order with zbpipe's split, which works under any checkpointing",
 )
 def interleaved_zero_bubble_split(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """InterleavedZeroBubble's order.
+    """The order of InterleavedZeroBubble.
 
     >>> print(interleaved_zero_bubble_split(2, 2))
     rank 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1

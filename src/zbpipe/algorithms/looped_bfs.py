@@ -1,6 +1,6 @@
 """Breadth-First Pipeline Parallelism (arXiv 2211.05953, section 4): a stage takes all microbatches, then the next one.
 
-So with FSDP a stage's parameters are gathered once per pass. It holds all activations.
+So FSDP gathers the parameters of a stage once per pass. All activations stay in memory.
 """
 
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -14,7 +14,7 @@ from zbpipe.schedule.registry import register
     summary="breadth first over v stages per rank; holds all m activations",
 )
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """All forwards, stage by stage, then all full backwards in the opposite order, as torch has it.
+    """All forwards, stage by stage, then all full backwards in reverse order of stages, as in torch.
 
     >>> print(looped_bfs(2, 2))
     rank 0: 0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0

@@ -1,7 +1,7 @@
 """One forward, one backward (PipeDream-Flush, arXiv 2006.09503, section 3; Megatron-LM, arXiv 2104.04473, section 2.2).
 
-The default in most trainers, and the baseline for all others: memory bounded by the number of ranks, and a bubble whose
-share of the step only more microbatches make smaller.
+The default in most trainers, and the baseline for all other schedules. Memory is bounded by the number of ranks. Only
+more microbatches reduce the bubble's share of the step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from zbpipe.schedule.registry import register
 
 @register("1F1B", source="torch", summary="one forward, one backward; at most p activations")
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs p - r forwards to warm up, then one full backward after each further forward, then the rest.
+    """Rank r runs p - r forwards, then alternates full backwards and forwards, then runs the remaining backwards.
 
     >>> print(one_f_one_b(2, 3))
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -27,6 +27,6 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def b_f(forwards: Sequence[Op], backwards: Iterable[Op], warmup: int) -> tuple[Op, ...]:
-    """`warmup` forwards, then one backward and one forward in turn, then the rest."""
+    """`warmup` forwards, then a backward and a forward alternately, then the remaining backwards."""
     in_turn = chain.from_iterable(zip_longest(backwards, forwards[warmup:]))
     return (*forwards[:warmup], *filter(None, in_turn))

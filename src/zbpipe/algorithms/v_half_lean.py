@@ -1,8 +1,8 @@
 """VHalf made lean: half of 1F1B's activations under any checkpointing, deferred gradients included.
 
-For models that do not fit with ZBVLean. V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
-section 4.2) holds half of 1F1B's activations without checkpointing. Here W waits only where there is room for it in
-that half; where there is none, I and W run as one op B.
+Use it for models that do not fit with ZBVLean. V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
+section 4.2) holds half of 1F1B's activations without checkpointing. Here W is deferred only as far as that half has
+room. Elsewhere I and W run as one op B.
 """
 
 from zbpipe.algorithms._lean import find_within_share
@@ -25,8 +25,8 @@ def v_half_lean(
 ) -> Schedule:
     """The best of lean forms of VHalf and of a short search within (p + 2) // 2 of 1F1B's p activations.
 
-    What ops need only while they run comes on top. Where VHalf with whole backwards takes more, that is the limit. By
-    default costs are typical ones under selective checkpointing.
+    Working memory adds to that. If VHalf with whole backwards needs more, its need is the limit. Costs default to
+    typical ones under selective checkpointing.
 
     >>> print(v_half_lean(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1

@@ -1,7 +1,7 @@
 """V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
-A third of 1F1B's activations, and two thirds of its bubble where F, I and W take equal time. Where checkpointing makes
-I longer, a step takes longer than 1F1B's, and deferred gradients come on top; VMinLean defers less.
+A third of 1F1B's activations, and two thirds of its bubble where F, I and W take equal time. With checkpointing, I is
+longer, so a step is longer than with 1F1B, and deferred gradients add memory. VMinLean defers less.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat

@@ -1,9 +1,9 @@
 """VMin made lean: a third of 1F1B's activations under any checkpointing, deferred gradients included.
 
-For what does not fit otherwise. V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2)
-holds a third of 1F1B's activations without checkpointing. Here W waits only where there is room for it in that third;
-where there is none, I and W run as one op B. With whole backwards it takes half of 1F1B's activations to keep ranks
-busy, so under full checkpointing a step is long.
+Use it for models that do not fit otherwise. V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
+section 4.2) holds a third of 1F1B's activations without checkpointing. Here W is deferred only as far as that third has
+room. Elsewhere I and W run as one op B. With whole backwards, ranks need half of 1F1B's activations to stay busy, so
+under full checkpointing a step is long.
 """
 
 from zbpipe.algorithms._lean import find_within_share
@@ -26,8 +26,8 @@ def v_min_lean(
 ) -> Schedule:
     """The best of lean forms of VMin and of a short search within (p + 4) // 3 of 1F1B's p activations.
 
-    What ops need only while they run comes on top. Where VMin with whole backwards takes more, that is the limit. By
-    default costs are typical ones under selective checkpointing.
+    Working memory adds to that. If VMin with whole backwards needs more, its need is the limit. Costs default to
+    typical ones under selective checkpointing.
 
     >>> print(v_min_lean(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1

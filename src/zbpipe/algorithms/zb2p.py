@@ -1,6 +1,6 @@
-"""ZB-2p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): searched for the times it is given.
+"""ZB-2p (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1): a schedule searched for the given times.
 
-Like ZB1P with at most 2p activations, deferred gradients included: for memory to spare.
+Like ZB1P, with at most 2p activations, deferred gradients included. Use it if there is memory to spare.
 """
 
 from zbpipe.algorithms.zbh1 import zbh1
@@ -13,9 +13,9 @@ from zbpipe.schedule.registry import register
 
 @register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")
 def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahead: bool = False) -> Schedule:
-    """The best found that holds at most 2p activations per rank; without costs for equal times of F, I and W.
+    """The best schedule found with at most 2p activations per rank. F, I and W default to equal times.
 
-    Where ranks run ahead of the optimizer step, the shortest period is the best.
+    Where ranks run ahead of the optimizer step, the search minimises the period.
 
     >>> print(zb2p(2, 3))
     rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2

@@ -1,8 +1,8 @@
 """ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): 1F1B's order, with dW split off.
 
-One stage per rank and as many activations as 1F1B, a third of its bubble if F, I and W take equal time. Without
-checkpointing that is 1F1B's memory. With checkpointing, deferred gradients take more memory than activations, and
-ZBH1Lean stays within 1F1B's memory.
+One stage per rank and as many activations as 1F1B, with a third of its bubble if F, I and W take equal time. Without
+checkpointing that is 1F1B's memory. With checkpointing, deferred gradients take more memory than activations. ZBH1Lean
+stays within 1F1B's memory.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
@@ -12,7 +12,7 @@ from zbpipe.schedule.registry import register
 
 @register("ZBH1", summary="1F1B's activations, and deferred gradients; a third of its bubble, one stage a rank")
 def zbh1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B's order of F and I. Rank r starts its W r microbatches late: as many as its warm-up is shorter than p.
+    """The F and I of 1F1B. Rank r starts its W r microbatches late, the difference between p and its warm-up.
 
     >>> print(zbh1(2, 3))
     rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2

@@ -1,9 +1,9 @@
-"""ZBH1 made lean: the shortest step found in 1F1B's memory with one stage a rank, whatever the checkpointing.
+"""ZBH1 made lean: the shortest step found in 1F1B's memory with one stage per rank, under any checkpointing.
 
-**The one to try first on AMD's GPUs**, where a message may hold up both of its ranks, and stages in a V send twice as
-many. Also for jobs that cannot place their stages in a V; elsewhere ZBVLean is shorter. As in ZB-H1 (Zero Bubble
-Pipeline Parallelism, arXiv 2401.10241, section 2.3) W fills the tail, but it waits only where there is room for it in
-1F1B's memory. Where there is none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
+**Try it first on AMD GPUs**, where a message may block both of its ranks and a V sends twice as many messages. Use it
+also for jobs that cannot place their stages in a V. Elsewhere ZBVLean is shorter. As in ZB-H1 (Zero Bubble Pipeline
+Parallelism, arXiv 2401.10241, section 2.3), W fills the tail, but only as far as 1F1B's memory allows. Where there is
+no room, I and W run as one op B. With no room anywhere, this is 1F1B.
 """
 
 from zbpipe.algorithms._lean import find_best, resolve_limits
@@ -28,9 +28,9 @@ def zbh1_lean(
     memory_limit: MemoryLimit | None = None,
     transport: Transport | None = None,
 ) -> Schedule:
-    """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
+    """The best of lean forms of ZBH1 and of a short search, by the synchronous step. It is never longer than 1F1B.
 
-    Costs and limit are by default those of ZBVLean.
+    Costs and limit have the same defaults as for ZBVLean.
 
     >>> print(zbh1_lean(2, 2))
     rank 0: 0F0 0F1 0B0 0I1 0W1

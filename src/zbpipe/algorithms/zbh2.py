@@ -1,8 +1,8 @@
 """ZB-H2 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): ZB-H1 with a longer warm-up.
 
-For one stage per rank and much memory to spare, that of 2p - 1 microbatches, whose deferred gradients weigh most with
-checkpointing: no rank idles between its first op and its last if F, I and W take equal time. The skew at the start
-costs time unless each rank starts its next step at once.
+Use it with one stage per rank and much memory to spare: that of 2p - 1 microbatches. Their deferred gradients take the
+most memory with checkpointing. No rank idles between its first and last op if F, I and W take equal time. The skew at
+the start costs time unless each rank starts its next step at once.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w
@@ -13,9 +13,10 @@ from zbpipe.schedule.registry import register
 
 @register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or as many W, one stage a rank")
 def zbh2(ranks: int, microbatches: int) -> Schedule:
-    """Rank r warms up with 2 (p - r) - 1 forwards, so that no rank waits for its first I, and starts its W 2r late.
+    """Rank r runs 2 (p - r) - 1 forwards before its first I, so no rank waits for that I, and starts its W 2r late.
 
-    With fewer than 2p - 1 microbatches no rank can warm up like that; then each takes what is ready, I first, W last.
+    With fewer than 2p - 1 microbatches no rank can warm up like that. Then each rank runs what is ready, I first, W
+    last.
 
         >>> print(zbh2(2, 3))
         rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2

@@ -1,13 +1,13 @@
 """ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6): two stages per rank, in a V.
 
-Nothing but the skew at the start is left of the bubble if F, I and W take equal time. Without checkpointing it takes
-the memory of 1F1B. With checkpointing, deferred gradients take more memory than activations: ZBV takes about twice
-1F1B's memory under TorchTitan's selective checkpointing, and many times as much under full. The one to try first is
-ZBVLean, which stays within 1F1B's memory.
+Only the skew at the start is left of the bubble if F, I and W take equal time. Without checkpointing it takes 1F1B's
+memory. With checkpointing, deferred gradients take more memory than activations: ZBV takes about twice 1F1B's memory
+under TorchTitan's selective checkpointing, and many times as much under full checkpointing. Try ZBVLean first, which
+stays within 1F1B's memory.
 
-Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first stage and the last one: the
-backward of a microbatch starts where its forward began, and each rank can fill its idle time with the W of either
-stage.
+Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first and the last stage. The
+backward of a microbatch starts on the rank where its forward began. Each rank can fill its idle time with the W of
+either stage.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
     summary="no bubble if F, I and W take equal time; 1F1B's activations, and deferred gradients",
 )
 def zbv(ranks: int, microbatches: int) -> Schedule:
-    """The schedule drawn in the paper's figure 6, for any number of ranks and microbatches.
+    """The schedule of the paper's figure 6, for any number of ranks and microbatches.
 
-    The drawing needs 2p - 1 microbatches to fill the V. With fewer it is cut down, and list scheduling, in which each
-    rank takes what is ready, I first and W last, is often better: then that is taken.
+    The figure needs 2p - 1 microbatches to fill the V. With fewer, the result is the better of two: the figure with
+    microbatches left out, or list scheduling, in which each rank runs what is ready, I first and W last.
 
         >>> print(zbv(2, 2))
         rank 0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
@@ -43,7 +43,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
 
 def draw_cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The drawing for at least 2p - 1 microbatches, without those that the job lacks."""
+    """The figure for at least 2p - 1 microbatches, without those that the job lacks."""
     drawn = max(microbatches, 2 * ranks - 1)
     rows = tuple(
         tuple(op for op in _drawing(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks)
@@ -77,7 +77,7 @@ def _drawing(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
     for _ in range(forwards_down - ranks):
         yield from run(down, I, W)
         yield from run(up, F, I, W)
-    # Cool-down: only I is on the critical path; the W that it leaves behind fill the end.
+    # Cool-down: only I is on the critical path. The W that it leaves behind fill the end.
     for _ in range(rank):
         yield from run(down, I)
         yield from run(up, I)

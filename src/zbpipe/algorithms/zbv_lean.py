@@ -1,9 +1,9 @@
-"""ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, whatever the checkpointing.
+"""ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, under any checkpointing.
 
-**The one to try first**, but on AMD's GPUs, where ZBH1Lean is shorter. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
+**Try it first**, except on AMD GPUs, where ZBH1Lean is shorter. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
 2401.10241, section 6) takes 1F1B's activations, but with checkpointing deferred gradients take more memory than these.
-Here W waits only where there is room for it in 1F1B's memory, deferred gradients and working memory included. Where
-there is none, I and W run as one op B.
+Here W is deferred only as far as 1F1B's memory has room, deferred gradients and working memory included. Where there is
+no room, I and W run as one op B.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def zbv_lean(
 ) -> Schedule:
     """The best of lean forms of known schedules and of a short search, by the synchronous step.
 
-    By default costs are typical ones under selective checkpointing, and the limit is 1.02x of 1F1B's memory, or, where
-    that is more, what one microbatch takes.
+    Costs default to typical ones under selective checkpointing. The limit defaults to 1.02x of 1F1B's memory, or to the
+    memory of one microbatch if that is more.
 
     >>> print(zbv_lean(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
@@ -57,5 +57,5 @@ def find_shortest(
     limits: Sequence[float],
     transport: Transport | None = None,
 ) -> Schedule:
-    """The shortest found in a V within these limits, or within what one microbatch alone takes."""
+    """The shortest schedule found in a V within these limits, or within the memory of one microbatch."""
     return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits, transport)

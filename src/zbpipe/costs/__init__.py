@@ -1,4 +1,7 @@
-"""What stages, layers and a whole job cost, the limits of their memory, and how costs are read and written."""
+"""Costs of stages, layers and whole jobs, memory limits, and the reading and writing of cost files.
+
+F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
+"""
 
 from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts

@@ -1,4 +1,4 @@
-"""Which layers each stage gets, by their work alone: as even as whole layers can be."""
+"""Layers of each stage, balanced by work alone, as evenly as whole layers allow."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from zbpipe.costs.layers import LayerCosts, even_sizes
 from zbpipe.schedule.ir import Placement
 
 Sizes = tuple[int, ...]
-"""The number of layers by stage."""
+"""Number of layers of each stage."""
 
 _DIGITS = 9
-"""Of shares of all work, so that the rounding of sums decides nothing."""
+"""Decimal digits of a share of all work, so that rounding of sums does not decide."""
 
 
 def balance(costs: LayerCosts, placement: Placement) -> Sizes:
-    """Layers by stage, so that the rank with the most work has as little as possible, and all stages are about alike.
+    """Layers per stage, such that the most loaded rank has as little work as possible and stages are about equal.
 
-    That is found by moving one layer at a time, from TorchTitan's even split, so it need not be the best there is.
+    A local search moves one layer at a time, starting with TorchTitan's even split. The result need not be optimal.
 
         >>> block, head = zbpipe.costs.Layer(("block",), 1, 1, 1, 1), zbpipe.costs.Layer(("head",), 3, 3, 3, 1)
         >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))
@@ -29,7 +29,7 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     stages = range(placement.num_stages)
 
     def unevenness(sizes: Sizes) -> tuple[float, float]:
-        """The share of the rank with the most work, and the squared shares of stages: a V waits at its long stages."""
+        """Largest work share of a rank, and sum of squared shares of stages, because a V waits at its long stages."""
         shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
         most = max(placement.sum_by_rank(shares))
         return round(most, _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
@@ -42,7 +42,7 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
 
 
 def move_layer(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:
-    """Splits with one layer less on a stage and one more on another; the layers between the two move on by one."""
+    """Splits with one layer less on one stage and one more on another. Layers between the two move by one stage."""
     for giver, taker in product(givers, takers):
         if giver != taker and sizes[giver] > 1:
             changed = list(sizes)

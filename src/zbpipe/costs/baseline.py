@@ -9,13 +9,13 @@ from zbpipe.costs.model import CostModel, highest
 from zbpipe.schedule.ir import OpKind, Placement
 
 CostsOf = Callable[[Placement], CostModel]
-"""The costs of a placement's stages; raises ValueError where there are none."""
+"""Function from a placement to the costs of its stages. It raises ValueError if there are none."""
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """The costs of 1F1B's stages: of neighbouring stages taken together, or of TorchTitan's even split of layers.
+    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers.
 
-    ValueError if the stages cannot be shared equally by the ranks, or there are no costs for them.
+    ValueError if the stages cannot be shared equally by the ranks, or have no costs.
     """
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)

@@ -1,9 +1,9 @@
-"""Whether the steps of a job have become slower or faster for good, from nothing but their times.
+"""Detects lasting changes of the step time from the step times alone.
 
-A CUSUM on both sides (Page 1954): it adds up by how many deviations of the usual noise a step is longer than usual,
-less some slack a step, and raises an alarm when the sum is too large. It finds a small change late and a large one
-soon, where "k of the last n steps beyond x" sees only whether a step is beyond x. What a single step counts is limited,
-so that a checkpoint or a pause of the collector, however long, is no drift: at least three steps have to be beyond.
+A CUSUM on both sides (Page 1954): it sums how far each step exceeds the usual time, in deviations, less some slack per
+step. A large sum raises an alarm. Small changes are found late and large ones soon. A rule like "k of the last n steps
+beyond x" ignores by how much. The contribution of one step is limited, so a long checkpoint or garbage collection is no
+drift: at least three steps have to exceed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import OpKind, Placement
 
 CALIBRATION = 20
-"""Steps from which the usual time and its noise are taken."""
+"""Number of steps that calibrate the usual time and its noise."""
 _LEAST_NOISE = 0.03
-"""As a share of a step. Changes of about three times the noise are found; smaller ones would not pay for measuring."""
+"""Least noise, as a share of a step. Detectable changes are about three times the noise. Smaller ones do not justify
+measuring."""
 _SLACK = 0.8
-"""Deviations that a step may be longer without counting."""
+"""Deviations by which a step may be longer without counting."""
 _MOST = 2.5
-"""Deviations that a single step counts."""
+"""Largest contribution of a single step, in deviations."""
 _ALARM = 4.5
-"""Deviations in sum: more than twice `_MOST` - `_SLACK`, so that two steps are not enough, however long."""
+"""Alarm level of the sum, in deviations. It exceeds twice `_MOST` - `_SLACK`, so two steps never suffice, however
+long."""
 _NORMAL = 1.4826
-"""Deviations in a median absolute deviation, if times are normal."""
+"""Standard deviations per median absolute deviation, for normally distributed times."""
 _WORTH_TELLING = 1.1
-"""A rank that takes this many times its former time is named."""
+"""Least ratio to the former time for which a rank is named."""
 _OF_A_LINK = 1.5
-"""The same for a link, whose time is measured by a few messages."""
+"""Least ratio for a link, whose time is measured with a few messages."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,32 @@ class Drift:
     """A change that lasts."""
 
     ratio: float
-    """Time of a step since then, over the usual one."""
+    """Step time since the change, relative to the usual one."""
     steps: int
-    """How many steps ago it began, about."""
+    """Approximate number of steps since the change."""
 
 
 class DriftDetector:
-    """Looks at the time of one step after the other.
+    """Detects drift from one step time after another.
 
-    It learns the usual time from the first `CALIBRATION` steps, and anew after each alarm.
+    It learns the usual time from the first `CALIBRATION` steps, and again after each alarm.
     """
 
     def __init__(self) -> None:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what is usual."""
+        """Forget the usual time."""
         self._known: list[float] = []
-        """Logarithms of the times from which it learns, until it has enough."""
+        """Logarithms of the calibration times."""
         self._usual = self._noise = 0.0
         self._sums = [0.0, 0.0]
-        """Upwards and downwards."""
+        """Upward and downward sum."""
         self._since: list[list[float]] = [[], []]
-        """The steps since each sum was 0."""
+        """Steps since each sum was last 0."""
 
     def observe(self, seconds: float) -> Drift | None:
-        """Take the time of one step, and return the drift if there is one."""
+        """Record the time of one step. Returns the drift if one is found."""
         if len(self._known) < CALIBRATION:
             self._learn(log(seconds))
             return None
@@ -87,7 +89,7 @@ class DriftDetector:
 
 
 def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
-    """Which ranks and links take longer, or less time, than they did; in words for a log.
+    """Ranks and links that are slower or faster than before, in words for a log.
 
     >>> from zbpipe import CostModel, Placement
     >>> one, slow = (CostModel((1.0, x), (1.0, x), (1.0, x), (1.0, 1.0)) for x in (1.0, 2.0))
@@ -132,7 +134,7 @@ def _changes(before: CostModel, after: CostModel, placement: Placement) -> Itera
 
 
 def _largest(changes: Iterable[_Change]) -> list[_Change]:
-    """Those worth telling: the one of the most seconds first, and what has changed by half as many at least."""
+    """Changes worth reporting: the one with the most seconds first, then those with at least half as many."""
     worth = [
         each
         for each in changes
@@ -147,5 +149,5 @@ def _seconds(costs: CostModel, stages: tuple[int, ...]) -> float:
 
 
 def _message(costs: CostModel, one: int, other: int) -> float:
-    """Seconds of a message there and back."""
+    """Round-trip time of a message, in seconds."""
     return sum(costs.links[pair].seconds(costs.message_bytes) for pair in ((one, other), (other, one)))

@@ -24,7 +24,7 @@ _Table = dict[str, Any]
 
 
 def require_ending(path: str | Path) -> None:
-    """Refuse a cost file that is neither TOML nor JSON by its name, and what is no path."""
+    """Raise for a cost file whose name ends in neither .toml nor .json, and for a value that is no path."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a cost file is named by its path, got {path!r}")
     if Path(path).suffix not in (".toml", ".json"):
@@ -32,7 +32,7 @@ def require_ending(path: str | Path) -> None:
 
 
 def load_costs(path: str | Path) -> JobCosts:
-    """Read a cost file: TOML or JSON, by its ending (.toml or .json).
+    """Read a cost file, TOML or JSON, by its ending (.toml or .json).
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -42,9 +42,9 @@ def load_costs(path: str | Path) -> JobCosts:
         (2000000000.0, 1000000000.0)
 
     Raises:
-        TypeError: no path.
-        ValueError: the file cannot be read or is neither, or something in it is unknown, missing, of the wrong type
-            or of the wrong length; the message names file, key and value.
+        TypeError: the argument is no path.
+        ValueError: the file cannot be read or is neither format, or a key or value is unknown, missing, of the wrong
+            type or of the wrong length. The message names file, key and value.
     """
     data = read_data(path)
     try:
@@ -54,7 +54,7 @@ def load_costs(path: str | Path) -> JobCosts:
 
 
 def read_data(path: str | Path) -> Any:
-    """What a TOML or JSON file holds."""
+    """Contents of a TOML or JSON file."""
     require_ending(path)
     path = Path(path)
     kind = path.suffix[1:].upper()
@@ -70,7 +70,7 @@ def read_data(path: str | Path) -> Any:
 
 
 def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> None:
-    """Write a cost file that `load_costs` reads as equal: TOML or JSON, by its ending (.toml or .json).
+    """Write a cost file, TOML or JSON by its ending (.toml or .json). `load_costs` reads it back as an equal object.
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -80,8 +80,8 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
         True
 
     Raises:
-        TypeError: something else than costs, or no path.
-        ValueError: another ending.
+        TypeError: the first argument has no costs, or the second is no path.
+        ValueError: the name has another ending.
         OSError: the file cannot be written.
     """
     require_ending(path)
@@ -92,7 +92,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
 
 
 def from_data(data: Any) -> JobCosts:
-    """The costs in a file's tables, as dictionaries. The classes that they fill check what is a number, and which."""
+    """Costs from the tables of a file, as dictionaries. The classes that they fill check the numbers."""
     keys = ("freed_by_i", "memory_limit", "message_bytes", "transport", "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
@@ -107,7 +107,7 @@ def from_data(data: Any) -> JobCosts:
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
             rows = rows_of(table["layers"], "layers")
-            # One more than there may be is enough to be refused: `count` can be any number.
+            # One more than allowed is enough to raise an error: `count` can be any number.
             layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
             return JobCosts(LayerCosts(tuple(layers), **shared), **job)
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
@@ -118,7 +118,7 @@ def from_data(data: Any) -> JobCosts:
 
 
 def to_data(job: JobCosts) -> _Table:
-    """The tables of the file, as dictionaries; what has its default is left out."""
+    """The tables of the file, as dictionaries. Values equal to their default are left out."""
     costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
     values: _Table = {
         "freed_by_i": costs.freed_by_i,
@@ -131,7 +131,7 @@ def to_data(job: JobCosts) -> _Table:
         values["host"] = _link_data(costs.host)
     if costs.working:
         values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
-    # A limit of 0 is one, and so is a way to the host that takes no time.
+    # 0 is a valid limit, and a link to the host may take no time, so only None is left out.
     there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
     data = {key: value for key, value in values.items() if value or key in there}
     if costs.links:
@@ -144,7 +144,7 @@ def to_data(job: JobCosts) -> _Table:
 
 
 def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequence[str] = ()) -> _Table:
-    """A copy of a table of the file, with all keys that it needs and no other."""
+    """A copy of a table of the file, with its required keys and no unknown ones."""
     if not isinstance(data, dict):
         raise ValueError(f"{name or 'the file'} has to be a table of keys and values, got {data!r}")
     known = (*optional, *required)
@@ -160,7 +160,7 @@ def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Se
 
 
 def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tables of a list, each with a name for messages."""
+    """The tables in a list, each with a name for messages."""
     if not isinstance(rows, list):
         raise ValueError(f"{name} = {rows!r}: expected a list of tables, in TOML [[{name}]]")
     return ((f"[[{name}]] number {number}", row) for number, row in enumerate(rows, start=1))
@@ -196,7 +196,7 @@ def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
 
 
 def _link_data(link: Link) -> dict[str, float]:
-    """What differs from a link that takes no time."""
+    """Fields that differ from a link that takes no time."""
     latency = {"latency": link.latency} if link.latency else {}
     return latency | ({"bandwidth": link.bandwidth} if isfinite(link.bandwidth) else {})
 
@@ -206,17 +206,17 @@ def _columns(costs: CostModel | Layer) -> _Table:
 
 
 def _layers(row: Any, name: str) -> Iterator[Layer]:
-    """One layer, or several alike."""
+    """One layer, or several equal ones."""
     return (Layer(**each) for each in repeat_counted(row_table(row, name, required=("modules", *COLUMNS)), name))
 
 
 def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:
-    """A row of a list of layers, which may have a `count`."""
+    """A row in a list of layers, with an optional `count`."""
     return table_of(row, name, required=required, optional=(*optional, "count"))
 
 
 def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
-    """A layer's table, or `count` tables with the number at the end of the module's name counted up."""
+    """The table of a layer, or `count` tables with consecutive numbers at the end of the module's name."""
     modules, count = row["modules"], row.pop("count", None)
     if count is None:
         return iter((row,))
@@ -233,9 +233,9 @@ def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
 
 
 def _toml(data: Mapping[str, Any]) -> str:
-    """Numbers, strings and lists first, then tables, then lists of tables, as `to_data` has them.
+    """TOML text: numbers, strings and lists first, then tables, then lists of tables, as in `to_data`.
 
-    Written by hand, because Python's library only reads TOML; a cost file's values look the same in TOML and JSON.
+    Written by hand, because Python's library only reads TOML. The values of a cost file look the same in TOML and JSON.
     """
     lines = []
     for key, value in data.items():

@@ -1,4 +1,4 @@
-"""What a job costs: its stages or layers, where they are, what a rank can hold, and what its messages wait for."""
+"""Costs of a job: its stages or layers, their placement, memory limits, and the transport of its messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbpipe.schedule.ir import Placement
 
 @dataclass(frozen=True)
 class JobCosts:
-    """What `zbpipe.Profiler` measures, a cost file holds, and `zbpipe.plan` takes.
+    """Costs as `zbpipe.Profiler` measures them, a cost file stores them, and `zbpipe.plan` takes them.
 
         >>> stages = CostModel(f=(1, 1), i=(1, 1), w=(1, 1), activations=(2e9, 1e9))
         >>> job = JobCosts(stages, Placement.loop(2), memory_limit=4e9, transport="one queue")
@@ -22,19 +22,19 @@ class JobCosts:
         <Transport.ONE_QUEUE: 'one queue'>
 
     Raises:
-        TypeError: something else than such costs, a Placement, numbers and a transport.
-        ValueError: a placement with another number of stages than the costs, or with costs of layers; limits for
-            another number of ranks than the placement has, or that are none; an unknown transport.
+        TypeError: a field is no costs, Placement, number or transport.
+        ValueError: the placement has another number of stages than the costs, or the costs are those of layers. Also
+            for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
     """
 
     costs: CostModel | LayerCosts
-    """Of the stages, or of the layers from which stages are cut."""
+    """Costs of the stages, or of the layers from which stages are cut."""
     placement: Placement | None = None
-    """Where the stages are, if the costs are those of one placement only."""
+    """Placement of the stages, if the costs are those of one placement."""
     memory_limit: MemoryLimitLike | None = None
-    """What a rank, or each of them, can hold: a `MemoryLimit` once it is parsed; None: any."""
+    """Memory limit of each rank, a `MemoryLimit` once parsed. None means no limit."""
     transport: Transport | None = None
-    """What messages wait for; None where that is not known."""
+    """Transport of messages, None if unknown."""
 
     def __post_init__(self) -> None:
         _require(self.costs, "costs", (CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.costs.LayerCosts")
@@ -53,7 +53,7 @@ class JobCosts:
         self.require_ranks(self.placement.num_ranks)
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse a placement or limits for another number of ranks, and links to ranks that there are not."""
+        """Raise for a placement or limits with another number of ranks, and for links to unknown ranks."""
         if self.placement is not None and self.placement.num_ranks != ranks:
             raise ValueError(
                 f"the costs have the placement rank_of = {list(self.placement.rank_of)}, which is for"
@@ -67,7 +67,7 @@ class JobCosts:
                 raise ValueError(f"links has one from {sender} to {receiver}, but the ranks are 0 to {ranks - 1}")
 
     def on(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages; of layers, with TorchTitan's even split."""
+        """Costs of the stages on a placement. Layers are split evenly, as in TorchTitan."""
         if isinstance(self.costs, LayerCosts):
             return self.costs.even(placement)
         return as_cost_model(self.costs, placement)

@@ -1,4 +1,4 @@
-"""What a model's layers cost, and what the stages cost that are cut from them."""
+"""Costs of a model's layers, and of the stages cut from them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 MOST_LAYERS = 10_000
 
 Split = tuple[range, ...]
-"""By stage the layers that it holds, in their order; no stage is empty."""
+"""Layers of each stage, in order. No stage is empty."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A piece of the model that stays on one stage. Times are seconds of one microbatch.
+    """A piece of the model that stays on one stage. Times are seconds per microbatch.
 
         >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
         6.0
 
     Raises:
-        TypeError: `modules` is no list of names, or something else than a number.
-        ValueError: no name, or a number that is negative or not finite.
+        TypeError: `modules` is no list of names, or another field is no number.
+        ValueError: there is no name, or a number is negative or not finite.
     """
 
     modules: tuple[str, ...]
@@ -63,13 +63,13 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """F, I and W together."""
+        """Seconds of F, I and W together."""
         return self.f + self.i + self.w
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a model that is not cut into stages yet.
+    """Costs of a model before it is cut into stages.
 
         >>> block = Layer(("layers.0",), f=1, i=1, w=1, activations=1e9)
         >>> costs = LayerCosts((block, block, block))
@@ -77,24 +77,24 @@ class LayerCosts:
         (2.0, 1.0)
 
     Raises:
-        TypeError: something else than Layers, Links and numbers.
-        ValueError: no layer or more than 10,000, or a number that is negative or not finite.
+        TypeError: a field has another type than Layers, Links and numbers.
+        ValueError: there is no layer or more than 10,000, or a number is negative or not finite.
     """
 
     layers: tuple[Layer, ...]
-    """From the embedding to the head."""
+    """Layers from the embedding to the head."""
     freed_by_i: float = 0.0
-    """The share of the activations that I frees already, at most 1; below zero where it takes more."""
+    """Share of the activations that I frees, at most 1. Negative if I allocates more."""
     link: Link = field(default_factory=Link)
-    """The way between any two ranks."""
+    """Default link between two ranks."""
     links: Links = field(default_factory=lambda: FrozenDict({}))
-    """Links that differ, by (from rank, to rank)."""
+    """Other links, by (from rank, to rank)."""
     message_bytes: float = 0.0
-    """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
     host: Link | None = None
-    """The way between a rank and its host's memory; None where that is not known."""
+    """Link between a rank and the memory of its host, None if unknown."""
     working: Working = field(default_factory=lambda: FrozenDict({}))
-    """What a layer's part of an op needs only while it runs, by kind: of all layers, or one number a layer."""
+    """Working memory of each layer's part of an op, by kind: one number for all layers, or one per layer."""
 
     def __post_init__(self) -> None:
         what = "the costs of layers"
@@ -111,29 +111,29 @@ class LayerCosts:
         )
 
     def stages(self, split: Split) -> CostModel:
-        """The costs of the stages of this split."""
+        """Costs of the stages of this split."""
         columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS}
         shared = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
         return join_stages(CostModel(**columns, **shared), split)
 
     def even(self, placement: Placement) -> CostModel:
-        """The costs of a placement's stages if each gets equally many layers, TorchTitan's default."""
+        """Costs of a placement's stages with equal numbers of layers, TorchTitan's default."""
         return self.stages(split_of(even_sizes(len(self.layers), placement.num_stages)))
 
     def modules(self, split: Split) -> list[list[str]]:
-        """The split as TorchTitan's `module_fqns_per_model_part`: names of modules by stage."""
+        """The split as TorchTitan's `module_fqns_per_model_part`: module names of each stage."""
         return [[name for layer in stage for name in self.layers[layer].modules] for stage in split]
 
 
 def join_stages(costs: CostModel, split: Split) -> CostModel:
-    """The costs of stages that are each made of several: F runs these one after the other, I, W and B from the last on.
+    """Costs of joined stages: F runs the parts in order, and I, W and B run them from the last one.
 
         >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
         >>> stage = join_stages(layers, (range(2),))
         >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
         ((8.0,), 8.0, 13.0)
 
-    A stage of which F keeps nothing cannot keep anything from I to W, either.
+    If F of a stage keeps nothing, the stage cannot keep anything from I to W.
     """
 
     def add_up(each: Callable[[int], float]) -> tuple[float, ...]:
@@ -154,7 +154,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
 
 
 def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
-    """The costs of fewer stages, each of them equally many neighbours in one; ValueError if that is impossible."""
+    """Costs after joining equal numbers of neighbouring stages. ValueError if that is impossible."""
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
         raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
@@ -162,7 +162,7 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with these numbers of layers a stage.
+    """The split with these numbers of layers per stage.
 
     >>> split_of((2, 1))
     (range(0, 2), range(2, 3))
@@ -171,10 +171,10 @@ def split_of(sizes: Sequence[int]) -> Split:
 
 
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
-    """As many layers on each stage, and one more on the first ones where some are left: TorchTitan's default.
+    """Numbers of layers per stage, equal or one more on the first stages: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer, and norm and head together as one, as they are one `Layer` here, or
-    as many as `ends` says. ValueError for fewer layers than stages, or an end that counts as more than a stage has.
+    TorchTitan counts the embedding as one layer, and norm and head together as one, like their `Layer` here. `ends`
+    overrides these counts. ValueError for fewer layers than stages, or an end that counts for more than a stage has.
 
     >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
     ((3, 2, 2), (4, 3, 2))

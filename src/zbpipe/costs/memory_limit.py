@@ -1,4 +1,4 @@
-"""The one type for memory limits: every function, option and file parses its limit here, once."""
+"""The one type for memory limits. Every function, option and file parses its limit here, once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELATIVE = (
 SPELLINGS = (
     f"{RELATIVE}, 6.5GiB (where costs are measured in bytes; also MiB, GB and MB), or a number in the unit of the costs"
 )
-"""How a memory limit is written. Help texts, errors and docs/costs-file.md say it in these words."""
+"""Syntax of a memory limit, as quoted in help texts, errors and docs/costs-file.md."""
 _WITHOUT_MEASURING = f"write it as {RELATIVE}, or give measured costs (--costs-file, zbpipe.load_costs)"
 
 _Unit = Literal["", "x", "microbatches", "bytes"]
@@ -30,17 +30,18 @@ _WRITTEN = re.compile(r"\s*(.*?)\s*([kmg]i?b|x|microbatch(?:es)?)?\s*", re.IGNOR
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What one rank may hold of activations, with what ops need while they run.
+    """Memory limit of a rank for activations, deferred gradients and working memory.
 
-    It is written as one of
+    Formats:
 
-    - `"1.2x"`: times what 1F1B's worst rank holds under the same costs;
-    - `"4 microbatches"`: of what F keeps of one microbatch on an average rank, of which 1F1B on p ranks holds p;
-    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: where the costs are measured in bytes;
-    - a number in the unit of the costs' activations: bytes where they are measured, else a rank's share of one
-      microbatch. A job that knows no costs refuses a bare number.
+    - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
+    - `"4 microbatches"`: multiple of what F keeps of one microbatch on an average rank, of which 1F1B on p ranks holds
+      p;
+    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: for costs that are measured in bytes;
+    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job
+      without known costs refuses a bare number.
 
-    A list has one of these, all of one unit, for each rank.
+    A list has one limit per rank, all of one unit.
 
         >>> MemoryLimit.parse("2KiB")
         MemoryLimit(amount=2048.0, unit='bytes')
@@ -50,15 +51,15 @@ class MemoryLimit:
     """
 
     amount: float | tuple[float, ...]
-    """One for all ranks, or one for each; infinite where there is no limit."""
+    """One number for all ranks, or one per rank. Infinite means no limit."""
     unit: _Unit
-    """Of the costs (empty), of what 1F1B's worst rank holds, of an average rank's microbatch, or bytes."""
+    """Unit: that of the costs (empty), the peak of 1F1B's worst rank, an average rank's microbatch, or bytes."""
     written: Any = field(default=None, compare=False, repr=False)
-    """As it was given, for messages and files; `parse` takes it back."""
+    """The limit as given, for messages and files. `parse` reads it back."""
 
     @classmethod
     def parse(cls, given: MemoryLimitLike | None, *, costs_are_known: bool = True) -> Self | None:
-        """The limit that is written so; None is no limit. Without known costs, units that need some are refused."""
+        """Parse a limit; None means no limit. Without known costs, units that need them are refused."""
         if given is None:
             return None
         found = given if isinstance(given, cls) else cls._new(given)
@@ -79,7 +80,7 @@ class MemoryLimit:
         return cls(amounts, units[0], written)
 
     def require_ranks(self, ranks: int) -> None:
-        """Refuse a list with another number of limits."""
+        """Raise for a list with another number of limits."""
         if isinstance(self.amount, tuple) and len(self.amount) != ranks:
             raise ValueError(
                 f"memory_limit = {self.written!r} has to be one number or one for each rank, got {len(self.amount)} for"
@@ -87,11 +88,11 @@ class MemoryLimit:
             )
 
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
-        """By rank what it may hold, in the unit of the costs' activations.
+        """Memory limit of each rank, in the unit of the costs' activations.
 
         Raises:
-            ValueError: another number of limits than ranks, bytes where nothing is measured in bytes, or a multiple of
-                1F1B's memory for stages that cannot be shared equally by the ranks.
+            ValueError: the number of limits differs from that of ranks, bytes are given but nothing is measured in
+                bytes, or a multiple of 1F1B's memory is given for stages that cannot be shared equally by the ranks.
         """
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
@@ -100,7 +101,7 @@ class MemoryLimit:
 
     @contextmanager
     def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
-        """Report a limit that is too small in the unit in which this one is written."""
+        """The error for a limit that is too small, converted to the unit of this limit."""
         try:
             yield
         except LimitTooSmallError as error:
@@ -137,23 +138,23 @@ class MemoryLimit:
 
 
 LEEWAY = 1.02
-"""The factor by which limits are above what 1F1B takes. I needs a little more than B while it runs, without
-checkpointing, too: with no leeway, no W could wait on a rank that is full."""
+"""Factor of default limits over 1F1B's memory. Even without checkpointing, I needs slightly more working memory than B.
+Without leeway, no W could be deferred on a full rank."""
 AS_1F1B = MemoryLimit(LEEWAY, "x", f"{LEEWAY}x")
-"""What lean schedules and `Auto` hold if nobody gives a limit."""
+"""Default limit of lean schedules and `Auto`."""
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
-"""How callers give one."""
+"""Types accepted as a limit."""
 
 
 def _round_up(amount: float) -> float:
-    """The amount with four digits, no less."""
+    """The amount rounded up to four digits."""
     digits = 3 - floor(log10(amount)) if amount > 0 else 0
     return ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:
-    """The amount, its unit, and how files have it, which know no infinite numbers."""
+    """The amount, its unit, and its form in files, which have no infinite numbers."""
     match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
     suffix = (match[2] or "").lower() if match else ""
     refusal = f"memory_limit = {given!r} is no number: write {SPELLINGS}"

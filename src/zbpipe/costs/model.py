@@ -1,7 +1,7 @@
-"""What a schedule's ops cost: seconds per stage for F, I and W, seconds per message, bytes of activations.
+"""Costs of ops: seconds per stage for F, I and W, seconds per message, bytes of activations.
 
-Memory is in one unit everywhere, that of `CostModel.activations`: bytes where they were measured. In costs that are the
-same on every rank (`CostModel.uniform`) it is a rank's share of one microbatch, so that 1F1B on p ranks holds p.
+All memory is in the unit of `CostModel.activations`: bytes if measured. In costs that are equal on every rank
+(`CostModel.uniform`) the unit is a rank's share of one microbatch, so 1F1B on p ranks holds p.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST = 1e100
-"""The largest cost: no sum or product of such numbers is infinite."""
+"""Largest cost. No sum or product of such numbers is infinite."""
 ROUNDING = 1e-9
-"""The share by which rounding may change a sum of times, or of memory."""
+"""Relative tolerance for the rounding of sums of times or memory."""
 
 
 def is_amount(number: float) -> bool:
-    """Whether it can be a cost: a number from 0 to 1e100."""
+    """Whether the value is a valid cost: a number from 0 to 1e100."""
     return 0 <= number <= MOST
 
 
 def amount(what: str, name: str, value: Any) -> float:
-    """`value` as a cost; the TypeError or ValueError for what is none names `what`, `name` and the value."""
+    """`value` as a cost. The TypeError or ValueError for invalid values names `what`, `name` and the value."""
     refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
     found = number(value, refusal)
     if not is_amount(found):
@@ -37,14 +37,14 @@ def amount(what: str, name: str, value: Any) -> float:
 
 
 def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
-    """The same for a list with a number for `each` of something."""
+    """Several costs, a number for `each` item."""
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
     return tuple(amount(what, name, value) for value in values)
 
 
 def share(what: str, value: Any) -> float:
-    """`value` as the share of the activations that I frees: at most 1; refused as in `amount`."""
+    """`value` as the share of the activations that I frees, at most 1. Raises as `amount` does."""
     refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
     found = number(value, refusal)
     if not -MOST <= found <= 1:
@@ -53,7 +53,7 @@ def share(what: str, value: Any) -> float:
 
 
 def number(value: Any, refusal: str) -> float:
-    """`value` as a float, infinite for whole numbers of hundreds of digits; else a TypeError with `refusal`."""
+    """`value` as a float, infinite for integers of hundreds of digits. Else a TypeError with `refusal`."""
     if not isinstance(value, SupportsFloat) or isinstance(value, bool):
         raise TypeError(refusal)
     try:
@@ -66,18 +66,17 @@ def number(value: Any, refusal: str) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
+    """The link from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
 
         >>> Link(latency=1e-5, bandwidth=1e9).seconds(2e6)
         0.00201
 
     Raises:
-        TypeError: no numbers.
-        ValueError: a latency that is negative or not finite, or a bandwidth that is not positive.
+        TypeError: a field is no number.
+        ValueError: the latency is negative or not finite, or the bandwidth is not positive.
     """
 
     latency: float = 0.0
-    """Seconds."""
     bandwidth: float = inf
     """Bytes per second."""
 
@@ -90,20 +89,20 @@ class Link:
         set_fields(self, bandwidth=bandwidth)
 
     def seconds(self, num_bytes: float) -> float:
-        """How long a message takes."""
+        """Time of a message, in seconds."""
         return self.latency + num_bytes / self.bandwidth
 
 
 Links = Mapping[tuple[int, int], Link]
-"""By (from rank, to rank)."""
+"""Links by (from rank, to rank)."""
 Working = Mapping[OpKind, float | tuple[float, ...]]
-"""By kind of op, of all stages or one number a stage."""
+"""Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
-"""What each stage or layer has a number of."""
+"""Fields with one number per stage or layer."""
 
 
 def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
-    """What stages send and how, as a frozen dataclass keeps it: fields by name, with a copy of `links`."""
+    """Fields for messages of a frozen dataclass, checked, with a copy of `links`."""
     if not isinstance(link, Link):
         raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.costs.Link")
     if not isinstance(links, Mapping):
@@ -120,7 +119,7 @@ def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: A
 
 
 def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
-    """By kind of op, a number for `each` of `count` stages or layers."""
+    """Working memory by kind of op, with a number for `each` of `count` stages or layers."""
     if not isinstance(working, Mapping) or not all(isinstance(kind, OpKind) for kind in working):
         raise TypeError(
             f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind, for example {{OpKind.I: 2e9}}"
@@ -140,58 +139,58 @@ def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[
 
 
 def set_fields(instance: object, **fields: Any) -> None:
-    """What a frozen dataclass may do while it is made."""
+    """Set fields of a frozen dataclass while it is initialised."""
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs per stage. Times are seconds of one microbatch, memory is what one microbatch's forward keeps.
+    """Costs per stage. Times are seconds per microbatch, memory is what F of one microbatch keeps.
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.adds(0, OpKind.I)
         (2, -750000000.0)
 
     Raises:
-        TypeError: something else than numbers, or lists of them.
-        ValueError: lists of different lengths, or a number that is negative or not finite.
+        TypeError: a field is no number or list of numbers.
+        ValueError: lists have different lengths, or a number is negative or not finite.
     """
 
     f: tuple[float, ...]
-    """Seconds of the forward, one number a stage."""
+    """Seconds of the forward, one number per stage."""
     i: tuple[float, ...]
     """Seconds of the backward for the input (dI), with any recomputation."""
     w: tuple[float, ...]
     """Seconds of the backward for the weights (dW)."""
     activations: tuple[float, ...]
-    """What a stage keeps of one microbatch after F: bytes, or shares of a rank's microbatch. The unit of all memory."""
+    """Memory kept of one microbatch after F, in bytes or shares of a rank's microbatch. The unit of all memory."""
     freed_by_i: float | tuple[float, ...] = 0.0
-    """The share of the activations that I frees already, at most 1: of all stages, or one number a stage.
+    """Share of the activations that I frees, at most 1: one number for all stages, or one per stage.
 
-    W frees the rest. Below zero, more waits for W than F has left: under activation checkpointing F leaves a
-    checkpoint, and I the inputs and gradients of all layers whose dW is still to come. They count from I's start on.
+    W frees the rest. Negative if more is kept for W than F kept. Under activation checkpointing F keeps a checkpoint,
+    and I keeps the inputs and gradients of all layers for their dW. These count from the start of I.
     """
     link: Link = field(default_factory=Link)
-    """The way between any two ranks."""
+    """Default link between two ranks."""
     links: Links = field(default_factory=lambda: FrozenDict({}))
-    """Links that differ, by (from rank, to rank)."""
+    """Other links, by (from rank, to rank)."""
     message_bytes: float = 0.0
-    """Bytes that one stage hands to the next for one microbatch, and gets back as a gradient."""
+    """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
     working: Working = field(default_factory=lambda: FrozenDict({}))
-    """What ops need only while they run, by kind: of all stages, or one number a stage. Kinds left out need nothing.
+    """Working memory of ops, by kind: one number for all stages, or one per stage. Missing kinds need none.
 
-    It comes on top of what was there before the op and of what the op adds. Under activation checkpointing, I and B
-    recompute one block at a time, so that `working` holds what a block keeps and the gradients in it.
+    It adds to the memory held before the op and to what the op adds. Under activation checkpointing, I and B recompute
+    one block at a time, so `working` is the memory of one block and its gradients.
     """
     host: Link | None = None
-    """The way between a rank and its host's memory, for copies in each direction; None where that is not known.
+    """Link between a rank and the memory of its host, for copies in each direction. None if unknown.
 
-    What is to be copied divided by its bandwidth, in the unit of the activations per second. Ranks that share a way to
-    one host have their parts of it.
+    A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
+    to one host each have a part of it.
     """
     in_bytes: bool = field(default=True, compare=False, repr=False)
-    """Whether memory is in bytes; False where 1 is a rank's share of one microbatch."""
+    """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
@@ -231,22 +230,23 @@ class CostModel:
         working: Working | None = None,
         host: Link | None = None,
     ) -> CostModel:
-        """The same costs on every rank; activations in units of a rank's share of one microbatch.
+        """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
 
             >>> CostModel.uniform(Placement.v(1), w=0.5).w
             (0.25, 0.25)
 
         Args:
-            placement: of the schedule; a rank's time is shared equally by its stages.
-            f: seconds a rank spends on one microbatch's forward, over all its stages; the same for `i` and `w`.
+            placement: placement of the schedule. The time of a rank is shared equally by its stages.
+            f: seconds that a rank spends on the forward of one microbatch, over all its stages; `i` and `w`
+                accordingly.
             comm: seconds from one rank to another.
-            freed_by_i: share of the activations that I frees; less than zero where it takes more.
-            working: by kind of op, what it needs only while it runs, in units of a rank's share of one microbatch.
-            host: the way to the host's memory, with a bandwidth in a rank's shares of one microbatch per second.
+            freed_by_i: share of the activations that I frees, negative if it allocates more.
+            working: working memory by kind of op, in units of a rank's share of one microbatch.
+            host: link to the memory of the host, with a bandwidth in a rank's shares of one microbatch per second.
 
         Raises:
-            TypeError: no Placement, or something else than numbers.
-            ValueError: a number that is negative or not finite.
+            TypeError: the placement is no Placement, or another argument is no number.
+            ValueError: a number is negative or not finite.
         """
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
@@ -274,7 +274,7 @@ class CostModel:
         return len(self.f)
 
     def seconds(self, stage: int, kind: OpKind) -> float:
-        """How long one op runs; a copy takes no time where the way to the host is not known."""
+        """Seconds of one op. A copy takes no time if the link to the host is unknown."""
         match kind:
             case OpKind.F:
                 return self.f[stage]
@@ -288,7 +288,7 @@ class CostModel:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
     def needs(self, stage: int, kind: OpKind) -> float:
-        """What has to be free on its rank for an op to run: what it adds, and what it needs only while it runs.
+        """Memory that has to be free on the rank before an op: what the op adds, and its working memory.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
         >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
@@ -298,7 +298,7 @@ class CostModel:
 
     @cached_property
     def _needs(self) -> dict[OpKind, list[float]]:
-        """Simulations and searches ask often."""
+        """Cached, because simulations and searches ask often."""
         stages = range(self.num_stages)
         return {
             kind: [max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind) for stage in stages]
@@ -306,16 +306,16 @@ class CostModel:
         }
 
     def working_of(self, stage: int, kind: OpKind) -> float:
-        """What an op needs only while it runs."""
+        """Working memory of an op."""
         working = self.working.get(kind)
         return working[stage] if isinstance(working, tuple) else 0.0
 
     def freed_share(self, stage: int) -> float:
-        """The share of a stage's activations that I frees."""
+        """Share of a stage's activations that I frees."""
         return self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i
 
     def adds(self, stage: int, kind: OpKind) -> float:
-        """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
+        """Memory that one op adds to its rank: from its start if positive, else at its end."""
         return self._adds[kind][stage]
 
     @cached_property
@@ -334,11 +334,11 @@ class CostModel:
         }
 
     def waits(self, stage: int) -> float:
-        """What a stage keeps of one microbatch from I to W."""
+        """Deferred gradients of a stage for one microbatch, from I to W."""
         return -self.adds(stage, OpKind.W)
 
     def saves_by_b(self, stage: int) -> bool:
-        """Whether B needs less memory than I and then W, so that it may come in their place.
+        """Whether B needs less memory than I and then W, so that it may replace them.
 
         >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
         >>> [costs.saves_by_b(stage) for stage in range(2)]
@@ -348,28 +348,28 @@ class CostModel:
         return b < max(i, self.adds(stage, OpKind.I) + w)
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
-        """The ops that need the least memory for a backward at once."""
+        """The kinds of ops with the least peak memory for a backward that is not deferred."""
         return (OpKind.B,) if self.saves_by_b(stage) else (OpKind.I, OpKind.W)
 
     def transfer(self, sender: int, receiver: int) -> float:
-        """Seconds from the end of an op on one rank to its result on another; none if they are the same."""
+        """Seconds from the end of an op on one rank to the arrival of its result on another. 0 on the same rank."""
         if sender == receiver:
             return 0.0
         return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, the peak of one microbatch that runs alone, in the unit of `costs.activations`."""
+    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`."""
     return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
 def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """The ranks that cannot hold one microbatch, which needs `least` there."""
+    """Ranks that cannot hold one microbatch, which needs `least` there."""
     return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
 
 
 class LimitTooSmallError(ValueError):
-    """A memory limit that cannot hold even one microbatch."""
+    """Error for a memory limit that cannot hold even one microbatch."""
 
     def __init__(
         self, limit: float, least: float, rank: int, more: str, spell: Callable[[float], str] = "{:.12g}".format
@@ -382,13 +382,13 @@ class LimitTooSmallError(ValueError):
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmallError, with the least that would do, for a limit that is too small for even one microbatch.
+    """Raise LimitTooSmallError, with the least sufficient limit, if a limit is too small for one microbatch.
 
     Args:
-        placement: of the stages.
-        costs: of them.
-        limits: what each rank may hold, in the unit of `costs.activations`.
-        more: for the message.
+        placement: placement of the stages.
+        costs: costs of the stages.
+        limits: memory limit of each rank, in the unit of `costs.activations`.
+        more: addition to the message.
     """
     least = least_room(placement, costs)
     if short := too_small(least, limits):
@@ -397,7 +397,7 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
-    """By rank, more than it ever holds in any order of its ops, in the unit of `costs.activations`."""
+    """Upper bound of each rank's memory in any order of its ops, in the unit of `costs.activations`."""
 
     def most(stages: tuple[int, ...]) -> float:
         kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
@@ -407,14 +407,14 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
 
 
 def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
-    """F of all stages, then the backward of one after the other: no other order takes less."""
+    """Peak of F of all stages, then each backward. No other order needs less."""
     forward = [(stage, OpKind.F) for stage in stages]
     backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
     return highest(costs, (*forward, *backward))
 
 
 def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
-    """The most that a rank holds while it runs ops of these stages and kinds in turn, beginning with nothing."""
+    """Peak of a rank that runs ops of these stages and kinds in this order, starting with no memory."""
     held = most = 0.0
     for stage, kind in ops:
         most = max(most, held + costs.needs(stage, kind))
@@ -423,19 +423,19 @@ def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
 
 
 def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """By rank, what it keeps of one microbatch after all its F, in the unit of `costs.activations`."""
+    """Memory that each rank keeps of one microbatch after all its F, in the unit of `costs.activations`."""
     return placement.sum_by_rank(costs.activations)
 
 
 @runtime_checkable
 class Placeable(Protocol):
-    """What has costs for the stages of a placement: `zbpipe.costs.JobCosts`."""
+    """An object with costs for the stages of a placement: `zbpipe.costs.JobCosts`."""
 
     def on(self, placement: Placement) -> CostModel: ...
 
 
 def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Placement) -> CostModel:
-    """`costs` itself, those of a job on this placement, or for `(f, i, w)` the same costs on every rank."""
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` equal costs on every rank."""
     if isinstance(costs, Placeable):
         return costs.on(placement)
     if isinstance(costs, CostModel):
@@ -445,7 +445,7 @@ def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Pla
                 " number a stage"
             )
         return costs
-    # A TypeError with the way out for whatever callers hand in that has no types.
+    # A TypeError with the way out, for untyped values from callers.
     numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
     if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
         if isinstance(costs, (str, PathLike)):

@@ -1,4 +1,4 @@
-"""Where torch's own split of the backward into I and W can run. zbpipe's split runs everywhere."""
+"""Conditions for torch's split of the backward into I and W. zbpipe's split runs everywhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ NOTE = (
     " and takes more memory than is shown. zbpipe's split runs the same orders as ZBV, DualPipeVSplit and"
     " InterleavedZeroBubbleSplit"
 )
-"""For people, below tables in which such schedules have an asterisk."""
+"""Note below tables that mark such schedules with an asterisk."""
 
 
 def has_torchs_split(schedule: Schedule, source: str) -> bool:
-    """Whether torch splits the backwards of a schedule, which a class of `source` runs."""
+    """Whether torch splits the backwards of a schedule whose class comes from `source`."""
     return source == "torch" and any(op.kind is OpKind.I for ops in schedule for op in ops)
 
 
 def runs_torchs_split(checkpointing: Checkpointing | None, compiled: bool = False) -> bool:
-    """Whether torch's own split can run, and as fast as is simulated. Where the checkpointing is not known, it may not.
+    """Whether torch's split can run, as fast as simulated. It may not if the checkpointing is unknown.
 
     >>> [runs_torchs_split(each) for each in Checkpointing]
     [True, False, False]

@@ -1,9 +1,9 @@
-"""What a typical transformer block costs, by activation checkpointing: the costs of a schedule before any measurement.
+"""Costs of a typical transformer block by activation checkpointing, for schedules before any measurement.
 
-The block is Llama's: RMSNorm, grouped-query attention by a kernel that keeps its inputs and its result, RMSNorm,
-SwiGLU. It is counted in elements for each token: numbers in the dtype of the activations, that is 2 bytes in bfloat16.
-Small tensors do not count: logsumexp of the attention, statistics of the norms, and gradients of weights.
-Blocks that are compiled need less while they run.
+The block is that of Llama: RMSNorm, grouped-query attention by a kernel that keeps its inputs and result, RMSNorm,
+SwiGLU. The unit is elements per token: numbers in the dtype of the activations, 2 bytes in bfloat16. Small tensors do
+not count: logsumexp of the attention, statistics of the norms, gradients of weights. Compiled blocks need less working
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from zbpipe.costs.model import CostModel, Link
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 PAPERS_TIMES = (1.0, 0.99, 0.67)
-"""F, I and W of a model of 6.2 billion parameters on A100, by F: 29.718, 29.444 and 19.927 ms without checkpointing.
+"""F, I and W of a model of 6.2 billion parameters on A100, relative to F: 29.718, 29.444 and 19.927 ms without
+checkpointing.
 
 From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times.
 """
@@ -24,24 +25,24 @@ From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled 
 
 _SEQ_LEN = 8192
 _BLOCKS_PER_RANK = 8
-"""Ops need while they run what one block needs, which weighs less the more blocks there are."""
+"""Blocks per rank. Ops need the working memory of one block, whose share falls with the number of blocks."""
 _COMM = 0.01
-"""Seconds from rank to rank if F takes one: so that messages have an order, as in `passes.default_costs`."""
+"""Seconds from rank to rank if F takes one. This little time gives messages an order, as in `passes.default_costs`."""
 
 
 class Checkpointing(StrEnum):
-    """What a block's F keeps."""
+    """Activation checkpointing, which determines the memory that a block keeps after F."""
 
     NONE = "none"
     """All that autograd saves."""
     SELECTIVE = "selective"
-    """Every second product and the attention's result, as TorchTitan has it by default; I recomputes the rest."""
+    """Every second product and the attention's result, TorchTitan's default. I recomputes the rest."""
     FULL = "full"
     """The input. I recomputes all else."""
 
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
-        """The one of that name; a ValueError with the names if there is none."""
+        """The checkpointing with this name. The ValueError for unknown names lists the known ones."""
         try:
             return cls(text)
         except ValueError:
@@ -60,21 +61,21 @@ class Block:
     """
 
     dim: int
-    """Of the hidden states."""
+    """Width of the hidden states."""
     queries: int
-    """Of all heads together."""
+    """Width of the queries of all heads together."""
     keys_and_values: int
-    """Keys and values of all heads together."""
+    """Width of keys and values of all heads together."""
     hidden: int
-    """Of the feed-forward layer."""
+    """Width of the feed-forward layer."""
     fused_qkv: bool = True
-    """Whether one product makes queries, keys and values, as in TorchTitan 0.3. In 0.2 they are three."""
+    """Whether one product computes queries, keys and values, as in TorchTitan 0.3. In 0.2 these are three."""
     keeps_scattered: bool = False
-    """Whether selective checkpointing keeps what tensor parallelism's two reduce-scatters give, as TorchTitan 0.2."""
+    """Whether selective checkpointing keeps the results of the two reduce-scatters of TP, as in TorchTitan 0.2."""
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, over all GPUs that share the block.
+        """Number of parameters, over all GPUs that share the block.
 
         >>> LLAMA_3_8B.parameters
         218112000
@@ -83,15 +84,15 @@ class Block:
         return products + 2 * self.dim
 
     def kept_by_f(self, checkpointing: Checkpointing | str, tp: int = 1) -> float:
-        """What is there from F to I.
+        """Memory kept from F to I.
 
         - Full: the input.
-        - Selective: the input, and of the five products q-k-v, out, gate, up and down the first, third and fifth; of
-          seven, with q, k and v apart, q, v, gate and down. TP does not cut the result of down, which is a summand.
-          And the attention's result.
-        - None: what autograd saves. Input and result of both norms, which is the one x of q, k and v, and of gate and
-          up; q, k and v, turned; the attention's result, which is also x of the out product; gate before and after its
-          activation function, up, and their product, which is x of down.
+        - Selective: the input, and the first, third and fifth of the five products q-k-v, out, gate, up and down. Of
+          seven products, with separate q, k and v, these are q, v, gate and down. TP does not cut the result of down,
+          which is a summand. Also the attention's result.
+        - None: what autograd saves. These are input and result of both norms (the result is the x of q, k and v, and of
+          gate and up), q, k and v, rotated, and the attention's result, also x of the out product. From the
+          feed-forward layer: gate before and after its activation function, up, and their product, which is x of down.
         """
         match Checkpointing.parse(checkpointing):
             case Checkpointing.NONE:
@@ -105,24 +106,25 @@ class Block:
                 return self.dim / tp
 
     def kept_by_i(self, tp: int = 1) -> float:
-        """What waits from I to W: x and dY of all products, whatever the checkpointing.
+        """Deferred gradients from I to W: x and dY of all products, for any checkpointing.
 
-        x is the same tensor for q, k and v, and for gate and up. TP leaves those two whole, and dY of out and down.
+        q, k and v share the same x, and so do gate and up. TP leaves both of these x uncut, and also dY of out and
+        down.
         """
         return 4 * self.dim + (2 * self.queries + self.keys_and_values + 3 * self.hidden) / tp
 
     def working(self, checkpointing: Checkpointing | str, kind: OpKind, tp: int = 1) -> float:
-        """What an op needs only while it runs, beyond what it adds (`CostModel.working`), eagerly.
+        """Working memory of an op in eager mode, beyond what it adds (`CostModel.working`).
 
-        The most is needed in the feed-forward layer.
+        The feed-forward layer needs the most.
 
-        - F: both summands of the result; with checkpointing also x, the activated gate, up and their product, which are
+        - F: both summands of the result. With checkpointing also x, the activated gate, up and their product, which are
           not kept. (Selective keeps one of them, the result.)
         - B: what autograd saves of one block, which is recomputed, and gradients of the result, of the activated gate
           and of up. The product is free by then.
-        - I: the same, with the product, which waits for W. Blocks behind it hold what waits already; so the last block
-          that I runs needs the most, or the first one if more is kept by F.
-        - W: nothing but gradients of weights.
+        - I: as for B, plus the product, which W needs later. Blocks that I has already passed hold their deferred
+          gradients. So the last block that I runs needs the most, or the first one if F keeps more.
+        - W: only gradients of weights.
         """
         checkpointing = Checkpointing.parse(checkpointing)
         kept, saved = self.kept_by_f(checkpointing, tp), self.kept_by_f(Checkpointing.NONE, tp)
@@ -140,7 +142,7 @@ class Block:
                 return 0.0
 
     def recomputed(self, checkpointing: Checkpointing | str) -> float:
-        """The share of F's floating-point operations that I repeats. The attention is causal, and costs half.
+        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half.
 
         >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
         >>> [block.recomputed(each) for each in Checkpointing]
@@ -162,7 +164,7 @@ LLAMA_3_8B = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
 
 
 def typical_times(checkpointing: Checkpointing | str = "selective", block: Block = LLAMA_3_8B) -> tuple[float, ...]:
-    """F, I and W by F: the paper's, and in I what is recomputed.
+    """Times of F, I and W relative to F: those of the paper, with recomputation added to I.
 
     >>> typical_times("full")
     (1.0, 1.99, 0.67)
@@ -180,21 +182,21 @@ def typical_costs(
     host: Link | None = None,
     tensor: int = 1,
 ) -> CostModel:
-    """The costs of a model of Llama 3 8B's blocks, eight a rank and nothing else, on this placement.
+    """Costs of a model with eight Llama 3 8B blocks per rank and nothing else, on this placement.
 
-    Memory is in units of what F of a rank's share of one microbatch keeps under this checkpointing, so that 1F1B on p
-    ranks holds p of them, and what its ops need while they run.
+    The unit of memory is what F keeps of a rank's share of one microbatch under this checkpointing. So 1F1B on p ranks
+    holds p of them, plus working memory.
 
         >>> costs = typical_costs(Placement.v(4), "full")
         >>> costs.waits(0) / costs.activations[0]
         17.0
 
     Args:
-        placement: of the schedule; a rank's blocks are shared equally by its stages.
+        placement: placement of the schedule. The blocks of a rank are shared equally by its stages.
         checkpointing: "none", "selective" or "full".
-        times: seconds a rank takes for F, I and W of one microbatch, with all recomputation; default: `typical_times`.
+        times: seconds of a rank for F, I and W of one microbatch, with all recomputation. Default: `typical_times`.
         comm: seconds from one rank to another.
-        host: the way to the host's memory, with a bandwidth in this unit of memory per second.
+        host: link to the memory of the host, with a bandwidth in this unit of memory per second.
         tensor: degree of tensor parallelism. It shrinks what F keeps by more than the deferred gradients.
     """
     checkpointing = Checkpointing.parse(checkpointing)

@@ -1,4 +1,4 @@
-"""What messages wait for, and when receives are posted, by the names that users write."""
+"""Transports of messages and times of receives, by their user-facing names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Self
 
 
 class _Named(StrEnum):
-    """Names that users write."""
+    """Enum with user-facing names."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The one called `text`, with spaces, dashes or underscores between the words.
+        """The member called `text`, with spaces, dashes or underscores between the words.
 
         >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
         True
@@ -26,35 +26,35 @@ class _Named(StrEnum):
 
     @classmethod
     def names(cls) -> str:
-        """All names, as users write them on a command line."""
+        """All names, as written on a command line."""
         return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
 
 
 class Transport(_Named):
-    """What messages of a rank wait for, besides the computations that make them."""
+    """Dependencies of a rank's messages, besides the computations that produce them."""
 
     IDEAL = "ideal"
-    """Nothing: each leaves as soon as it is made."""
+    """Nothing: each message leaves as soon as it is computed."""
     ONE_QUEUE = "one queue"
-    """All messages of a rank go one after the other, each from when both ends have come to it, as NCCL and RCCL send
+    """All messages of a rank go one after the other. Each starts when both ends have reached it, as NCCL and RCCL send
     those of one process group."""
     QUEUE_PER_PEER = "queue per peer"
-    """The same for the messages between two ranks, as with a process group for each edge of the pipeline."""
+    """One queue for the messages between two ranks, as with a process group for each edge of the pipeline."""
     SHARED = "shared with compute"
-    """One queue, with the computations in it: a message that waits delays its rank. The worst case where
-    streams share the hardware's queues, as they may on AMD's GPUs."""
+    """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
+    share the hardware's queues, as on some AMD GPUs."""
 
 
 class Receives(_Named):
     """When a rank posts its receives."""
 
     EARLY = "early"
-    """As torch does: where the other rank sends, if all computations take the same time."""
+    """As in torch: where the other rank sends, if all computations take the same time."""
     LATE = "late"
-    """Before the computation that needs the message, or the next message of the rank."""
+    """Before the computation that needs the message, or before the next message of the rank."""
     TIMED = "timed"
-    """Before the computation during which the message starts, by a simulation."""
+    """Before the computation during which the message starts, according to a simulation."""
     NEAREST = "nearest"
-    """Between the two computations that are nearest to that, so that the rank does not wait for it for long."""
+    """Between the two computations nearest to that start, so that the rank does not wait long."""
     RENDEZVOUS = "rendezvous"
-    """Between computations, where both ranks are free first, by a simulation in which each message holds up both."""
+    """Between computations, where both ranks are free first. The simulation lets each message block both ranks."""

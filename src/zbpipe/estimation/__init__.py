@@ -1,4 +1,7 @@
-"""What a job would take before it is launched: `zbpipe estimate`. Knows no torch."""
+"""Estimates of a job before its launch: `zbpipe estimate`. Knows no torch.
+
+F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
+"""
 
 from zbpipe.estimation.layers_file import load_layers
 from zbpipe.estimation.result import Estimate

@@ -1,9 +1,9 @@
-"""What GPUs can do, by their makers' data sheets, and how much of it training sustains. As of November 2026.
+"""GPU figures from the makers' data sheets, and the share of the peak that training sustains. As of November 2026.
 
-The figures of the makers are dense BF16 peaks, bandwidths in one direction, and memory as torch sees it. The sustained
-share is no maker's: it is what the matrix products and attention of large Llama models reach within a training step,
-norms, rotary embeddings and activation functions included. It is the least certain number of an estimate, the same for
-all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
+The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
+the sustained share: it is what matrix products and attention of large Llama models reach within a training step,
+including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but equal
+for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from types import MappingProxyType
 
 GIB = 2**30
 USABLE = 0.85
-"""The share of a GPU's memory that can be used: the communication library and fragmentation need the rest."""
+"""Usable share of a GPU's memory. The communication library and fragmentation need the rest."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, and the node that it is in."""
+    """A GPU, and the node that contains it."""
 
     name: str
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
     share: float
-    """Of the peak that training sustains."""
+    """Share of the peak that training sustains."""
     inside: float
     """Bytes per second from a GPU to the others of its node, in one direction."""
     gib: float
-    """Of memory, as torch sees it."""
+    """GiB of memory, as torch reports it."""
     source: str
-    """Of the maker's figures."""
+    """Source of the maker's figures."""
     share_from: str
-    """Where the sustained share comes from."""
+    """Source of the sustained share."""
     between: float = 50e9
-    """Bytes per second from a GPU to other nodes, in one direction: of its own network card."""
+    """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
     gpus_per_node: int = 8
     latency: float = 2e-5
-    """Seconds that a message takes beyond its bytes."""
+    """Latency of a message, in seconds."""
 
     @property
     def sustained(self) -> float:
@@ -48,14 +48,14 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """The bytes of its memory that a job can use."""
+        """Usable bytes of its memory."""
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:
-        """Bytes per second of a collective, for each GPU of a group.
+        """Bandwidth of a collective, in bytes per second for each GPU of a group.
 
-        A group that spans nodes uses the cards of all its GPUs in a node side by side: what comes into a node once is
-        handed on inside. `apart` is how many places there are from one of its GPUs to the next, as ranks are numbered
+        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once
+        and is passed on inside. `apart` is the distance between neighbouring GPUs of the group, with ranks numbered
         node by node.
 
         >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
@@ -186,17 +186,17 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""By name, as people write it."""
+"""Devices by user-facing name."""
 
 
 def find(name: str) -> Device:
-    """The device of that name, in any case; ValueError with the names if there is none."""
+    """The device with this name, in any case. The ValueError for unknown names lists the known ones."""
     if not isinstance(name, str):
         raise TypeError(f"a device is named by a string, for example 'H100', got {name!r}")
     known = {each.lower(): device for each, device in DEVICES.items()}
     if (device := known.get(name.lower())) is not None:
         return device
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)  # V100 is no misspelt H100
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)  # V100 is not a misspelling of H100
     meant = f"did you mean {known[near[0]].name}? " if near else ""
     raise ValueError(
         f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; take the nearest one, and replace its"

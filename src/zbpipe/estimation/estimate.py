@@ -1,4 +1,4 @@
-"""Steps of a job that was not launched: each schedule on each placement, plans, 1F1B, and the same GPUs with FSDP."""
+"""Estimated steps before launch: each schedule on each placement, plans, 1F1B, and FSDP on the same GPUs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
-"""Placements on which a plan is searched for, by name: the best of each number of stages a rank."""
+"""Placements to plan for, by name: the best for each number of stages per rank."""
 _BUDGET = 3e7
-"""Ops that the search of one plan may time: a fraction of a second."""
+"""Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
-"""Ranks times microbatches up to which schedules that are searched for, such as ZBVLean, are made unasked."""
+"""Limit of ranks times microbatches for including searched schedules, such as ZBVLean, by default."""
 _MESSAGES = 6
-"""For which a plan leaves room, for each stage of a rank; the table counts them as they are."""
+"""Number of messages per stage of a rank for which a plan leaves room. The table counts the actual ones."""
 
 
 def estimate(
@@ -44,22 +44,22 @@ def estimate(
     plans: bool = True,
     budget: float = _BUDGET,
 ) -> Estimate:
-    """What each schedule would make of a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
+    """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
     Args:
-        workload: of the job, on its degrees: `zbpipe.frameworks.titan.workload.read` makes it of a TorchTitan config,
-            `zbpipe.estimation.load_layers` reads it from a file.
-        device: its name in the table, `zbpipe.estimation.devices`, or a Device; None only with `costs`.
-        tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
-        link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's.
+        workload: workload of the job, on its degrees. `zbpipe.frameworks.titan.workload.read` reads it from a
+            TorchTitan config, `zbpipe.estimation.load_layers` from a file.
+        device: its name in `zbpipe.estimation.devices`, or a Device. None only with `costs`.
+        tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
+        link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
-        only: names of schedules; default: all that are registered.
-        plans: whether to search for plans, one for each number of stages a rank.
-        budget: how many ops the search of one plan may time.
+        only: names of schedules. Default: all registered ones.
+        plans: whether to search for plans, one for each number of stages per rank.
+        budget: number of ops that the search of one plan may time.
 
     Raises:
-        TypeError: no Workload, or no name of a device.
-        ValueError: an unknown device or schedule, a rate that is none, or costs of another number of ranks.
+        TypeError: the workload or the device has another type.
+        ValueError: the device or schedule is unknown, a rate is invalid, or the costs are for another number of ranks.
     """
     if not isinstance(workload, Workload):
         raise TypeError(
@@ -98,7 +98,7 @@ def estimate(
 
 
 def _variants(wanted: Sequence[Algorithm], own: Algorithm, workload: Workload) -> Iterator[tuple[Algorithm, int]]:
-    """Each schedule with its numbers of stages a rank; the job's own, too, if it is a file."""
+    """Each schedule with its numbers of stages per rank, also the job's own if it is a file."""
     if workload.degrees.pipeline < 2:
         return
     for algorithm in wanted:
@@ -112,7 +112,7 @@ def _variants(wanted: Sequence[Algorithm], own: Algorithm, workload: Workload) -
 
 @dataclass(frozen=True)
 class _Job:
-    """A workload with what is known of its times."""
+    """A workload with its known times."""
 
     workload: Workload
     rates: Rates | None
@@ -128,14 +128,14 @@ class _Job:
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
 
     def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:
-        """What a job makes a schedule for if nothing was measured; where its checkpointing is not known, `costs`."""
+        """Default costs of a schedule in a job without measurements, or `costs` if its checkpointing is unknown."""
         if not algorithm.by_checkpointing:
             return None
         known = self.workload.checkpointing
         return costs if known is None else usual_costs(placement, known, self.workload.degrees.tensor)
 
     def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
-        """The best found that leaves room for the weights."""
+        """The best plan found that leaves room for the weights."""
         placement = place(self.workload.degrees.pipeline)
         split = self.workload.split(placement)
         costs = self.costs(placement, split)
@@ -173,7 +173,7 @@ class _Job:
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        """The costs of the stages, measured or counted."""
+        """Costs of the stages, measured or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, placement, split)
@@ -183,7 +183,7 @@ class _Job:
         return self.measured.on(placement)
 
     def _room(self, placement: Placement, split: Split) -> tuple[float, ...] | None:
-        """By rank what the weights leave, less some messages; None where no device sets a limit."""
+        """Memory of each rank after weights and some messages. None if no device sets a limit."""
         if self.rates is None:
             return None
         workload = self.workload
@@ -211,13 +211,13 @@ class _Job:
         return seconds + share * each.summed * most / degrees.fsdp / between
 
     def without_pipeline(self) -> Step:
-        """The same tokens on the same GPUs, each layer gathered from all of them before it runs."""
+        """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
-        """Where the figures come from, in sentences."""
+        """Sources of the figures, in sentences."""
         if self.measured is not None:
             yield "times and activations: measured, from the cost file"
         else:
@@ -245,7 +245,7 @@ class _Job:
 
 
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
-    """By rank, what each of its GPUs holds at its worst moment."""
+    """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
     shards, each = workload.degrees.fsdp, workload.parameter_bytes
     counts = workload.parameters_by_rank(placement, split)

@@ -1,4 +1,4 @@
-"""The same job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
+"""The job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zbpipe.estimation.workload import Degrees, Rates, Workload
 from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
-"""Layers whose parameters are gathered at a time: the one that runs, and the next."""
+"""Number of layers with gathered parameters at a time: the running one, and the next."""
 _GRADIENT = 2.0 + 4.0
-"""Bytes of a gradient before it is reduced: in bfloat16, and in float32 for the reduction."""
+"""Bytes of a gradient before its reduction: in bfloat16, and in float32 for the reduction."""
 _REDUCED = 4.0
-"""Bytes of it that are sent."""
+"""Bytes of a gradient that are sent."""
 
 
 class Sharded(NamedTuple):
@@ -24,12 +24,12 @@ class Sharded(NamedTuple):
 
     seconds: float
     exposed: float
-    """Seconds of it in which nothing but communication runs."""
+    """Seconds of the step in which only communication runs."""
     memory: Memory
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
-    """The same tokens on the same GPUs, with as many sequences at a time as fit: so the fewest rounds of gathering."""
+    """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
     degrees = workload.degrees
     alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
     costs = rates.layer_costs(alone)
@@ -44,7 +44,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
 
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
-    """Seconds, layer by layer, of one forward and backward of `size` microbatches at a time."""
+    """Seconds of one forward and backward, layer by layer, with `size` microbatches at a time."""
     degrees, gathered = workload.degrees, workload.parameter_bytes.gathered
     way = rates.device.bandwidth(degrees.fsdp, apart=degrees.tensor) / max(1 - 1 / degrees.fsdp, 1e-100)
     own = [layer.parameters / degrees.tensor for layer in workload.layers]
@@ -58,7 +58,7 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
-    """The memory of each GPU while `size` microbatches run at a time."""
+    """Memory of each GPU with `size` microbatches at a time."""
     degrees, each = workload.degrees, workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]

@@ -1,4 +1,4 @@
-"""A model outside TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as docs/costs-file.md describes it."""
+"""Models outside TorchTitan, for `zbpipe estimate --layers`: TOML or JSON, as described in docs/costs-file.md."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
 def load_layers(path: str | Path, gpus: int) -> Workload:
-    """Read what the layers of a model compute and keep, on this number of GPUs; FSDP uses those that the degrees leave.
+    """The workload from a file about a model's layers, on this number of GPUs. FSDP uses GPUs that the degrees leave.
 
     Args:
-        path: of a file in the format of docs/costs-file.md.
-        gpus: of the whole job.
+        path: path of a file in the format of docs/costs-file.md.
+        gpus: number of GPUs of the whole job.
 
     Raises:
-        TypeError: no path.
-        ValueError: the file cannot be read, something in it is unknown, missing or no amount, or the GPUs are not a
-            multiple of its degrees.
+        TypeError: the argument is no path.
+        ValueError: the file cannot be read, a key or value is unknown, missing or no amount, or the number of GPUs is
+            not a multiple of its degrees.
     """
     data = read_data(path)
     try:
@@ -56,7 +56,7 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
         job["microbatches"],
         job["tokens"],
         amount("a job", "message_bytes", job["message_bytes"]),
-        # As of a model without recomputation: a backward costs two forwards.
+        # As in a model without recomputation: a backward costs two forwards.
         3 * sum(layer.f for layer in layers) / job["tokens"],
         f"as in {name}",
         job.get("schedule", "1F1B"),

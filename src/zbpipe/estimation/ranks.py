@@ -1,9 +1,8 @@
-"""The memory that each rank of a job needs, with the job's own schedule: whether it fits, before it is launched.
+"""Memory of each rank with the job's own schedule, to check before launch whether the job fits.
 
-It counts weights, gradients, optimizer, and what the schedule holds at its worst moment: activations, deferred
-gradients, messages, and working memory. Modules that are compiled need less. It does not count buffers of the
-communication library, copies that FSDP makes to reduce gradients at the end of a step, or fragmentation. `USABLE`
-leaves room for these.
+It counts weights, gradients, optimizer, and the peak of the schedule: activations, deferred gradients, messages, and
+working memory. Compiled modules need less. It does not count buffers of the communication library, copies that FSDP
+makes to reduce gradients at the end of a step, or fragmentation. `USABLE` leaves room for these.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from zbpipe.simulator.simulation import simulate
 
 @dataclass(frozen=True)
 class JobMemory:
-    """What the GPUs of a job need, by pipeline rank."""
+    """Memory of a job's GPUs, by pipeline rank."""
 
     parameters: tuple[float, ...]
-    """The number of parameters in each rank's stages, over all GPUs that share them."""
+    """Number of parameters in each rank's stages, over all GPUs that share them."""
     memories: tuple[Memory, ...]
-    """On each GPU."""
+    """Memory of each GPU."""
     unit: float
     """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
 
@@ -41,12 +40,12 @@ class JobMemory:
 
     @property
     def fits(self) -> list[str]:
-        """The devices of the table that are large enough."""
+        """Devices of the table that are large enough."""
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
-    """What each rank of a job needs with the job's own schedule. With `Auto` a plan may use all of the limit."""
+    """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit."""
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)
@@ -60,7 +59,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 
 
 def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
-    """The schedule that the job makes before anything is measured."""
+    """The job's schedule before any measurement."""
     ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
     made_for = (
         usual_costs(placement, known, workload.degrees.tensor)
@@ -73,7 +72,7 @@ def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, li
 def _add_plan(
     memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
 ) -> Iterator[Memory]:
-    """The same with all that a plan may hold, where that is more: it counts as activations."""
+    """The memory with the full limit of a plan, if that is more. The excess counts as activations."""
     rooms = limit.resolve(costs, placement.num_ranks, workload.microbatches)
     for memory, least, room in zip(memories, least_room(placement, costs), rooms, strict=True):
         empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)

@@ -1,4 +1,4 @@
-"""What an estimate says: a row for each schedule, and where the figures come from."""
+"""Result of an estimate: a row for each schedule, and the sources of its figures."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU of the worst rank, at its worst moment."""
+    """Peak memory of each GPU of the worst rank, in bytes."""
 
     weights: float
-    """Shards, and the copies that products use."""
+    """Shards of parameters, and the copies that products use."""
     optimizer: float
     """Gradients and the optimizer's moments."""
     activations: float
-    """What F has left for I."""
+    """Activations from F to I."""
     waiting: float
     """Deferred gradients (x and dY of each linear layer)."""
     buffers: float
-    """Messages that are under way."""
+    """Messages in transit."""
     working: float
-    """What the op that runs needs only while it runs."""
+    """Working memory of the running op."""
     logits: float
-    """The same, where it is F of the stage with the head."""
+    """Working memory of F of the stage with the head."""
 
     @property
     def total(self) -> float:
@@ -45,39 +45,39 @@ class Step:
     """"loop", "v", the name of a plan's, or "" without a pipeline."""
     stages_per_rank: int
     seconds: float
-    """Of a step, with the gathering and reducing of FSDP that nothing hides."""
+    """Seconds of a step, including gathering and reducing of FSDP that nothing hides."""
     bubble: float
-    """The share of a step that the average rank idles, or that communication takes without a pipeline."""
+    """Idle share of a step on the average rank, or without a pipeline the share of exposed communication."""
     tokens_per_second: float
-    """For each GPU."""
+    """Tokens per second of each GPU."""
     mfu: float | None
-    """By the operations of the model, without recomputation; None where the peak is not known."""
+    """MFU from the operations of the model, without recomputation. None if the peak is unknown."""
     memory: Memory
     fits: bool
     source: str = ""
-    """Whose class runs it: "torch" or "zbpipe"."""
+    """Owner of the class that runs it: "torch" or "zbpipe"."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     has_torchs_split: bool = False
     runs: bool = True
-    """Whether it can run with the job's checkpointing and torch.compile, as fast as is simulated."""
+    """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `zbpipe.estimate` found."""
+    """Result of `zbpipe.estimate`."""
 
     workload: Workload
     device: Device | None
     steps: tuple[Step, ...]
-    """The fastest first; then what does not fit, and last what cannot run."""
+    """Rows, fastest first, then those that do not fit, then those that cannot run."""
     left_out: tuple[tuple[str, str], ...]
     """Schedules that cannot run here, each with the reason."""
     words: tuple[str, ...]
-    """Where times and memory come from, and what is assumed."""
+    """Sources of times and memory, and assumptions."""
 
     @property
     def usual(self) -> Step | None:
-        """1F1B."""
+        """The row of 1F1B."""
         return self._named("1F1B")
 
     @property
@@ -86,12 +86,12 @@ class Estimate:
 
     @property
     def best(self) -> Step | None:
-        """The fastest that fits and can run."""
+        """The fastest schedule that fits and can run."""
         return next((step for step in self.steps if step.fits and step.runs), None)
 
     @property
     def on_these_degrees(self) -> Step | None:
-        """The fastest that fits and uses the pipeline ranks, if there are several; None if nothing does."""
+        """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
         alone = self.workload.degrees.pipeline == 1
         wanted = (step for step in self.steps if alone == (step.timeline is None))
         return next((step for step in wanted if step.fits and step.runs), None)
@@ -100,5 +100,5 @@ class Estimate:
         return next((step for step in self.steps if step.schedule == name), None)
 
     def gain(self, step: Step, over: Step | None) -> float | None:
-        """How many more tokens per second than another row: 0.05 is 5 %. None where there is none."""
+        """Gain in tokens per second over another row: 0.05 is 5 %. None if there is no other row."""
         return None if over is None else over.seconds / step.seconds - 1

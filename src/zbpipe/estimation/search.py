@@ -1,4 +1,4 @@
-"""The same step on other degrees: every way to share the GPUs among pipeline, tensor parallelism and FSDP."""
+"""Estimates on other degrees: every way to share the GPUs among pipeline, tensor parallelism and FSDP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zbpipe.estimation.result import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
 FEW = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf", "DualPipeVSplit")
-"""Schedules by which degrees are compared: cheap to make. Plans and the others follow for the best degrees."""
+"""Schedules for comparing degrees, cheap to generate. Plans and other schedules follow for the best degrees."""
 _MOST_RANKS = 64
 
 
 def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
-    """Tensor parallelism stays within a node, a rank has a layer at least, and every group a microbatch."""
+    """Degrees with tensor parallelism within a node, at least one layer per rank and one microbatch per group."""
     gpus, sequences = workload.degrees.gpus, workload.microbatches * workload.degrees.data
     for pipeline in _divisors(gpus):
         for tensor in _divisors(gpus // pipeline):
@@ -32,10 +32,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
-    """Estimates for all degrees, the best first, that best one with all schedules and plans.
+    """Estimates for all degrees, best first. Those of the best degrees include all schedules and plans.
 
-    The tokens of a step stay the same. `names` are the schedules by which degrees are compared; `how` has the rates, as
-    for `zbpipe.estimate`.
+    The tokens of a step stay the same. `names` are the schedules for comparing degrees; `how` has the rates, as for
+    `zbpipe.estimate`.
     """
     device = find(device) if isinstance(device, str) else device
     found = []

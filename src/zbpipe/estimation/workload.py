@@ -1,4 +1,4 @@
-"""What a job trains, before it is cut into stages: operations, parameters and bytes of its layers."""
+"""Work of a job before it is cut into stages: operations, parameters and bytes of its layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpipe.schedule.registry import Algorithm
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many GPUs share what.
+    """Sizes of the parallel dimensions.
 
     >>> Degrees(pipeline=4, tensor=8, fsdp=2).gpus
     64
@@ -26,7 +26,7 @@ class Degrees:
     pipeline: int = 1
     tensor: int = 1
     fsdp: int = 1
-    """Shards of parameters, gradients and optimizer."""
+    """Number of shards of parameters, gradients and optimizer."""
     replicas: int = 1
 
     @property
@@ -35,7 +35,7 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """GPUs, or groups of them, that see data of their own."""
+        """Number of GPUs, or groups of GPUs, with different data."""
         return self.fsdp * self.replicas
 
     def __str__(self) -> str:
@@ -45,23 +45,23 @@ class Degrees:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """What a GPU holds for each parameter of its stages.
+    """Memory of a GPU for each parameter of its stages.
 
-    A pipeline reduces its gradients when its activations have gone, layer after layer, each in the place of its sum. So
-    reduced gradients count besides sums only if they are there from an earlier pipeline step.
+    A pipeline reduces its gradients after freeing its activations, layer after layer, each in place of its sum. So
+    reduced gradients add to the sums only if they remain from an earlier pipeline step.
 
         >>> ParameterBytes().total(shards=8), ParameterBytes(accumulates=True).total(shards=8)
         (7.5, 8.0)
     """
 
     gathered: float = 2.0
-    """The copy that its products use, which a pipeline keeps whole for the step."""
+    """Copy for products, which a pipeline keeps whole during the step."""
     summed: float = 4.0
-    """Gradients of all microbatches, before they are reduced."""
+    """Sum of the gradients of all microbatches, before reduction."""
     stored: float = 4.0
-    """A parameter, a reduced gradient, or one of the optimizer's two moments: each is cut into shards."""
+    """A parameter, a reduced gradient, or one of the optimizer's two moments. Each is sharded."""
     accumulates: bool = False
-    """Whether an optimizer step has several pipeline steps."""
+    """Whether an optimizer step consists of several pipeline steps."""
 
     def weights(self, shards: int) -> float:
         return self.gathered + self.stored / shards
@@ -78,65 +78,65 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A piece of the model that stays on one stage, for one microbatch. Bytes are those of one GPU."""
+    """Work of a piece of the model that stays on one stage, for one microbatch. Bytes are those of one GPU."""
 
     modules: tuple[str, ...]
     f: float
-    """Floating-point operations of the forward, on all GPUs together that share it."""
+    """Floating-point operations of F, on all GPUs together that share the layer."""
     i: float
-    """Of the backward for the input, with any recomputation."""
+    """Floating-point operations of I, with any recomputation."""
     w: float
-    """Of the backward for the weights."""
+    """Floating-point operations of W."""
     parameters: float
-    """On all GPUs together that share them."""
+    """Number of parameters, on all GPUs together that share them."""
     activations: float
-    """Bytes that F leaves for I."""
+    """Bytes kept from F to I."""
     waits: float
-    """Bytes that I leaves for W."""
+    """Bytes kept from I to W."""
     working: tuple[tuple[OpKind, float], ...] = ()
-    """Bytes that an op needs only while it runs."""
+    """Working memory of ops, in bytes."""
     transfers: tuple[int, int] = (0, 0)
-    """Collectives of tensor parallelism over one hidden state, in F and in I."""
+    """Number of tensor-parallel collectives over one hidden state, in F and in I."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job trains in one step, and on which degrees.
+    """Work of a job in one step, and its degrees.
 
-    `zbpipe.frameworks.titan.workload.read_config` makes it of a TorchTitan config, `load_layers` of a file.
+    `zbpipe.frameworks.titan.workload.read_config` reads it from a TorchTitan config, `load_layers` from a file.
     """
 
     name: str
     layers: tuple[LayerWork, ...]
-    """From the embedding to the head."""
+    """Layers from the embedding to the head."""
     degrees: Degrees
     microbatches: int
-    """Of one pipeline's step."""
+    """Number of microbatches in the step of one pipeline."""
     tokens: int
-    """Of one microbatch."""
+    """Tokens of one microbatch."""
     message_bytes: float
-    """What one stage hands to the next of one microbatch, from one GPU to one GPU."""
+    """Bytes sent from one stage to the next for one microbatch, from one GPU to one GPU."""
     operations: float
-    """The model's floating-point operations for each token, by which MFU is counted: without recomputation."""
+    """Floating-point operations of the model per token, without recomputation, for MFU."""
     words: str
-    """Where operations and bytes come from."""
+    """Source of operations and bytes."""
     schedule: str = "1F1B"
-    """The job's own."""
+    """The job's own schedule."""
     checkpointing: Checkpointing | None = None
-    """For schedules that adapt to it; None where it is not known."""
+    """Activation checkpointing, for schedules that adapt to it. None if unknown."""
     compiled: bool = False
     """Whether torch.compile runs the layers."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
-    """Layers by stage if the user gave them, which holds for placements with their number of stages."""
+    """Layers of each stage if set by the user, for placements with this number of stages."""
     ends: tuple[int, int] | None = None
-    """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
+    """Number of layers as which embedding and head count, if the user wants an even split."""
     remade: Callable[[Degrees], Workload] | None = None
-    """Makes the same job on other degrees; None where that is not possible."""
+    """Function that builds the same job on other degrees. None if that is impossible."""
     microbatch_size: int = 1
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     batch_option: str = "microbatches"
-    """What the user sets for a larger batch, in sequences of one pipeline's step."""
+    """Name of the option for a larger batch, in sequences of one pipeline's step."""
 
     @property
     def too_few_microbatches(self) -> str | None:
@@ -153,9 +153,9 @@ class Workload:
         return sum(layer.parameters for layer in self.layers)
 
     def on(self, degrees: Degrees) -> Workload:
-        """The same step on other degrees: as many tokens, so more or fewer microbatches.
+        """This step on other degrees: the number of tokens stays, that of microbatches changes.
 
-        ValueError if the job is not known on others, or its batch cannot be shared so.
+        ValueError if other degrees are not supported, or its batch cannot be shared so.
         """
         if degrees == self.degrees:
             return self
@@ -175,7 +175,7 @@ class Workload:
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None)
 
     def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
-        """By stage the layers: as TorchTitan cuts for torch's schedules, and zbpipe for its own and for plans."""
+        """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""
         if self.cut is not None and len(self.cut) == placement.num_stages:
             return split_of(self.cut)
         if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
@@ -184,7 +184,7 @@ class Workload:
         return split_of(balance(costs, placement))
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
-        """The costs of the layers as if each were a stage, in bytes; `times` gives the times of F, I and W."""
+        """Costs of the layers as if each were a stage, in bytes. `times` returns the times of F, I and W."""
         layers = self.layers
         working = [dict(layer.working) for layer in layers]
         f, i, w = zip(*map(times, layers), strict=True)
@@ -197,13 +197,13 @@ class Workload:
         )
 
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
-        """By rank, the parameters of its stages, over all GPUs that share them."""
+        """Number of parameters in each rank's stages, over all GPUs that share them."""
         stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
         return placement.sum_by_rank(stages)
 
 
 def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:
-    """A sentence for jobs with fewer than 2p microbatches, with the `option` that sets their batch; None for others.
+    """A sentence for jobs with fewer than 2p microbatches, with the `option` for their batch. None for other jobs.
 
     >>> few_microbatches(4, 4, 1, "--training.local_batch_size")
     'with 4 microbatches, 4 pipeline ranks are idle for much of each step: set --training.local_batch_size 8 or more'
@@ -218,15 +218,15 @@ def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast operations and bytes go."""
+    """Rates of computation and communication."""
 
     operations: float
     """Floating-point operations per second of one GPU."""
     device: Device
-    """With the bandwidths that count."""
+    """Device whose bandwidths apply."""
 
     def layer_costs(self, workload: Workload) -> CostModel:
-        """The costs of the layers as if each were a stage, in seconds and bytes."""
+        """Costs of the layers as if each were a stage, in seconds and bytes."""
         tensor = workload.degrees.tensor
         hidden = workload.message_bytes * tensor
         way = self.device.bandwidth(tensor, apart=1)
@@ -241,14 +241,14 @@ class Rates:
         return workload.layer_costs(times)
 
     def costs(self, workload: Workload, placement: Placement, split: Split) -> CostModel:
-        """The costs of the stages, with the links between neighbours."""
+        """Costs of the stages, with the links between neighbours."""
         stages = join_stages(self.layer_costs(workload), split)
         links = dict(self._links(workload, placement))
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
         return replace(stages, link=slowest, links=links)
 
     def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
-        """The links as TorchTitan numbers GPUs: the pipeline is outermost, so its ranks are far apart."""
+        """Links in TorchTitan's numbering of GPUs: the pipeline is outermost, so its ranks are far apart."""
         apart = workload.degrees.gpus // workload.degrees.pipeline
         node = self.device.gpus_per_node
         for one, other in placement.hops:
@@ -258,7 +258,7 @@ class Rates:
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
-    """The device's rates, with what the user knows better: see `zbpipe.estimate` for `tflops` and `link`."""
+    """Rates of the device, unless the user overrides them: see `zbpipe.estimate` for `tflops` and `link`."""
     bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):

@@ -1,7 +1,7 @@
-"""The inner loops in Python or, with numba, as machine code. Both give the same results, bit for bit.
+"""The inner loops in Python or, with numba, as machine code. Both give bit-identical results.
 
 numba takes a third of a second to import and compiles once per installation, for some 15 seconds. So it is for searches
-that take longer; schedules by name do without.
+that take longer. Schedules by name do not use it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ENTRIES = (
     samples.anneal_in_samples,
     rendezvous.anneal_by_rendezvous,
 )
-"""The functions that a search calls; these call all others of their modules."""
+"""The functions that a search calls. These call all others of their modules."""
 _FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
-"""The sequences of a `Job` that hold no whole numbers."""
+"""Fields of a `Job` with floating-point numbers."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions that a search calls, of `kernel` and the like, and how to make their sequences from lists."""
+    """The functions that a search calls, from `kernel` and similar modules, and the conversion of lists for them."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
@@ -39,11 +39,11 @@ class Engine:
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
     rows: Callable[[Sequence[Sequence[float]]], Any]
-    """All of the same length; the result can be changed."""
+    """Rows of equal length. The result is mutable."""
     compiled: bool
 
     def prepare(self, job: Job) -> Job:
-        """The job with the sequences that the loops take."""
+        """The job with its sequences converted for the loops."""
         return job._replace(
             **{name: self.integers(getattr(job, name)) for name in ("rank", "feeder", "after", "fed")},
             **{name: self.floats(getattr(job, name)) for name in _FLOATS},
@@ -58,13 +58,13 @@ PLAIN = Engine(*_ENTRIES, list, list, _lists, compiled=False)
 
 
 def at_hand() -> Engine:
-    """`fastest()` where it was called before, so that nothing waits for numba; else `PLAIN`."""
+    """`fastest()` if it was called before, so that nothing waits for numba; else `PLAIN`."""
     return fastest() if fastest.cache_info().currsize else PLAIN
 
 
 @cache
 def fastest() -> Engine:
-    """Machine code where numba is installed, else `PLAIN`, which is some 30 times as slow."""
+    """Machine code if numba is installed, else `PLAIN`, which is some 30 times as slow."""
     try:
         import numba
     except ImportError:

@@ -1,7 +1,7 @@
 """The optimum of small cases, or a better bound, with OR-Tools CP-SAT (extra `solver`).
 
-The solver needs whole numbers. Times and activations are rounded down, so its proofs also hold for the real numbers;
-an order that it finds is simulated again, and its memory checked.
+The solver needs integers. Times and activations are rounded down, so its proofs also hold for the real numbers. An
+order that it finds is simulated again, and its memory checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbpipe.planner.search import Found
 from zbpipe.schedule.ir import OpKind
 
 _PARTS = 10_000
-"""The largest number is rounded to this many parts, unless fewer make all numbers whole. Chosen by hand."""
+"""Number of parts to which the largest number is rounded, unless fewer make all numbers whole. Chosen by hand."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Proof:
     """The solver's answer for one problem."""
 
     order: tuple[int, ...] | None
-    """An order that keeps to the limits; None if it found none."""
+    """An order within the limits. None if it found none."""
     lower_bound: float
-    """Seconds below which no schedule can be."""
+    """Lower bound of the step, in seconds."""
 
 
 def prove(found: Mapping[str, Found]) -> tuple[Found, dict[str, float]]:
-    """The best order and the bounds by name of the placement, improved from the best known order on each of them."""
+    """The best order and the bound of each placement, improved from the best known order on each of them."""
     best = min(found.values(), key=lambda each: each.length)
     bounds = {name: each.problem.lower_bound for name, each in found.items()}
     for name, each in sorted(found.items(), key=lambda pair: pair[1].length):
@@ -63,8 +63,8 @@ def solve(problem: Problem, known: Sequence[int], effort: float = 20.0) -> Proof
     status = solver.solve(model.model)
     order = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        # Ops whose time is rounded down to zero may start together: the one that feeds the other goes first. They also
-        # go before longer ops that start with them, which may need the room that they free.
+        # Ops whose time is rounded down to zero may start together: a dependency then precedes its op. They also
+        # precede longer ops with the same start, which may need the memory that they free.
         order = tuple(sorted(model.start, key=lambda op: (*model.span(op, solver), model.depth(op))))
         order = tuple(model.code(op, solver) for op in order)
         # To the solver, an op that takes no time needs no memory either.
@@ -85,14 +85,14 @@ class _Model:
         self.seconds = [floor(seconds / self.second + 1e-6) for seconds in job.seconds]
         self.lag = [floor(lag / self.second + 1e-6) for lag in job.lag]
         self.length = floor(known / self.second) + 1
-        # Where the period counts, a rank may begin its step so late that it ends after that time of the first rank.
+        # For the period, a rank may begin its step so late that it ends after that time of the first rank.
         self.horizon = (2 if problem.by_period else 1) * self.length
         self.num_ops = len(nodes) * microbatches
         self.start = {op: self.model.new_int_var(0, self.horizon, "") for op in range(self.num_ops)}
         self.full = {
             op: self.model.new_bool_var("") for node in nodes if job.full[node] < NEVER for op in self.ops(node)
         }
-        """By I whose backward may be a B, whether it is one. Its W starts at any time then, and takes none."""
+        """For each I that may be part of a B, whether it is one. Its W then starts at any time, and takes none."""
         self.end = {op: self.end_of(op) for op in self.start}
         for rank in range(job.ranks):
             mine = [node for node in nodes if job.rank[node] == rank]
@@ -107,11 +107,11 @@ class _Model:
                     fed = self.model.add(self.start[op] >= self.end[fed_by] + self.lag[node])
                     if (full := self.full_of(op)) is not None and node % 3 == 2:
                         fed.only_enforce_if(~full)
-            # All microbatches are alike, so nothing is lost if each stage runs them in their order.
+            # All microbatches are alike, so running them in order on each stage loses nothing.
             for earlier, later in zip(self.ops(node), self.ops(node)[1:], strict=False):
                 self.model.add(self.start[later] >= self.end[earlier])
         length = self.model.new_int_var(floor(problem.lower_bound / self.second - 1e-6), self.length, "")
-        # Steps can follow each other at any time in which each rank does all it has to do in one.
+        # Steps can follow each other at any interval in which each rank completes all of its work for one.
         first = {rank: self.start[self.ops(node)[0]] for node, rank in reversed(list(enumerate(job.rank)))}
         for node in nodes:
             begin = first[job.rank[node]] if problem.by_period else 0
@@ -119,12 +119,12 @@ class _Model:
         self.model.minimize(length)
 
     def full_of(self, op: int) -> Any:
-        """Whether the I, or the W, is part of a B; None where no backward is one."""
+        """Whether the I, or the W, is part of a B. None where no backward is one."""
         node = op // self.microbatches
         return self.full.get(op - self.microbatches if node % 3 == 2 else op)
 
     def end_of(self, op: int) -> Any:
-        """When the op ends."""
+        """End of the op."""
         node, full = op // self.microbatches, self.full_of(op)
         if full is None:
             return self.start[op] + self.seconds[node]
@@ -133,7 +133,7 @@ class _Model:
         return self.start[op] + self.seconds[node] + self.seconds[node + 1] * full
 
     def intervals(self, op: int) -> list[Any]:
-        """When its rank is busy with it: one interval, or two of which one counts."""
+        """Busy interval of its rank: one interval, or two of which one counts."""
         node, full, start = op // self.microbatches, self.full_of(op), self.start[op]
         if full is None:
             return [self.model.new_fixed_size_interval_var(start, self.seconds[node], "")]
@@ -147,7 +147,7 @@ class _Model:
         return range(node * self.microbatches, (node + 1) * self.microbatches)
 
     def limit_memory(self, problem: Problem, rank: int) -> None:
-        """What a rank holds from F to W, from F to I, from I to W, or while an op runs, is never above its limit."""
+        """Keep the memory of each rank within its limit: from F to W, F to I, I to W, and during each op."""
         stages = problem.placement.stages_on(rank)
         fillings = [
             filling for stage in stages for filling in _list_fillings(problem.costs, stage, problem.merges[stage])
@@ -168,7 +168,7 @@ class _Model:
         self.model.add_cumulative(held, sizes, floor(problem.limits[rank] / unit + 1e-6))
 
     def hint(self, order: Sequence[int]) -> None:
-        """Let the solver start from a known order."""
+        """Start the solver from a known order."""
         rounded = self.job._replace(seconds=self.seconds, lag=self.lag, origin=[0] * self.job.ranks)
         for code, begin in zip(order, starts(rounded, order), strict=True):
             full, op = divmod(code, self.num_ops)
@@ -179,16 +179,16 @@ class _Model:
                 self.model.add_hint(self.full[op], full)
 
     def span(self, op: int, solver: Any) -> tuple[int, int]:
-        """When the solver starts and ends an op."""
+        """Start and end of an op in the solver's result."""
         return solver.value(self.start[op]), solver.value(self.end[op])
 
     def code(self, op: int, solver: Any) -> int:
-        """The op's number in an order."""
+        """Number of the op in an order."""
         full = self.full_of(op)
         return op + self.num_ops if full is not None and solver.value(full) else op
 
     def depth(self, op: int) -> int:
-        """How many ops of the same microbatch come before it."""
+        """Number of earlier ops of the same microbatch."""
         node, depth = op // self.microbatches, 0
         while self.job.feeder[node] >= 0:
             node, depth = self.job.feeder[node], depth + 1
@@ -196,17 +196,17 @@ class _Model:
 
 
 class _Filling(NamedTuple):
-    """What a stage holds of one microbatch: from the start of which node to the end of which, and how much."""
+    """Part of a stage's memory for one microbatch: the nodes at whose start and end it lives, and its size."""
 
     since: int
     until: int
     size: float
     full: bool | None = None
-    """Whether only with a B, or only without one."""
+    """Whether it applies only with a B, or only without one."""
 
 
 def _list_fillings(costs: CostModel, stage: int, merges: bool) -> Iterator[_Filling]:
-    """All that take anything."""
+    """All fillings with a size."""
     f, i, w = 3 * stage, 3 * stage + 1, 3 * stage + 2
     size, waits = costs.activations[stage], costs.waits(stage)
     split = False if merges else None

@@ -1,9 +1,9 @@
 """Priorities for list scheduling: an urgency for each op, from a few numbers.
 
-The urgency of an op is when it would start if the microbatches followed each other at a regular interval, each as a
+The urgency of an op is its start in a simple model: microbatches follow each other at a regular interval, each as a
 *block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
-blocks are the schedule and must not collide. Here they only say what comes first: list scheduling (`kernel`) keeps the
-ranks busy and keeps to the limits. So every shape works, for any times of the stages.
+blocks are the schedule and must not collide. Here they only set priorities: list scheduling (`kernel`) keeps the ranks
+busy and within the limits. So every shape works, for any times of the stages.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ class PriorityParams:
     """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
 
     forward: tuple[float, ...]
-    """By leg: from the F of a stage to the F of the next, in times of that F."""
+    """Offset of each leg from the F of a stage to the F of the next, in times of that F."""
     backward: tuple[float, ...]
-    """By leg: from the I of a stage to the I of the one before, in times of that I."""
+    """Offset of each leg from the I of a stage to the I of the previous one, in times of that I."""
     turn_forward: tuple[float, ...]
-    """By leg: what is added at its end, in times of F."""
+    """Offset added at the end of each leg, in times of F."""
     turn_backward: tuple[float, ...]
-    """By leg: what is added before its start, in times of I."""
+    """Offset added before the start of each leg, in times of I."""
     turn_loss: float
-    """From the last F to the first I, in times of that I."""
+    """Offset from the last F to the first I, in times of that I."""
     weight: tuple[float, ...]
-    """By leg: from the end of I to W, in intervals between microbatches."""
+    """Offset of each leg from the end of I to W, in intervals between microbatches."""
     patience: float = 0.0
-    """How long a rank waits for an op that is more urgent, in times of a W."""
+    """Longest wait of a rank for an op that is more urgent, in times of a W."""
     pace: float = 0.0
-    """The time between microbatches that enter the first stage, in times of a rank's work on one."""
+    """Interval between microbatches that enter the first stage, in times of a rank's work on one."""
     spare: float = 0.0
     """Room kept free for the last leg, in its activations of a microbatch."""
     lean: tuple[float, ...] = ()
-    """By leg: B runs in place of I and W if they would leave less room than this, in activations of its stage."""
+    """Room of each leg, in activations of its stage. B replaces I and W if they would leave less than this."""
 
     @classmethod
     def plain(cls, legs: int) -> PriorityParams:
-        """A microbatch that nothing holds up, with W one interval after I."""
+        """A shape without waits, with W one interval after I."""
         return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs, lean=(0.0,) * legs)
 
     @classmethod
     def random(cls, legs: int, random: Random, *, merges: bool = False) -> PriorityParams:
-        """Any shape that may be good, and lean if B `merges` I and W; the ranges were chosen by hand, not tuned."""
+        """A random shape in ranges chosen by hand, not tuned. It is lean if B `merges` I and W."""
 
         def draw(low: float, high: float) -> tuple[float, ...]:
             return tuple(random.uniform(low, high) for _ in range(legs))
@@ -69,7 +69,7 @@ class PriorityParams:
         )
 
     def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A shape like this one: about a quarter of its numbers change; steps and chances were chosen by hand."""
+        """A shape like this one: about a quarter of its numbers change. Steps and chances were chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
@@ -95,7 +95,7 @@ def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
 
 
 def _leanness(random: Random) -> float:
-    """As much room as there is, some of it, or none: then B runs as long as there are F to come."""
+    """Random use of the free room: all of it, some, or none. With none, B runs as long as there are F to come."""
     return random.choice((0.0, random.uniform(0, 4), NEVER))
 
 
@@ -119,7 +119,7 @@ class ListScheduler:
         self.merges = any(problem.merges)
 
     def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
-        """The length and the order that a shape gives; infinity if it is not below `cutoff`."""
+        """The length and the order for a shape. Infinity if the length is not below `cutoff`."""
         return self.engine.list_schedule(
             self.job._replace(needs=self.engine.floats(self._needs(shape.spare))),
             self.engine.floats(self._urgency(shape)),
@@ -131,13 +131,13 @@ class ListScheduler:
         )
 
     def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
-        """The length and the order after everything is moved to the end and back."""
+        """The length and the order after moving all ops to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W).
 
-        Where B saves memory, both with as few of them as possible and with as many.
+        Where B saves memory, both with as few B as possible and with as many.
         """
         stages = range(self.problem.placement.num_stages)
         results = []
@@ -184,7 +184,7 @@ class ListScheduler:
         return urgency
 
     def _needs(self, spare: float) -> list[float]:
-        """What has to be free for an op to run, and `spare` more where that leaves room for a microbatch."""
+        """Memory that has to be free for an op, increased by `spare` where that leaves room for a microbatch."""
         job = self.problem.job
         needs = list(job.needs)
         for stage, leg in enumerate(self.leg):

@@ -1,17 +1,17 @@
 """The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
-These functions run as they are, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they keep to what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
-longer, and take more arguments, than elsewhere: what an object would hold they hand on as lists, and a call in the
-innermost loop costs time. An op's dependencies are repeated here in numbers, as `feeder` and `fed`; the tests compare
-the times with `zbpipe.simulate`.
+These functions run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
+results. So they use only what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
+longer, with more arguments, than functions elsewhere: they pass as lists what an object would hold, and calls in the
+innermost loop cost time. `feeder` and `fed` repeat an op's dependencies in numbers. Tests compare the times with
+`zbpipe.simulate`.
 
-A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W; op number node * microbatches + microbatch stands
-for one op. An order of all ops is *sound* if no op comes before its dependencies; then the ranks, which run their ops
-in that order, cannot end up waiting for each other in a circle.
+A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W. Number node * microbatches + microbatch stands
+for one op. An order of all ops is *sound* if no op comes before its dependencies. Then the ranks, which run their ops
+in that order, cannot wait for each other in a cycle.
 
-A full backward B is an I that takes its W along. In an order both have the number of all ops added to theirs, and the
-place of that W means nothing.
+A full backward B is an I that includes its W. In an order the number of all ops is added to the numbers of both. The
+place of that W has no meaning.
 """
 
 from __future__ import annotations
@@ -24,60 +24,61 @@ Floats = Sequence[float]
 Ints = Sequence[int]
 
 NEVER = 1e300
-"""Later than anything."""
+"""A time later than all others."""
 GONE = -1.0
-"""When a W arrives that is part of a B."""
+"""Arrival time of a W that is part of a B."""
 
 
 class Job(NamedTuple):
-    """What to schedule: one number for each node unless said otherwise."""
+    """The scheduling problem, with one number for each node unless stated otherwise."""
 
     ranks: int
     microbatches: int
     rank: Ints
-    """Where the node runs."""
+    """Rank of the node."""
     feeder: Ints
-    """The node whose result it takes, -1 for the first stage's F."""
+    """Node whose result it takes, -1 for the first stage's F."""
     after: Ints
-    """Another node, of its own rank, that has to come first; -1 for none."""
+    """Another node on its own rank that has to come first, -1 for none."""
     lag: Floats
-    """Seconds that this result takes to arrive."""
+    """Seconds until this result arrives."""
     fed: Ints
-    """The node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
+    """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     seconds: Floats
     takes: Floats
-    """What running it adds to the memory of its rank, from then on: positive for F, negative for W, either for I."""
+    """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
     needs: Floats
-    """What has to be free on its rank for it to run: what it takes, and what it needs only while it runs."""
+    """Memory that has to be free on its rank for it to run: what it takes, and its working memory."""
     full: Floats
-    """What a full backward in place of an I needs; `NEVER` for all other nodes, and where it would save nothing."""
+    """Memory needed by a full backward in place of an I; `NEVER` for other nodes, and where it would save nothing."""
     reserve: Floats
-    """What list scheduling leaves free after it, so that the microbatch can go on."""
+    """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
     ahead: Floats
-    """The same for an F while no I of its microbatch is over and any F takes room there; or `NEVER`: not enough."""
+    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there; else `NEVER`."""
     limit: Floats
-    """By rank: what it can hold."""
+    """Memory limit of each rank."""
     origin: Floats
-    """By rank: when its step begins. The *length* of an order is the longest time from there to the end of a rank; with
+    """Start of each rank's step. The *length* of an order is the longest time from there to the end of a rank; with
     zeros it is the makespan."""
 
 
 def list_schedule(
     job: Job, urgency: Floats, period: float, patience: float, release: float, margin: Floats, cutoff: float
 ) -> tuple[float, list[int]]:
-    """A clock runs, and a rank that is free starts the most urgent op that is ready and fits into memory.
+    """List scheduling: a clock runs, and each free rank starts the most urgent op that is ready and fits into memory.
 
     Args:
-        job: what to schedule.
-        urgency: by node, of microbatch 0; the least is the most urgent. Microbatch m has m * `period` more.
+        job: the scheduling problem.
+        urgency: urgency of each node for microbatch 0; the least is the most urgent. Microbatch m has m * `period`
+            more.
         period: seconds between microbatches in `urgency`.
-        patience: seconds that a rank waits for an op that is more urgent than those that are ready.
+        patience: seconds that a rank waits for an op more urgent than those that are ready.
         release: seconds between the microbatches that may enter the first stage.
-        margin: by node, what has to stay free behind an I while there are F to come; else B runs in its place.
-        cutoff: give up as soon as the length has to reach this.
+        margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
+        cutoff: give up as soon as the length is sure to reach this.
 
     Returns:
-        The length, and the ops in the order of their starts. Or infinity, if it gave up or cannot go on.
+        The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
     """
     nodes, microbatches = len(job.rank), job.microbatches
     mine, left, forwards, work = loads(job)
@@ -136,7 +137,7 @@ def list_schedule(
 
 
 def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]:
-    """By rank: its nodes, how many ops it has to run, how many of them are F, and the seconds that all take."""
+    """Nodes of each rank, its number of ops, how many of them are F, and the seconds that all take."""
     mine = [[0 for _ in range(0)] for _ in range(job.ranks)]
     left, forwards = [0] * job.ranks, [0] * job.ranks
     work = [0.0] * job.ranks
@@ -150,7 +151,7 @@ def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]
 
 
 def earliest(times: Floats) -> tuple[int, float]:
-    """The index of the first of the least, and the least."""
+    """Index of the first minimum, and the minimum."""
     least = 0
     for each in range(1, len(times)):
         if times[each] < times[least]:
@@ -159,13 +160,13 @@ def earliest(times: Floats) -> tuple[int, float]:
 
 
 def rooms(job: Job) -> tuple[list[float], list[float]]:
-    """By node, what has to be free for list scheduling to start it, each I apart from its W; and the same with B."""
+    """Memory that list scheduling needs free to start each node, with I apart from its W; and the same with B."""
     apart = [max(job.needs[node], job.takes[node] + job.reserve[node]) for node in range(len(job.rank))]
     return apart, [min(apart[node], job.full[node]) for node in range(len(job.rank))]
 
 
 def skip_gone(job: Job, node: int, ran: list[int], arrival: Floats) -> None:
-    """Count the next W of this node as run if they were part of a B."""
+    """Count the next W of this node as run, if they were part of a B."""
     while ran[node] < job.microbatches and arrival[node * job.microbatches + ran[node]] == GONE:
         ran[node] += 1
 
@@ -183,14 +184,14 @@ def choose(
     sent: Ints,
     arrival: Floats,
 ) -> tuple[int, float, float]:
-    """The most urgent of a rank's `nodes` (-1: none), when its input arrives, and when to look again for others."""
+    """The most urgent of a rank's `nodes` (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
     reserve = left_free(job, nodes, ran)
     for node in nodes:
         microbatch = ran[node]
         if microbatch >= sent[node]:
             continue
-        # An F may take the last room if another microbatch needs none to go on.
+        # An F may take the last room if another microbatch needs none to continue.
         if room[node] > free and (node % 3 or max(job.needs[node], job.takes[node] + reserve) > free):
             continue
         arrived = arrival[node * job.microbatches + microbatch]
@@ -203,9 +204,10 @@ def choose(
 
 
 def left_free(job: Job, nodes: Ints, ran: Ints) -> float:
-    """What has to stay free on a rank so that one of the microbatches on their way can go on; then it makes room.
+    """Memory to keep free on a rank so that one of its microbatches can continue, which then frees memory.
 
-    The rank holds all that it has run of them, for no I of them is over. The one on the latest stage needs the least.
+    The rank holds all that it has run of them, because no I of them is over. The one on the latest stage needs the
+    least.
     """
     least = NEVER
     for node in nodes:
@@ -215,66 +217,66 @@ def left_free(job: Job, nodes: Ints, ran: Ints) -> float:
 
 
 class Lists(NamedTuple):
-    """An order of ops, as annealing works on it. By op unless said otherwise."""
+    """Mutable form of an order for annealing. Lists are by op unless stated otherwise."""
 
     order: list[int]
-    """By position: the ops."""
+    """Ops by position."""
     place: list[int]
-    """Its position."""
+    """Position of each op."""
     gone: list[int]
-    """1 for a W that is part of a B. It keeps a place in the order, which means nothing."""
+    """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
     seconds: list[float]
     takes: list[float]
     needs: list[float]
     before: list[int]
-    """The op before it on its rank, -1 for none."""
+    """Previous op on its rank, -1 for none."""
     after: list[int]
     held: list[float]
-    """What its rank holds from its start on."""
+    """Memory of its rank from its start on."""
     first: list[int]
-    """By rank: its first op."""
+    """First op of each rank."""
     last: list[int]
 
 
 class Move(NamedTuple):
-    """A change of the order, with what undoes it and what it may change in time."""
+    """A change of the order, with the data to undo it and the range whose times it may change."""
 
     kind: int
     """`NONE`, `SHIFTED`, `MERGED` or `PARTED`."""
     op: int
-    """What moved, or the I that took up its W or let go of it."""
+    """The moved op, or the I that was merged with its W or separated from it."""
     anchor: int
-    """The op behind which it, or the W, stood on its rank; -1 for none."""
+    """The op after which it, or the W, was on its rank; -1 for none."""
     position: int
-    """Where that stood in the order."""
+    """Its previous position in the order."""
     left: int
-    """The first position that changed."""
+    """First position that changed."""
     right: int
-    """The last one."""
+    """Last position that changed."""
     early: int
-    """The first position from which on there may be another time to the end of all."""
+    """First position from which on the time to the end of all may change."""
     late: int
-    """The last position that surely has to be timed anew."""
+    """Last position that surely has to be timed again."""
 
 
 NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
 
 
 def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
-    """Move ops of the critical path back and forth on their rank, and keep what is not longer, or not much.
+    """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
-    Where a full backward saves memory, it also makes one of an I and its W, and takes them apart again.
+    Where a full backward saves memory, it also merges an I and its W, and separates them again.
 
     Args:
-        job: what to schedule.
+        job: the scheduling problem.
         start: a sound order within the limits.
         target: seconds at which it stops.
         heat: seconds that one move may lose at the start; it falls to zero.
-        work: how many ops to time anew before it ends.
-        seed: of the random numbers, 1 to 2147483646.
+        work: number of ops to time before it ends.
+        seed: seed of the random numbers, 1 to 2147483646.
 
     Returns:
-        The length of the best order, that order, and how much of the work was done.
+        The length of the best order, that order, and the amount of work done.
     """
     total = len(start)
     merges = min(job.full) < NEVER
@@ -315,7 +317,7 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
 
 
 def pick_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
-    """Change something about an op of `path`, where B `merges` I and W also which of them it is; and the next seed."""
+    """Move an op of `path`, or merge or split it where B `merges` I and W. Returns also the next seed."""
     seed = seed * 48271 % 2147483647
     op = path[seed % len(path)]
     seed = seed * 48271 % 2147483647
@@ -331,7 +333,7 @@ def pick_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tu
 
 
 def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], list[float], list[float]]:
-    """The ops of an order; and by op 1 for a W that is part of a B, seconds, what it takes, and what it needs."""
+    """Ops of an order, and by op: 1 for a W that is part of a B, seconds, memory taken, and memory needed."""
     total, microbatches = len(codes), job.microbatches
     order, gone = list(codes), [0] * total
     seconds, takes, needs = [0.0] * total, [0.0] * total, [0.0] * total
@@ -354,7 +356,7 @@ def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], li
 
 
 def fold(job: Job, order: Ints, gone: Ints) -> list[int]:
-    """The other way round."""
+    """Reverse `unfold`."""
     codes = list(order)
     if min(job.full) == NEVER:
         return codes
@@ -367,7 +369,7 @@ def fold(job: Job, order: Ints, gone: Ints) -> list[int]:
 
 
 def link(job: Job, codes: Ints) -> Lists:
-    """The lists that annealing works on."""
+    """Linked lists of an order, for annealing."""
     order, gone, seconds, takes, needs = unfold(job, codes)
     total = len(order)
     place, before, after, held = [0] * total, [-1] * total, [-1] * total, [0.0] * total
@@ -391,7 +393,7 @@ def link(job: Job, codes: Ints) -> Lists:
 
 
 def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
-    """Shift the op past others of its rank, as far as at most `jump` of them let it."""
+    """Move the op past others of its rank, as far as at most `jump` of them allow."""
     place, before, after = lists.place, lists.before, lists.after
     other = reach_later(job, lists, op, jump) if later else reach_earlier(job, lists, op, jump)
     if other == op:
@@ -407,7 +409,7 @@ def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
 
 
 def flip(job: Job, lists: Lists, op: int) -> Move:
-    """Make a B of an I and its W, or take it apart with the W right behind the I; either of them may be named."""
+    """Merge an I and its W to a B, or split it with the W right after the I. The op may be either of them."""
     place, before, after = lists.place, lists.before, lists.after
     node = op // job.microbatches
     if node % 3 == 2:
@@ -427,7 +429,7 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         if least + max(job.needs[node], job.takes[node] + job.needs[node + 1]) > job.limit[job.rank[node]]:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
         part(job, lists, op, op, place[op] + 1 if position > place[op] else place[op])
-    # The I takes another time, which those that it waits for see, too.
+    # The I takes another time, which also affects those that it waits for.
     early = place[op]
     if before[op] >= 0:
         early = min(early, place[before[op]])
@@ -438,7 +440,7 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
 
 
 def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
-    """Make a B of the nearest I before this op, at most `jump` away, whose W waits until after it."""
+    """Merge the nearest I before this op, at most `jump` away, whose W comes after it."""
     microbatches = job.microbatches
     other = op
     for _ in range(jump):
@@ -452,7 +454,7 @@ def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
 
 
 def undo(job: Job, lists: Lists, move: Move) -> None:
-    """Put everything back."""
+    """Undo the move."""
     if move.kind == SHIFTED:
         shift(job, lists, move.op, move.anchor, move.position)
     elif move.kind == MERGED:
@@ -463,7 +465,7 @@ def undo(job: Job, lists: Lists, move: Move) -> None:
 
 
 def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
-    """The farthest op on the same rank, at most `jump` away, that `op` can go behind; `op` if none."""
+    """Farthest op on the same rank, at most `jump` away, after which `op` can go; `op` if none."""
     place, after, held, required = lists.place, lists.after, lists.held, lists.needs
     microbatches = job.microbatches
     node, microbatch = op // microbatches, op % microbatches
@@ -487,7 +489,7 @@ def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
 
 
 def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
-    """The same for the farthest op that `op` can go in front of."""
+    """Farthest op on the same rank, at most `jump` away, before which `op` can go; `op` if none."""
     place, before, held, required = lists.place, lists.before, lists.held, lists.needs
     microbatches = job.microbatches
     node, microbatch = op // microbatches, op % microbatches
@@ -509,11 +511,11 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
 
 
 def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
-    """Put `op` at `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
+    """Move `op` to `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
     after, rank = lists.after, job.rank[op // job.microbatches]
     later = position > lists.place[op]
     put(lists, op, position)
-    # The memory changes for all between the old and the new place.
+    # The memory changes for all ops between the old and the new place.
     start, until = (after[op], anchor) if later else (op, after[op])
     take_out(lists, op, rank)
     put_in(lists, op, anchor, rank)
@@ -521,7 +523,7 @@ def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
 
 
 def merge(job: Job, lists: Lists, op: int) -> None:
-    """Make a B of this I and its W, which keeps its place in the order."""
+    """Merge this I and its W to a B. The W keeps its place in the order."""
     node, weight = op // job.microbatches, op + job.microbatches
     follower = lists.after[weight]
     take_out(lists, weight, job.rank[node])
@@ -533,7 +535,7 @@ def merge(job: Job, lists: Lists, op: int) -> None:
 
 
 def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
-    """Take a B apart: its W goes to `position` of the order, which is right after `anchor` on its rank."""
+    """Split a B: its W goes to `position` of the order, which is right after `anchor` on its rank."""
     node, weight = op // job.microbatches, op + job.microbatches
     put(lists, weight, position)
     put_in(lists, weight, anchor, job.rank[node])
@@ -556,7 +558,7 @@ def put(lists: Lists, op: int, position: int) -> None:
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
-    """Out of its rank's chain."""
+    """Remove an op from its rank's chain."""
     before, after = lists.before, lists.after
     if before[op] >= 0:
         after[before[op]] = after[op]
@@ -569,7 +571,7 @@ def take_out(lists: Lists, op: int, rank: int) -> None:
 
 
 def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
-    """Into its rank's chain, behind `anchor`."""
+    """Insert an op into its rank's chain, after `anchor`."""
     before, after = lists.before, lists.after
     follower = after[anchor] if anchor >= 0 else lists.first[rank]
     before[op], after[op] = anchor, follower
@@ -584,7 +586,7 @@ def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
 
 
 def weigh(lists: Lists, start: int, stop: int) -> None:
-    """What the rank holds from `start` on, until `stop`."""
+    """Update the memory of the rank from `start` on, until `stop`."""
     takes, before, after, held = lists.takes, lists.before, lists.after, lists.held
     each = start
     while each != stop:
@@ -603,13 +605,13 @@ def replay(
     horizon: int,
     allowed: float,
 ) -> tuple[int, bool]:
-    """Time the ops again from position `begin` of the order on; the old ends go to `backup`, by position.
+    """Time the ops again from position `begin` of the order on. The old ends go to `backup`, by position.
 
-    Beyond the position `right` the order is the one for which `tail` holds, which shows early that it gets too long. It
-    stops beyond `horizon` where no end changes any more.
+    After the position `right` the order is the one for which `tail` holds, which shows early if it gets too long. It
+    stops after `horizon` where no end changes any more.
 
     Returns:
-        The position up to which it went, and False if the length is sure to be more than `allowed`.
+        The last position that it timed, and False if the length is sure to exceed `allowed`.
     """
     order, place, before, after = lists.order, lists.place, lists.before, lists.after
     gone, seconds = lists.gone, lists.seconds
@@ -641,10 +643,10 @@ def replay(
 
 
 def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int) -> int:
-    """The least time from the end of each op to the end of all, after a change between `left` and `right`.
+    """Update the least time from the end of each op to the end of all, after a change between `left` and `right`.
 
     Returns:
-        How many ops it looked at.
+        Number of ops that it visited.
     """
     order, place, before, after = lists.order, lists.place, lists.before, lists.after
     gone, seconds = lists.gone, lists.seconds
@@ -677,7 +679,7 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
 def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
-    Known as forward-backward improvement in project scheduling with limited resources: ops that move to the end open
+    Known as forward-backward improvement in project scheduling with limited resources. Ops that move to the end open
     gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
 
     Returns:
@@ -698,7 +700,7 @@ def mirror(order: Ints, microbatches: int) -> list[int]:
 
 
 def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
-    """Run each op in turn as soon as possible, also before ops of its rank that are placed already; as `justify`."""
+    """Run each op in turn as soon as possible, also before placed ops of its rank. Returns the same as `justify`."""
     total, microbatches = len(order), job.microbatches
     ops, gone, seconds, takes, needs = unfold(job, order)
     begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
@@ -730,9 +732,9 @@ def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
 
 
 def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, end: Floats) -> int:
-    """The placed op of its rank after which `op` can start the earliest; -1 to be the first.
+    """Placed op of its rank after which `op` can start the earliest; -1 to be the first.
 
-    Microbatches stay in their order, so that a stage sends as the next one receives.
+    Microbatches stay in order, so a stage sends them in the order in which the next one receives them.
     """
     needs, held, before = lists.needs, lists.held, lists.before
     node, seconds, takes = op // job.microbatches, lists.seconds[op], lists.takes[op]
@@ -745,7 +747,7 @@ def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, e
             break
         start = max(ready, end[previous]) if previous >= 0 else ready
         fits = least + needs[op] <= limit
-        # It only moves if it gains time, or an op of no time could pass the one that it waits for.
+        # It only moves if it gains time. Otherwise an op of no time could pass its dependency.
         if fits and start < begin[follower] and start + seconds <= begin[follower]:
             best = previous
         follower = previous
@@ -753,9 +755,9 @@ def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, e
 
 
 def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> list[int]:
-    """The ops of all ranks by their starts; of equal starts the earlier end first, then as before.
+    """Ops of all ranks sorted by start. Ties: the earlier end first, then the previous order.
 
-    A W that is part of a B comes right behind its I.
+    A W that is part of a B comes right after its I.
     """
     order, place = lists.order, lists.place
     for position in range(len(order)):
@@ -781,7 +783,7 @@ def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> list[in
 
 
 def starts(job: Job, order: Ints) -> list[float]:
-    """When the ops start if the ranks run them in this order, by position; a W with its B."""
+    """Starts of the ops if the ranks run them in this order, by position. A W starts with its B."""
     microbatches = job.microbatches
     ops, gone, seconds, _, _ = unfold(job, order)
     clock = list(job.origin)
@@ -803,7 +805,7 @@ def starts(job: Job, order: Ints) -> list[float]:
 
 
 def measure(job: Job, last: Ints, end: Floats) -> float:
-    """The length."""
+    """Length of the order."""
     longest = 0.0
     for rank in range(job.ranks):
         longest = max(longest, end[last[rank]] - job.origin[rank])
@@ -811,7 +813,7 @@ def measure(job: Job, last: Ints, end: Floats) -> float:
 
 
 def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: list[int]) -> None:
-    """Fill `path` with ops that each wait for the next in it, from the one that ends last on; `lag` is by op."""
+    """Fill `path` with a chain of ops, each waiting for the next, from the one that ends last; `lag` is by op."""
     before, last = lists.before, lists.last
     microbatches = job.microbatches
     worst, longest = 0, -1.0

@@ -1,8 +1,8 @@
 """Passes over schedules that limit deferred gradients: W runs sooner, or a whole backward replaces I and W.
 
-Under activation checkpointing, I leaves far more behind for W than F has left for I: x and dY of all layers of a stage.
-A whole backward B frees them layer by layer. It makes the stage before wait for W as well, so B is for where there is
-no room.
+Under activation checkpointing, I leaves far more for W than F has left for I: x and dY of all layers of a stage. A
+whole backward B frees them layer by layer. It also makes the previous stage wait for W, so B is only used where there
+is no room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
         >>> print(make_leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
         rank 0: 0F0 0F1 0B0 0B1
 
-    The order of its F, and of its I and B, stays; copies to the host and back are left out.
+    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are left out.
     """
     least = [costs.least_backward(stage) for stage in range(costs.num_stages)]
 
@@ -38,10 +38,10 @@ def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
 
 
 def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
-    """`schedule` with every W in its place, or sooner where there is no room for deferred gradients.
+    """`schedule` with every W in its place, or earlier where there is no room for deferred gradients.
 
-    Where even the W that wait already leave no room for I, B takes the place of I and W. So the result keeps to the
-    limits if `make_leanest(schedule, costs)` does.
+    Where I would not fit even after all deferred W, B replaces I and W. So the result keeps to the limits if
+    `make_leanest(schedule, costs)` does.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
         >>> some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
@@ -50,21 +50,21 @@ def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) ->
         >>> print(fit_within(some, costs, limits=[3]))
         rank 0: 0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2
 
-    The order of its F, and of its I and B, stays; copies to the host and back are left out.
+    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are left out.
     """
     rows = (_Row(costs, limit * (1 + ROUNDING)) for limit in limits)
     return replace(schedule, ops=tuple(row.fit(ops) for row, ops in zip(rows, schedule, strict=True)))
 
 
 class _Row:
-    """One rank's list in the making."""
+    """One rank's list under construction."""
 
     def __init__(self, costs: CostModel, limit: float) -> None:
         self._costs, self._limit = costs, limit
         self._ops: list[Op] = []
         self._held = 0.0
         self._waiting: deque[Op] = deque()
-        """W in the order of their I."""
+        """Deferred W in the order of their I."""
 
     def fit(self, ops: Sequence[Op]) -> tuple[Op, ...]:
         for op in ops:
@@ -97,7 +97,7 @@ class _Row:
             self._run(op)
 
     def _run(self, op: Op, then: Op | None = None) -> None:
-        """Run `op`, and before it as many W as it takes for it to fit, after it any W that waits or comes `then`."""
+        """Run W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is `then`."""
         while self._waiting and self._held + self._most_needed(op, then) > self._limit:
             first = self._waiting.popleft()
             self._held += self._costs.adds(first.stage, first.kind)

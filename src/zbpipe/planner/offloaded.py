@@ -1,4 +1,4 @@
-"""Plans that offload: schedules that hold too much, with copies to the host that make them fit."""
+"""Plans that offload: schedules above the memory limit, with copies to the host that make them fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbpipe.simulator.offloading import LimitTooSmallError, Offload, offload, re
 from zbpipe.simulator.simulation import simulate
 
 _LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)
-"""By how much the limits of the search exceed those of the ranks; None for no limit at all."""
+"""Factors by which the limits of the search exceed those of the ranks. None means no limit."""
 
 
 def plan_offloaded(
@@ -22,13 +22,13 @@ def plan_offloaded(
 ) -> Plan:
     """The best of named schedules, and of plans under looser limits, which copies make fit.
 
-    Without limits it is the plan itself with as little memory as is free.
+    Without limits it is the plan itself, with as little memory as costs no time.
 
     Args:
-        request: with the limits to keep to, or none.
-        what: may be copied.
-        search: for a plan that offloads nothing.
-        costs_of: any placement's stages; None where the search cuts them.
+        request: request with the limits to keep, or none.
+        what: what may be copied.
+        search: search for a plan that offloads nothing.
+        costs_of: costs of any placement's stages. None where the search cuts the stages.
     """
     if request.limits is None:
         return _add_copies(search(request), request, what)
@@ -46,12 +46,12 @@ def plan_offloaded(
         known = [error for error in refusals if isinstance(error, LimitTooSmallError)]
         raise min(known, key=lambda error: error.least) if known else refusals[0]
     best = min(found, key=lambda each: (each.reached, sum(map(len, each.timeline.copies))))
-    # With copies nothing is known of how short a step may be but what holds without any limit.
+    # With copies, the only known lower bound of a step is the one without any limit.
     return replace(best, bounds={name: bounds[name] for name in request.placements if name in bounds} or best.bounds)
 
 
 def _search(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
-    """The plans under looser and looser limits; the last one has none, and so its bounds hold for all."""
+    """Plans under looser and looser limits. The last one has none, so its bounds hold for all."""
     one = request.part(len(_LOOSER))
     for factor in _LOOSER:
         limits = None if factor is None else tuple(factor * limit for limit in request.limits or ())
@@ -62,7 +62,7 @@ def _search(request: Request, search: Callable[[Request], Plan], refusals: list[
 
 
 def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
-    """The named schedules on the placements, however much they hold."""
+    """The named schedules on the placements, with any memory."""
     for name, placement in request.placements.items() if costs_of else ():
         assert costs_of is not None
         costs = costs_of(placement)
@@ -70,7 +70,7 @@ def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
         for algorithm in registry.schedules().values():
             try:
                 schedule = algorithm.make_on(placement, request.microbatches, costs)
-            except Exception:  # a broken function of an installed package is no reason to end the search
+            except Exception:  # a broken function of an installed package does not end the search
                 continue
             if schedule is not None:
                 timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)

@@ -1,4 +1,4 @@
-"""Which layers each stage gets: first by work, then by the step times that short searches find for a split."""
+"""Layers of each stage: split first by work, then by the step times from short searches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import fits, make_problem, plan_stages
 from zbpipe.schedule.ir import Placement
 
-# Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds; not tuned.
+# Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds. Not tuned.
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
-"""The most and the least splits of a placement that short searches look at, and their ops in all."""
+"""Largest and smallest number of splits per placement for short searches, and their total number of ops."""
 _EFFORT = 200
-"""How often a short search may time each op."""
+"""Number of times that a short search may time each op."""
 _FINALISTS, _SECOND_EFFORT = 6, 4000
-"""The number of best splits that get a second search, and how often it may time each op."""
+"""Number of best splits that get a second search, and the number of times that it may time each op."""
 _RANKS = 8
-"""The number of ranks with the most work that give layers, and of those with the least work that take some."""
+"""Number of ranks with the most work that give layers, and of ranks with the least work that take some."""
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
     """Cut a model into stages, and search for the schedule with the shortest step.
 
-    Placements with more stages than layers are left out; ValueError if there are no others.
+    Placements with more stages than layers are left out. ValueError if there are no others.
     """
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
@@ -54,7 +54,7 @@ def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Pla
     if not fitting:
         return best
     rival = plan_split(fitting, _part(progress, 0.75, 0.25))
-    # A long search may find for the even split what the short ones did not see.
+    # A long search may find a better schedule for the even split than the short ones did.
     return replace(rival if rival.reached < best.reached else best, even=rival)
 
 
@@ -66,9 +66,9 @@ def split_layers(
     tries: int | None = None,
     progress: Progress = report_nothing,
 ) -> Split:
-    """The split with the shortest step on one placement, as far as short searches show.
+    """The split with the shortest step on one placement, according to short searches.
 
-    They look at `tries` splits, by default 60, and fewer in large jobs.
+    They try `tries` splits, by default 60, and fewer in large jobs.
     """
     if tries is None:
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
@@ -80,10 +80,10 @@ def split_layers(
 
 
 class _Trials:
-    """How long the steps of splits are on one placement; each split is searched once."""
+    """Step times of splits on one placement. Each split is searched once."""
 
     def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
-        # Queues and proofs are for the plan itself.
+        # Queues and proofs apply only to the final plan.
         self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL, exact=False)
         self.costs = layers
         self.placement = placement
@@ -91,20 +91,20 @@ class _Trials:
         self.known: dict[Sizes, float] = {}
 
     def bound(self, sizes: Sizes) -> float:
-        """Seconds below which no schedule can be; infinite if not even one microbatch keeps to the limit."""
+        """Lower bound of the step, in seconds. Infinite if not even one microbatch keeps to the limit."""
         stages = self.costs.stages(split_of(sizes))
         if not fits(self.placement, stages, self.request.limits):
             return inf
         return make_problem(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: Sizes) -> float:
-        """Seconds that a short search reaches."""
+        """Step time found by a short search, in seconds."""
         if sizes not in self.known:
             self.known[sizes] = self._search(sizes, _EFFORT)
         return self.known[sizes]
 
     def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
-        """The first neighbour found with a shorter step, lowest bounds first; None if there is none, or no try left."""
+        """The first neighbour found with a shorter step, lowest bounds first. None if there is none, or no try left."""
         length = self.length(sizes)
         neighbours = move_layer(sizes, *self._heavy_and_light(sizes))
         for bound, each in sorted((self.bound(each), each) for each in neighbours):
@@ -116,7 +116,7 @@ class _Trials:
         return None
 
     def pick_winner(self) -> Sizes:
-        """The best after a longer search."""
+        """The best split after a longer search."""
         finalists = sorted(self.known, key=self.length)[:_FINALISTS]
         return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))
 

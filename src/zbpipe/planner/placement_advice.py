@@ -1,4 +1,4 @@
-"""Whether stages placed otherwise would make the steps of a job shorter, from its next start on."""
+"""Advice on other placements of the stages that would shorten the steps of a job, from its next start on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlacementAdvice:
 
     schedule: Schedule
     words: str
-    """For a log."""
+    """The advice in words, for a log."""
 
 
 def advise_placement(
@@ -29,13 +29,13 @@ def advise_placement(
 ) -> PlacementAdvice | None:
     """The fastest plan on another placement, if it is faster by more than a hundredth.
 
-    Tried are those on which each rank has the same number of stages, and one stage a rank, which is two stages of the
-    job in one. A stage that does not fit into memory there, as in the job, is not tried. More stages a rank, as on the
-    wave, are not tried, either: of a stage only the sum over its layers is measured, and the embedding and the head
-    would go to one half of theirs. A plan for `LayerCosts` knows both halves.
+    Candidates have the same number of stages on each rank, or one stage per rank, which joins two stages of the job. A
+    stage that does not fit into memory there, as in the job, is not tried. More stages per rank, as on the wave, are
+    not tried either: only the sum over the layers of a stage is measured, and the embedding and the head belong to one
+    half of theirs. A plan for `LayerCosts` knows both halves.
 
-    `job` has measured costs of stages, their placement, and limits of memory; `here` is the seconds of a step as the
-    job places its stages now.
+    `job` has measured costs of stages, their placement, and memory limits. `here` is the step time in seconds with the
+    current placement of the job.
     """
     stages, current = _require_stages(job)
     ranks = current.num_ranks
@@ -58,9 +58,9 @@ def advise_placement(
 
 
 def _on(placement: Placement, costs: CostModel) -> CostModel | None:
-    """The costs of the stages so placed: the same ones, or two in one; None for other numbers of stages.
+    """Costs of the stages on this placement: the same stages, or pairs joined. None for other numbers of stages.
 
-    Ranks between which nothing was measured have the slowest of the measured links.
+    Pairs of ranks without a measured link get the slowest of the measured links.
     """
     slowest = max(costs.links.values(), key=lambda link: link.seconds(costs.message_bytes), default=costs.link)
     costs = replace(costs, link=slowest)
@@ -76,7 +76,7 @@ def _require_stages(job: JobCosts) -> tuple[CostModel, Placement]:
 
 
 def uneven_stages(job: JobCosts) -> str:
-    """Which stage has more than its share of the work, and which has least: where layers should move. Empty if even.
+    """The stages with the most and the least work, between which layers should move. Empty if the stages are even.
 
     >>> uneven_stages(JobCosts(CostModel((1, 1, 1, 2), (1, 1, 1, 2), (1, 1, 1, 2), (1,) * 4), Placement.v(2)))
     'stage 3 (rank 0) takes 1.60 times the average of all stages, and stage 1 (rank 1) 0.80 times: move layers there'

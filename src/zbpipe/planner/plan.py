@@ -1,4 +1,4 @@
-"""The planner's front: costs and a limit in, the best schedule found and its distance from the best possible out."""
+"""The planner's entry point: costs and a limit in, the best schedule found and its distance from the optimum out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 
 
-# The arguments are those of a search that many ask for in different ways; all but four are by name only.
+# Callers need different subsets of the arguments. All but four are keyword-only.
 def plan(
     ranks: int,
     microbatches: int,
@@ -54,7 +54,7 @@ def plan(
         >>> found.makespan <= 15.5 and max(found.timeline.peak_memory) <= 1.5
         True
 
-    Of layers it first searches for the split into stages; the result says which stage gets which layers:
+    For layers it first searches for the split into stages. The result has the layers of each stage:
 
         >>> from zbpipe.costs import Layer, LayerCosts
         >>> blocks = [Layer((f"layers.{n}",), f=1, i=1, w=1, activations=1e9) for n in range(3)]
@@ -66,46 +66,46 @@ def plan(
         ranks: pipeline ranks, from 1 on.
         microbatches: from 1 on.
         costs: one of
-            - what a job costs, as `zbpipe.Profiler` measures it and `zbpipe.load_costs` reads it; its placement, memory
-              limit and transport are the defaults of those arguments here;
+            - costs of a job, from `zbpipe.Profiler` or `zbpipe.load_costs`; its placement, memory limit and transport
+              are the defaults of those arguments here;
             - a CostModel: only placements with its number of stages are tried;
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
             - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
-            - a function that gives a CostModel for a placement.
+            - a function that returns a CostModel for a placement.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        placements: some of "single", "loop", "v" and "wave", or placements. Default: all names but "wave".
+        placements: some of "single", "loop", "v" and "wave", or placements. Default: all names except "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
-            `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known, and
+            `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known. Then
             the longest time from a rank's first op to its last counts.
-        budget: how many ops the search may time, so that results do not depend on the machine. Default: what takes a
-            second or so. Layers get it once for the split found and once for TorchTitan's even split; the short
-            searches that compare splits come on top.
-        seed: of the search's random numbers.
-        exact: whether to look for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. With "shared with compute"
-            half of the budget is for a search that counts what messages hold up. Others know no queues: of all that was
-            found, and the named schedules, the plan is the one with the shortest step under this transport. The bounds
-            hold for every transport.
-        offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or
-            "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
-            several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
-            (see `zbpipe.simulator.offload`); they share the budget. Without a limit it holds as little as costs no
-            time.
+        budget: number of ops that the search may time, so results do not depend on the machine. Default: about a
+            second. Layers get it once for the split found and once for TorchTitan's even split. The short searches that
+            compare splits are additional.
+        seed: seed of the search's random numbers.
+        exact: whether to search for the provably best schedule with OR-Tools afterwards. For small cases.
+        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. With "shared with
+            compute", half of the budget is for a search that counts the delays by messages. Other searches ignore
+            queues: of all orders found, and the named schedules, the plan has the shortest step under this transport.
+            The bounds hold for every transport.
+        offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or "all"
+            (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
+            searches, some of them with looser limits. Copies that delay no op make these fit (see
+            `zbpipe.simulator.offload`). The searches share the budget. Without a limit, the plan holds as little as
+            costs no time.
         robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile` of
-            the step times. Several searches that share the budget leave more and more slack; the best of what they
-            find, and of the named schedules, are then annealed in many random steps at once, which takes two to three
-            times as long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For
-            stages, not for layers.
+            the step times. Several searches that share the budget leave more and more slack. The best of their results
+            and of the named schedules are then annealed in many random steps at once, which takes two to three times as
+            long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For stages,
+            not for layers.
         quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
-        most_loss: with `robust`, by how much of the shortest step known the plan's may be longer where nothing varies:
-            0.01 is one percent. Default: by any amount.
-        progress: called with the share of the work that is done, and the shortest time so far.
+        most_loss: with `robust`, how much longer the plan's step may be than the shortest known one without jitter:
+            0.01 is one percent. Default: any amount.
+        progress: called with the completed share of the work, and the shortest time so far.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: numbers that no schedule can have, an unknown placement or transport, costs for none of the
-            placements, fewer layers than stages, a limit too small for even one microbatch, or the period of a
-            schedule that offloads.
+        TypeError: an argument has another type.
+        ValueError: no schedule can have these numbers, the placement or transport is unknown, the costs fit none of the
+            placements, there are fewer layers than stages, the limit is too small for one microbatch, or the period is
+            requested of a schedule that offloads.
     """
     ranks, microbatches = require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):
@@ -166,7 +166,7 @@ def _robust(
     offload: Offload | None,
     report: Progress,
 ) -> Plan:
-    # They need numpy, which other plans do without.
+    # These need numpy, which other plans do not.
     from zbpipe.planner.robust import plan_robust
     from zbpipe.simulator.jitter import Jitter
 
@@ -189,7 +189,7 @@ def _keep_stages(request: Request, num_stages: int) -> Request:
 
 
 def _costs_of(costs: Any) -> CostsOf:
-    """A function that gives the costs of any placement's stages, from whatever the caller gave."""
+    """A function that returns the costs of any placement's stages, from the costs that the caller gave."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 

@@ -1,4 +1,4 @@
-"""One placement with its costs and limits, in the flat numbers that the inner loops work on."""
+"""One placement with its costs and limits, as flat numbers for the inner loops."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ KINDS = (OpKind.F, OpKind.I, OpKind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule on one placement."""
+    """The scheduling problem on one placement."""
 
     name: str
-    """Of the placement."""
+    """Name of the placement."""
     placement: Placement
     costs: CostModel
     num_microbatches: int
     limits: tuple[float, ...]
-    """What each rank may hold, in the unit of `costs.activations`."""
+    """Memory limit of each rank, in the unit of `costs.activations`."""
     by_period: bool = False
-    """Whether to minimise the period of steps that run ahead of the validation, in place of the makespan."""
+    """Whether to minimise the period of steps that run ahead of the validation, instead of the makespan."""
 
     @property
     def num_ops(self) -> int:
@@ -40,13 +40,13 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds below which no schedule can be."""
+        """Lower bound of the step, in seconds."""
         below = bound.period_bound if self.by_period else bound.lower_bound
         return below(self.placement, self.costs, self.num_microbatches, self.limits)
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """By stage, whether a full backward can help: it needs less memory than I and then W, and memory is limited."""
+        """Whether B helps on each stage: it needs less memory than I and then W, and memory is limited."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             self.costs.saves_by_b(stage) and self.limits[rank] < most[rank]
@@ -55,9 +55,9 @@ class Problem:
 
     @cached_property
     def job(self) -> Job:
-        """The flat numbers, in which `feeder` and `fed` repeat the rule of `ir.inputs`; a test holds them against it.
+        """The problem as flat numbers. `feeder` and `fed` repeat the rule of `ir.inputs`, and a test compares them.
 
-        Times are multiples of a power of two, a billionth of the longest, so that sums of them are exact.
+        Times are multiples of a power of two, a billionth of the longest, so their sums are exact.
         """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
@@ -95,8 +95,9 @@ class Problem:
                 for stage, merges in enumerate(self.merges)
             ),
             # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
-            # up with microbatches that cannot go on. It need not be the one that takes the room: any that can finish
-            # leaves enough for the next, so the limit may be full. Where other ops than F take memory that is not sure.
+            # up with microbatches that cannot continue. Another microbatch may use that room: any that can finish
+            # leaves enough for the next, so the limit may be full. If ops other than F take memory, that is not
+            # guaranteed.
             reserve=_flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
             ahead=_flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
             limit=[limit * (1 + ROUNDING) for limit in self.limits],
@@ -134,7 +135,7 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """The ops of a valid schedule in the order of their starts; a B that cannot help as an I and a W."""
+        """Ops of a valid schedule in the order of their starts. A B that cannot help becomes an I and a W."""
         num_stages = self.placement.num_stages
         rows = [list(self._as_run(ops)) for ops in schedule]
         loop = EventLoop(rows, lambda op: inputs(op, num_stages))
@@ -144,7 +145,7 @@ class Problem:
         return self.sort_by_start(order)
 
     def list_one_by_one(self) -> list[int]:
-        """An order that fits wherever one does: each microbatch alone."""
+        """An order that fits whenever any does: each microbatch alone."""
         stages = range(self.placement.num_stages)
         return [
             number
@@ -157,16 +158,16 @@ class Problem:
         ]
 
     def sort_by_start(self, order: list[int]) -> list[int]:
-        """The same schedule, with its ops sorted by when they start."""
+        """The schedule with its ops sorted by start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """Seconds: the makespan, or the period if that is to be minimised; at most what the inner loops count."""
+        """Seconds of the makespan, or of the period if that is minimised; at most what the inner loops count."""
         schedule = self.schedule("", order)
         return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank ever holds more than its limit, with an I and a W for each B that cannot help."""
+        """Whether no rank exceeds its limit, with an I and a W for each B that cannot help."""
 
         def peak(ops: Iterable[Op]) -> float:
             return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
@@ -174,11 +175,11 @@ class Problem:
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
-        """By rank, when the first microbatch gets there if nothing holds it up.
+        """Arrival of the first microbatch on each rank if nothing delays it.
 
-        The inner loops count from there on, so an order that they find can run again after each of its lengths: its
-        period is no longer. To begin later seldom helps: the first I are late then, and there may be no room for as
-        many F before them.
+        The inner loops count from there on, so an order that they find can repeat at intervals of its length: its
+        period is no longer. A later begin seldom helps: the first I are late then, and there may be no room for as many
+        F before them.
         """
         first: dict[int, float] = {}
         now = 0.0
@@ -189,14 +190,14 @@ class Problem:
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
-        """The most that a microbatch needs on its rank after the F of this stage, if nothing there waits."""
+        """Largest memory that a microbatch needs on its rank after the F of this stage, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
         forward = [(other, OpKind.F) for other in stages if other > stage]
         backward = [(other, kind) for other in reversed(stages) for kind in self._backward(other)]
         return highest(self.costs, (*forward, *backward))
 
     def _plain(self, stage: int) -> bool:
-        """Whether on its rank only F take memory, and no op needs more while it runs."""
+        """Whether only F take memory on its rank, and no op needs working memory beyond that."""
         own, costs = self.placement.stages_on(self.placement.rank_of[stage]), self.costs
         return all(
             costs.needs(each, kind) <= (costs.activations[each] if kind is OpKind.F else 0.0)
@@ -217,7 +218,7 @@ class Problem:
                 yield op
 
     def _numbers(self, op: Op) -> tuple[int, ...]:
-        """The numbers of an op in an order; a B has those of its I and its W, marked."""
+        """The numbers of an op in an order. A B has those of its I and its W, marked."""
         if op.kind is not OpKind.B:
             return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch

@@ -1,8 +1,8 @@
-"""Annealing where a message holds up both of its ranks, as on GPUs whose streams share the hardware's queues.
+"""Annealing where a message blocks both of its ranks, as on GPUs whose streams share the hardware's queues.
 
 As in `kernel`, on plain numbers, and as machine code where numba is installed. A message starts when both ranks are
 free, which depends on all that runs at that time. So each move is timed by a whole run, with the rules of
-`zbpipe.simulator.rendezvous`; a test compares the times.
+`zbpipe.simulator.rendezvous`. A test compares the times.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import NamedTuple
 from zbpipe.planner.kernel import NEVER, NONE, Ints, Job, Lists, fold, link, pick_move, undo
 
 FREE, COMPUTES, SENDS, RECEIVES = 0, 1, 2, 3
-"""What a rank does."""
+"""States of a rank."""
 
 
 def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
-    """Move ops of the critical path back and forth on their rank, and keep what is not longer, or not much.
+    """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
     Args:
-        job: what to schedule. Its `lag` is the time that a message holds up both ranks.
+        job: the scheduling problem. Its `lag` is the time that a message blocks both ranks.
         start: a sound order within the limits.
         heat: seconds that one move may lose at the start; it falls to zero.
-        work: how many ops to time before it ends; with none it only times the start.
-        seed: of the random numbers, 1 to 2147483646.
+        work: number of ops to time before it ends. With none it only times the start.
+        seed: seed of the random numbers, 1 to 2147483646.
 
     Returns:
-        The makespan of the best order, that order, and how much of the work was done.
+        The makespan of the best order, that order, and the amount of work done.
     """
     total = len(start)
     merges = min(job.full) < NEVER
@@ -62,12 +62,12 @@ def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: in
 
 
 class Ranks(NamedTuple):
-    """What goes on in a run. By rank unless said otherwise."""
+    """State of a run, by rank unless stated otherwise."""
 
     state: list[int]
     """`FREE`, `COMPUTES`, `SENDS` or `RECEIVES`."""
     until: list[float]
-    """When that ends, or ended."""
+    """End of that state."""
     following: list[int]
     """The op that runs, or the next one; -1 for none."""
     left: list[float]
@@ -79,15 +79,15 @@ class Ranks(NamedTuple):
     held: list[bool]
     """Whether it waits for a message that has not begun."""
     sent: list[int]
-    """The senders of such messages, in the order in which these were made."""
+    """Senders of such messages, in the order in which the messages were made."""
     arrived: list[bool]
-    """By op, whether its rank has the result that it takes."""
+    """Whether its rank has the result that an op takes, by op."""
 
 
 def run(job: Job, lists: Lists, causes: list[int], allowed: float) -> tuple[float, int]:
-    """The makespan and the op that ends last; `NEVER` as soon as it is sure to be more than `allowed`.
+    """The makespan and the op that ends last. `NEVER` as soon as the makespan is sure to exceed `allowed`.
 
-    `causes` gets by op the one whose end it waited for, on its own rank or behind messages; -1 for none.
+    `causes` gets, by op, the op whose end it waited for, on its own rank or through messages; -1 for none.
     """
     ranks = begin(job, lists)
     state, until = ranks.state, ranks.until
@@ -132,7 +132,7 @@ def begin(job: Job, lists: Lists) -> Ranks:
 
 
 def begin_messages(job: Job, ranks: Ranks, now: float) -> None:
-    """Begin the messages that can begin; mark the ranks that wait for others as held."""
+    """Begin the messages that can begin. Mark the ranks that wait for others as held."""
     state, until, cause, held, sent = ranks.state, ranks.until, ranks.cause, ranks.held, ranks.sent
     for rank in range(job.ranks):
         held[rank] = False
@@ -155,7 +155,7 @@ def begin_messages(job: Job, ranks: Ranks, now: float) -> None:
 
 
 def begin_computations(job: Job, lists: Lists, ranks: Ranks, causes: list[int], now: float, allowed: float) -> bool:
-    """Begin the computations that can begin; False if a rank has too much to run to end by `allowed`."""
+    """Begin the computations that can begin. False if a rank has too much work left to end by `allowed`."""
     for rank in range(job.ranks):
         op = ranks.following[rank]
         if ranks.state[rank] != FREE or ranks.held[rank] or op < 0:
@@ -171,7 +171,7 @@ def begin_computations(job: Job, lists: Lists, ranks: Ranks, causes: list[int], 
 
 
 def end(job: Job, lists: Lists, ranks: Ranks, rank: int) -> None:
-    """End what the rank does, and hand on a result."""
+    """End what the rank does, and pass on a result."""
     microbatches = job.microbatches
     was, ranks.state[rank] = ranks.state[rank], FREE
     if was == SENDS:

@@ -1,4 +1,4 @@
-"""The arguments of a plan besides the costs, checked: sizes, placements, limits, and how to search."""
+"""The checked arguments of a plan except the costs: sizes, placements, limits, and how to search."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
         "wave": lambda ranks: Placement.v(ranks, 4),
     }
 )
-"""By name: one stage a rank, two in a loop, two on a V, and four on two Vs."""
+"""Placements by name: one stage per rank, two in a loop, two on a V, and four on two Vs."""
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v")
-"""Those with at most two stages a rank: more stages mean smaller ones, which not every model can be cut into."""
+"""Placements with at most two stages per rank. More stages are smaller, and not every model can be cut into them."""
 
 _MOST_BUDGET = 1e13
-"""Days of one core, at some 1e8 ops a second."""
+"""Largest budget: about 28 hours of one core, at some 1e8 ops per second."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Request:
     ranks: int
     microbatches: int
     placements: Mapping[str, Placement]
-    """Those to try, by name."""
+    """Placements to try, by name."""
     limits: tuple[float, ...] | None = None
-    """By rank the activations that it can hold, in the unit of the costs' activations; None for no limit."""
+    """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     objective: Objective = "makespan"
     budget: float | None = None
-    """Ops that the search may time; None for what takes a second or so."""
+    """Number of ops that the search may time. None means about a second."""
     seed: int = 0
     exact: bool = False
     transport: Transport = Transport.IDEAL
     share: float = 1.0
-    """The part of the default budget that one of several searches gets."""
+    """Share of the default budget for one of several searches."""
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -67,7 +67,7 @@ class Request:
 
 
 def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Both as Python's own numbers: sizes that no plan can have are refused before anything of that size is made."""
+    """Both numbers as Python's. Sizes that no plan can have raise before anything of that size is made."""
     ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     return ranks, microbatches
@@ -82,7 +82,7 @@ def _require_budget(budget: Any) -> None:
 
 
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
-    """The `wanted` placements by name; one may be given without a list."""
+    """The `wanted` placements by name. A single one needs no list."""
     if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
         raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or some of {', '.join(PLACEMENTS)}")
     return dict(_name(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))

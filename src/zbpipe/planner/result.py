@@ -1,4 +1,4 @@
-"""What a search found: a schedule, its timeline, its distance from the best possible, and the layers of its stages."""
+"""Result of a search: a schedule, its timeline, its distance from the optimum, and the layers of its stages."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Plan:
 
     timeline: Timeline
     placement: str
-    """Name of the placement that it chose."""
+    """Name of the chosen placement."""
     found_by: str
-    """The searches that led to it, for instance "VHalf, annealing"."""
+    """Searches that led to it, for instance "VHalf, annealing"."""
     objective: Objective
-    """The time that was minimised."""
+    """The minimised time."""
     limits: tuple[float, ...] | None
-    """By rank the activations that it may hold, in the unit of the costs' activations; None if there was no limit."""
+    """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     bounds: Mapping[str, float]
-    """For each placement tried a time below which no schedule can be, by the objective."""
+    """Lower bound of the objective on each placement tried."""
     layers: LayerCosts | None = None
-    """The layers that it was to cut into stages; None if it was given stages."""
+    """Layers to be cut into stages. None if the stages were given."""
     split: Split | None = None
-    """By stage the layers that it holds; None without layers."""
+    """Layers of each stage. None without layers."""
     even: Plan | None = None
-    """What the same search finds for TorchTitan's even split; None without layers, or where that breaks the limit."""
+    """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
     step_times: StepTimes | None = None
-    """Of a robust plan, where times vary; None for others."""
+    """Step times of a robust plan, where times vary. None for other plans."""
 
     def __repr__(self) -> str:
         """Without its ops."""
@@ -62,40 +62,40 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        """What to run: `to_csv()` writes it for torch and TorchTitan."""
+        """The planned schedule: `to_csv()` writes it for torch and TorchTitan."""
         return self.timeline.schedule
 
     @property
     def module_fqns_per_model_part(self) -> list[list[str]] | None:
-        """The split as TorchTitan's config field of this name: names of modules by stage; None without layers."""
+        """The split as TorchTitan's config field of this name: module names of each stage. None without layers."""
         return None if self.layers is None or self.split is None else self.layers.modules(self.split)
 
     @property
     def makespan(self) -> float:
-        """How long a synchronous step takes."""
+        """Seconds of a synchronous step."""
         return self.timeline.makespan
 
     @cached_property
     def period(self) -> float:
-        """How long a step takes where `zbpipe.OptimizerStep` lets ranks run ahead."""
+        """Seconds of a step where `zbpipe.OptimizerStep` lets ranks run ahead."""
         return period_of(self.timeline)
 
     @property
     def reached(self) -> float:
-        """The time that was minimised, by the objective."""
+        """Seconds of the objective."""
         return self.makespan if self.objective == "makespan" else self.period
 
     @property
     def lower_bound(self) -> float:
-        """A time below which no schedule on any of the placements can be, by the objective."""
+        """Lower bound of the objective on all of the placements."""
         return min(self.bounds.values())
 
     @property
     def gap(self) -> float:
-        """How much longer the plan may be than the best possible one on these placements: 0.01 is one percent."""
+        """Upper bound of the plan's excess over the optimum on these placements: 0.01 is one percent."""
         return max(self.reached / self.lower_bound - 1, 0.0) if self.lower_bound else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether the bound proves that there is nothing better."""
+        """Whether the bound proves that the plan is optimal."""
         return self.gap <= ROUNDING

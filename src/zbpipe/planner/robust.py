@@ -1,10 +1,10 @@
-"""Plans that tolerate jitter: the schedule with the least quantile of the step's times.
+"""Plans that tolerate jitter: the schedule with the least quantile of the step times.
 
 A late message costs its receiver as much as a long one. So the search runs several times, with each link slowed by a
-larger multiple of its expected delay. That leaves slack where ranks wait for each other. The best plans, and the best
-named schedules, are annealed in many samples of the times at once, which moves the slack to where it is worth most. The
-winner is the one that is best with other random times (`zbpipe.simulator.jitter`).
-PipeMorph (2504.19232) shows what slack is worth where links are late.
+larger multiple of its expected delay. That leaves slack where ranks wait for each other. The best plans and named
+schedules are then annealed in many samples of the times at once. This moves the slack to where it gains most. The
+winner is the best with other random times (`zbpipe.simulator.jitter`). PipeMorph (2504.19232) measures the gain from
+slack where links are late.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, ste
 from zbpipe.simulator.simulation import simulate
 
 _SLACKS = (0.0, 0.5, 1.0, 2.0, 3.0)
-"""The multiples of its expected delay by which each link is slowed. Chosen by hand: more makes steps longer."""
+"""Multiples of its expected delay by which each link is slowed. Chosen by hand: more makes steps longer."""
 _SAMPLES = 300
-"""Steps to compare candidates by."""
+"""Number of simulated steps for comparing candidates."""
 _FINALISTS = 4
-"""Candidates that are annealed."""
+"""Number of annealed candidates."""
 ANNEALING_SAMPLES = 128
-"""Samples that they are annealed for. With fewer of them an order suits these and no others."""
+"""Number of samples for annealing. With fewer samples an order suits only these."""
 _ANNEALING = 24
-"""Ops to time for each op of the budget, all samples counted: each takes a tenth of the time, since samples are
+"""Ops to time for each op of the budget, summed over all samples. Each takes a tenth of the time, because samples are
 adjacent in memory. So annealing takes two to three times as long as the searches before it."""
 _HEAT = 1.0
-"""What a move may lose at the start, in mean times of an op. Chosen by hand: a fifth and four times as much do well,
-too."""
+"""Loss allowed for a move at the start, in mean times of an op. Chosen by hand: a fifth and four times as much also do
+well."""
 _SEARCHING = 0.3
-"""Of all the work, for the progress."""
+"""Share of the searches in all work, for the progress."""
 _BY = "annealing in samples"
 _FINAL_SAMPLES = 2000
 _SEED, ANNEALING_SEED = 1, 2
-"""Of the samples; users who look at a plan with another one see other times."""
+"""Seeds of the samples. Users who simulate a plan with another seed see other times."""
 
 
 def plan_robust(
     request: Request, jitter: Jitter, quantile: float, most_loss: float, costs_of: CostsOf, progress: Progress
 ) -> Plan:
-    """The schedule within the limits whose step times have the least `quantile`; see `zbpipe.plan`."""
+    """The schedule within the limits with the least `quantile` of its step times; see `zbpipe.plan`."""
     if not 0 < quantile < 1:
         raise ValueError(f"quantile = {quantile!r} has to be between 0 and 1, for example 0.95")
     if not most_loss >= 0:
@@ -84,18 +84,18 @@ class _Candidate:
     problem: Problem
     schedule: Schedule
     by: str
-    """How it was found."""
+    """Searches that led to it."""
 
     @property
     def makespan(self) -> float:
-        """Seconds of a step in which nothing varies."""
+        """Seconds of a step without jitter."""
         return simulate(self.schedule, self.problem.costs).makespan
 
 
 def _candidates(
     request: Request, jitter: Jitter, problems: Sequence[Problem], progress: Progress
 ) -> Iterator[_Candidate]:
-    """Named schedules, and the best for times of more and more slack."""
+    """Named schedules, and the best schedules for times with increasing slack."""
     searches = len(_SLACKS) * len(problems)
     done = 0
     for problem in problems:
@@ -112,7 +112,7 @@ def _candidates(
 
 
 class Annealing:
-    """Annealing in samples: the best candidates for a while, and then the best of them."""
+    """Annealing in samples: first the best candidates for a while, then the best of them."""
 
     def __init__(self, request: Request, jitter: Jitter, quantile: float, longest: float, progress: Progress) -> None:
         self.request = request
@@ -122,7 +122,7 @@ class Annealing:
         self.progress = progress
 
     def run(self, candidates: Sequence[_Candidate]) -> tuple[_Candidate, StepTimes]:
-        """The best candidate or what annealing has made of it, and how long its steps take."""
+        """The best candidate or its annealed form, and its step times."""
         several = [each for each, _ in self.sort_best_first(candidates, _SAMPLES)[:_FINALISTS]]
         for number, each in enumerate(tuple(several)):
             several.append(self.anneal(each, 0.5 / _FINALISTS))
@@ -131,7 +131,7 @@ class Annealing:
         return self.sort_best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
 
     def sort_best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
-        """The candidates and their step times, the shortest first; of equal schedules one."""
+        """Candidates and their step times, the shortest first, without duplicates."""
         others = {each.schedule: each for each in reversed(candidates)}
         times = [
             (each, step_times(each.schedule, each.problem.costs, self.jitter, samples=samples, seed=_SEED))
@@ -140,7 +140,7 @@ class Annealing:
         return sorted(times, key=lambda pair: pair[1].quantile(self.quantile))
 
     def anneal(self, start: _Candidate, share: float) -> _Candidate:
-        """What this share of the work makes of it; it does not have to be better in other samples."""
+        """The candidate after annealing with this share of the work. It need not be better in other samples."""
         problem, engine = start.problem, fastest()
         budget = self.request.budget or self.request.share * default_budget([problem], engine)
         _, order = self.order(problem, start.schedule, engine, share * _ANNEALING * budget)
@@ -148,7 +148,7 @@ class Annealing:
         return _Candidate(problem, schedule, start.by if start.by.endswith(_BY) else f"{start.by}, {_BY}")
 
     def order(self, problem: Problem, start: Schedule, engine: Engine, work: float) -> tuple[float, list[int]]:
-        """What is minimised, and the order that has it."""
+        """The least value of the objective, and its order."""
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
         rows = [[0.0] * (ANNEALING_SAMPLES + 1)] * problem.num_ops
         return engine.anneal_in_samples(
@@ -163,7 +163,7 @@ class Annealing:
         )
 
     def samples(self, problem: Problem, engine: Engine) -> Samples:
-        """The times to anneal for: first those where nothing varies."""
+        """Times to anneal for. The first are those without jitter."""
         job, costs, rank_of = problem.job, problem.costs, problem.placement.rank_of
         times = RandomTimes(problem.placement.num_ranks, self.jitter, ANNEALING_SAMPLES, ANNEALING_SEED)
         seconds, lag = [], []
@@ -185,7 +185,7 @@ def _row(usual: float, sampled: Seconds | float) -> list[float]:
 
 
 def add_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
-    """The costs with all that is known to be slow, and links slowed by `slack` times their expected delay.
+    """The costs with all known slow ranks and links, and links slowed by `slack` times their expected delay.
 
     >>> placement = Placement.loop(2)
     >>> slower = add_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)

@@ -1,7 +1,7 @@
-"""Annealing where times vary: an order of ops is judged by how long a synchronous step takes in many random samples.
+"""Annealing where times vary: the objective is the synchronous step time of an order over many random samples.
 
-As in `kernel`, on plain numbers, and as machine code where numba is installed. Each move is timed in all samples, so
-the innermost loops go over the samples of one op, whose numbers are adjacent in memory.
+As in `kernel`, on plain numbers, and as machine code where numba is installed. Each move is timed in all samples. The
+innermost loops go over the samples of one op, whose numbers are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Rows = Sequence[Floats]
 
 
 class Samples(NamedTuple):
-    """What the ops of a job take in each sample: by op, then by sample. In sample 0 nothing varies."""
+    """Times of a job's ops in each sample: by op, then by sample. Sample 0 has no jitter."""
 
     seconds: Rows
     lag: Rows
     """Seconds from the end of an op's dependency to the arrival of its result."""
     deviations: float
-    """The search minimises the mean of all samples but 0, plus this number of standard deviations."""
+    """Number of standard deviations that the objective adds to the mean of all samples but 0."""
     most: float
-    """Seconds that a step may take in sample 0."""
+    """Longest step allowed in sample 0, in seconds."""
 
 
 def anneal_in_samples(
@@ -38,20 +38,20 @@ def anneal_in_samples(
     work: int,
     seed: int,
 ) -> tuple[float, list[int]]:
-    """Move ops of the critical path of one sample after the other; keep orders that are not worse, or not by much.
+    """Move ops of the critical path of one sample after another. Keep orders that are not worse, or not by much.
 
     Args:
-        job: what to schedule.
-        samples: what its ops take.
+        job: the scheduling problem.
+        samples: the times of its ops.
         start: a sound order within the limits, which takes no more than `most` in sample 0.
-        end: room for one number for each op and sample.
-        trial: the same.
+        end: buffer with one number for each op and sample.
+        trial: a second buffer of the same size.
         heat: seconds that one move may lose at the start; it falls to zero.
-        work: how many ops to time before it ends; the same op counts in each sample.
-        seed: of the random numbers, 1 to 2147483646.
+        work: number of ops to time before it ends; the same op counts in each sample.
+        seed: seed of the random numbers, 1 to 2147483646.
 
     Returns:
-        The least value of the objective, and the order that has it.
+        The least value of the objective, and its order.
     """
     total = len(start)
     merges = min(job.full) < NEVER
@@ -92,13 +92,13 @@ def anneal_in_samples(
 
 
 _TRIES = 8
-"""Moves of the same critical path, if none is kept. Chosen by hand."""
+"""Number of moves on the same critical path, if none is kept. Chosen by hand."""
 
 
 def retime(
     job: Job, samples: Samples, lists: Lists, left: int, end: list[list[float]], trial: list[list[float]]
 ) -> None:
-    """The ends of all ops from position `left` of the order on go to `trial`; those before it are in `end`."""
+    """Write the ends of all ops from position `left` of the order on to `trial`. Earlier ends are in `end`."""
     order, place, before, gone = lists.order, lists.place, lists.before, lists.gone
     microbatches, count = job.microbatches, len(samples.seconds[0])
     for position in range(left, len(order)):
@@ -129,7 +129,7 @@ def retime(
 
 
 def judge(job: Job, samples: Samples, lists: Lists, end: Rows) -> float:
-    """What is minimised; `NEVER` if sample 0 takes too long."""
+    """The objective. `NEVER` if sample 0 takes too long."""
     count = len(samples.seconds[0])
     total = squares = 0.0
     for sample in range(count):
@@ -146,7 +146,7 @@ def judge(job: Job, samples: Samples, lists: Lists, end: Rows) -> float:
 
 
 def copy_from(lists: Lists, left: int, source: Rows, target: list[list[float]]) -> None:
-    """The ends of all ops from position `left` of the order on."""
+    """Copy the ends of all ops from position `left` of the order on."""
     for position in range(left, len(lists.order)):
         ends, row = source[lists.order[position]], target[lists.order[position]]
         for sample in range(len(row)):

@@ -1,4 +1,4 @@
-"""The way to a good schedule: many starts, of which the better ones are annealed for longer and longer."""
+"""Search for a good schedule: many starts, of which the better ones are annealed for longer and longer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
 Progress = Callable[[float, float], None]
-"""Called with the share of the work that is done, and the shortest time found so far in seconds."""
+"""Called with the completed share of the work, and the shortest time found so far in seconds."""
 
 
 def report_nothing(share: float, best: float) -> None:
-    """The progress of searches that nobody watches."""
+    """Ignore the progress of a search."""
 
 
 # The constants were chosen by hand, then checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7. The
@@ -30,34 +30,34 @@ def report_nothing(share: float, best: float) -> None:
 _LISTING = 10
 """Work of placing one op by list scheduling, in ops that annealing times. Timed with numba: 6 to 16."""
 _JUSTIFYING = 40
-"""The same of justifying one op. Timed with numba: 19 and more, by how many ops can move."""
+"""Work of justifying one op. Timed with numba: 19 and more, depending on how many ops can move."""
 _LEAST_CLIMB = 2 * (_LISTING + _JUSTIFYING)
-"""Work that each climb may spend on one op however small the budget is."""
+"""Least work of each climb per op, however small the budget is."""
 _PROMISING = 1.04
-"""A list is justified if it is at most this much longer than the shortest one."""
+"""Ratio to the shortest list up to which a list is justified."""
 _SHARE_OF_SHAPES = 0.4
-"""Of the budget, for list scheduling."""
+"""Share of the budget for list scheduling."""
 _WORTH = 1.1
-"""An order is annealed if it is at most this much longer than the best one."""
+"""Ratio to the best order up to which an order is annealed."""
 _WHOLE_RUN = 20
 """Work of timing one op in a run by rendezvous, in ops that annealing times. Timed with numba: 15 to 25."""
 _BY_RENDEZVOUS = ", by rendezvous"
 _HEAT_BY_RENDEZVOUS = 0.05
-"""What annealing by rendezvous may lose in one move at the start, in mean times of an op."""
+"""Loss allowed for a move at the start of annealing by rendezvous, in mean times of an op."""
 _MOST_HEAT = 0.4
-"""The most that annealing may lose in one move, in mean times of an op."""
+"""Largest loss allowed for a move of annealing, in mean times of an op."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How a search spends its budget."""
+    """Division of a search's budget."""
 
     climbs: int = 4
-    """How often list scheduling starts again on each placement."""
+    """Number of starts of list scheduling on each placement."""
     rounds: int = 3
     """Rounds of annealing before the last one: 8 orders, then 4, then 2."""
     heat: float = 0.08
-    """What annealing may lose in one move at the start, in mean times of an op, if it times each op 1000 times. It
+    """Loss allowed for a move at the start of annealing, in mean times of an op, if each op is timed 1000 times. It
     grows with the root of that number, because more time to cool down allows a hotter start."""
 
     @classmethod
@@ -75,9 +75,9 @@ class Found:
     problem: Problem
     order: tuple[int, ...]
     length: float
-    """Seconds of the time to minimise."""
+    """Seconds of the minimised time."""
     by: str
-    """The searches that led to it."""
+    """Searches that led to it."""
 
 
 def _length_of(found: Found) -> float:
@@ -106,12 +106,12 @@ class Search:
         self.progress = progress
         self.best: Found | None = None
         self.by_placement: dict[str, Found] = {}
-        """The best on each."""
+        """Best order on each placement."""
         self.kept: list[Found] = []
-        """All whose time was simulated."""
+        """All orders whose time was simulated."""
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
-        """The best order found, starting from known orders with their names and from list scheduling."""
+        """Search from known orders with their names and from list scheduling. Returns the best order found."""
         found = [self.keep(*seed) for seed in seeds]
         schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
@@ -123,12 +123,12 @@ class Search:
                 order = self.shapes(problem, schedulers[problem.name], budget / len(waiting))
                 found.append(self.keep(problem, order, "list scheduling"))
                 self.spend(0)  # for the progress: it may be the last that is found
-            # A placement that is far behind after one climb does not catch up, and the others can use its share.
+            # A placement that is far behind after one climb does not catch up, so the others get its share.
             waiting = [each for each in waiting if self.reached(each) < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
-        """The best order of list scheduling: random shapes first, then more and more variations of the best one."""
+        """The best order of list scheduling: random shapes first, then increasingly variations of the best one."""
         budget = max(budget, _LEAST_CLIMB * problem.num_ops)
         best, begin = PriorityParams.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
@@ -172,7 +172,7 @@ class Search:
         return self.best
 
     def anneal(self, start: Found, work: float) -> Found:
-        """The same or a better order."""
+        """An order at least as good."""
         problem = start.problem
         mean = sum(problem.job.seconds) / len(problem.job.seconds)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
@@ -192,9 +192,9 @@ class Search:
         return better if better.length < start.length else start
 
     def race_by_rendezvous(self, budget: float) -> list[Found]:
-        """Orders for messages that hold up both of their ranks, the best first: all that are known, and better ones.
+        """Orders for messages that block both of their ranks, best first: all known orders, and better ones.
 
-        Their length is the makespan with such messages. Without a budget it only times what is known.
+        Their length is the makespan with such messages. Without a budget it only times the known orders.
         """
         known = {(each.problem.name, each.order): each for each in self.kept}
         found = sorted((self.anneal_by_rendezvous(each) for each in known.values()), key=_length_of)
@@ -206,7 +206,7 @@ class Search:
         return found
 
     def anneal_by_rendezvous(self, start: Found, work: float = 0) -> Found:
-        """The same order or a better one, with its makespan if messages hold up both of their ranks."""
+        """An order at least as good, with its makespan if messages block both of their ranks."""
         job = start.problem.job
         heat = _HEAT_BY_RENDEZVOUS * sum(job.seconds) / len(job.seconds)
         length, order, _ = self.engine.anneal_by_rendezvous(
@@ -220,17 +220,17 @@ class Search:
         return Found(start.problem, tuple(order), length, by)
 
     def reached(self, problem: Problem) -> float:
-        """Seconds of the best order on its placement; infinite before the first."""
+        """Seconds of the best order on its placement. Infinite before the first."""
         known = self.by_placement.get(problem.name)
         return known.length if known else inf
 
     @property
     def shortest(self) -> float:
-        """Seconds; infinite before the first order is known."""
+        """Seconds of the best order. Infinite before the first."""
         return self.best.length if self.best else inf
 
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
-        """Remember the order if it is the best one so far."""
+        """Store the order if it is the best one so far."""
         found = Found(problem, tuple(order), problem.length(order), by)
         self.kept.append(found)
         if found.length < self.shortest:
@@ -257,16 +257,16 @@ def find_best_within(
 ) -> Schedule:
     """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
 
-    Of equally long ones, the one with the shortest span of a rank wins, which is near to the period.
+    Ties go to the shortest span of a rank, which is close to the period.
 
     Args:
-        name: of the result.
-        placement: where the stages are.
+        name: name of the result.
+        placement: placement of the stages.
         num_microbatches: from 1 on.
-        limit: how many microbatches a rank may hold, in units of its own share of one, as the definitions of the named
-            schedules count; at least 1. Where one microbatch alone takes more, that is the limit.
-        costs: for the placement's stages; default: F, I and W take equal time and communication none.
-        seeds: schedules with this placement to try as well; those that break the limit are left out.
+        limit: number of microbatches that a rank may hold, in units of its own share of one, as in the definitions of
+            the named schedules; at least 1. If one microbatch alone needs more, its need is the limit.
+        costs: costs of the placement's stages. Default: F, I and W take equal time and communication none.
+        seeds: schedules with this placement to try as well. Those that break the limit are left out.
         by_period: whether the period decides, and the synchronous step among equals.
     """
     costs = costs or CostModel.uniform(placement)

@@ -1,4 +1,4 @@
-"""The best schedule for stages whose costs are known, on any of the placements."""
+"""Plans for stages with known costs: the best schedule on any of the placements."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
 _MOST_CANDIDATES = 64
-"""Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
+"""Number of candidates simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
 _MOST_BY_RENDEZVOUS = 12
-"""The same where messages hold up both of their ranks, and a search knows it."""
+"""Number of candidates simulated where messages block both ranks and a search accounts for it."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages; all placements of the request have costs.
+    """The best schedule found for these stages. All placements of the request have costs.
 
-    ValueError for stages that are too many, or a limit too small for even one microbatch.
+    ValueError for too many stages, or a limit too small for even one microbatch.
     """
     problems = [
         make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
@@ -56,7 +56,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
 
 
 def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
-    """A second or so of one core for 8 ranks and 32 microbatches, and no less; larger jobs get more."""
+    """About a second of one core for 8 ranks and 32 microbatches, and no less. Larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
     return max(1e8, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)
 
@@ -78,7 +78,7 @@ def make_problem(request: Request, name: str, placement: Placement, costs: CostM
 
 
 def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
-    """The candidate with the shortest step under the transport; with the ideal one the first, which is the best."""
+    """The candidate with the shortest step under the transport. With the ideal transport, the first and best one."""
 
     def timeline_of(found: Found) -> Timeline:
         schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
@@ -92,7 +92,7 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
         return best, timeline
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
-        # Queues make nothing shorter.
+        # Queues shorten nothing.
         if each.length >= length(timeline):
             break
         trial = timeline_of(each)
@@ -102,11 +102,11 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
 
 
 def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-    """Make every named schedule on its placement, lean to keep to the limits: its problem, its order, and its name."""
+    """Every named schedule on its placement, made lean within the limits: its problem, order, and description."""
     for problem in problems:
         for algorithm in registry.schedules().values():
-            # Searched with less effort than this search makes, which takes as long: the lean schedules begin with the
-            # same lean forms of known ones.
+            # Skip schedules that are searched themselves. They take as long as this search with less effort, and begin
+            # with the same lean forms of known schedules.
             if "costs" in algorithm.keywords:
                 continue
             if found := _order(problem, algorithm):
@@ -114,7 +114,7 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
 
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
-    """The named schedule for this problem, and what it is; None if there is none."""
+    """The named schedule for this problem, and its description. None if there is none."""
     try:
         schedule = algorithm.make_on(problem.placement, problem.num_microbatches)
         if schedule is None:
@@ -123,5 +123,5 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], 
             return problem.order(schedule), algorithm.name
         lean = fit_within(schedule, problem.costs, problem.limits)
         return (problem.order(lean), f"{algorithm.name} made lean") if problem.fits(lean) else None
-    except Exception:  # a broken function of an installed package is no reason to end the search
+    except Exception:  # a broken function of an installed package does not end the search
         return None

@@ -1,4 +1,4 @@
-"""The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it is there.
+"""The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it arrives.
 
 `EventLoop` decides what can run, and so also what never can. A `Clock` computes when it runs.
 """
@@ -15,10 +15,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class EventLoop(Generic[T]):
-    """Runs through all lists: each item comes after those before it in its list, and after its dependencies.
+    """Runs all lists: each item comes after those before it in its list, and after its dependencies.
 
-    Each turn gives a rank, its item, and the dependencies that the item had, one of each group. When there are no more
-    turns, the ranks in `waiting` are stuck.
+    Each turn has a rank, its item, and the dependencies of that item, one from each group. After the last turn, the
+    ranks in `waiting` are stuck.
 
         >>> loop = EventLoop([["a", "c"], ["b"]], lambda item: {"b": [["a"]], "c": [["b"]]}.get(item, []))
         >>> list(loop)
@@ -28,9 +28,9 @@ class EventLoop(Generic[T]):
 
     Args:
         rows: the list of each rank.
-        dependencies: of an item: groups of items, of which one each has to be over before it.
-        priority: by rank and position; of the ranks that can go on, the one with the lowest is next. It is asked when
-            a rank can go on, after the caller has dealt with the turn that made this so. Default: the lowest rank.
+        dependencies: groups of dependencies of an item. One of each group has to be over before the item.
+        priority: key by rank and position. Of the ranks that can continue, the one with the lowest key is next. It is
+            called when a rank can continue, after the caller has processed the previous turn. Default: the lowest rank.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class EventLoop(Generic[T]):
         self._priority = priority
         self._awake: list[tuple[Any, int]] = []
         self._done: dict[T, T] = {}
-        """By item the item itself: what is given out is what the lists have, and no copy that `dependencies` made."""
+        """Each item by itself: turns return the objects from the lists, not the copies that `dependencies` creates."""
         self._sleepers: dict[T, list[int]] = defaultdict(list)
-        """By item the ranks that wait for it."""
+        """Ranks that wait for each item."""
         self.position = [0] * len(rows)
-        """By rank how many items it has run."""
+        """Number of items that each rank has run."""
         self.waiting: dict[int, Sequence[T]] = {}
-        """By sleeping rank the group of which its next item still needs one."""
+        """Group of which the next item of each sleeping rank still needs one."""
 
     def __iter__(self) -> Iterator[tuple[int, T, list[T]]]:
         done, sleepers, position, dependencies = self._done, self._sleepers, self.position, self._dependencies
@@ -83,14 +83,14 @@ class EventLoop(Generic[T]):
                 break
 
     def finish(self, item: T) -> None:
-        """Wake the ranks that wait for `item`, which is over. It may be in no list."""
+        """Wake the ranks that wait for `item`, which is over. It need not be in a list."""
         self._done[item] = item
         for sleeper in self._sleepers.pop(item, ()):
             if self.waiting.pop(sleeper, None) is not None:
                 heappush(self._awake, self._entry(sleeper))
 
     def _sleep(self, rank: int, choices: Sequence[T]) -> None:
-        """Until one of the choices is over."""
+        """Put the rank to sleep until one of the choices is over."""
         self.waiting[rank] = choices
         for choice in choices:
             self._sleepers[choice].append(rank)
@@ -101,25 +101,25 @@ class EventLoop(Generic[T]):
 
 @dataclass
 class Clock(Generic[T]):
-    """When items run. Times are numbers, or whatever else can be added and compared."""
+    """Times of items. These are numbers, or any values that can be added and compared."""
 
     free: list[Any]
-    """By rank from when on it is free."""
+    """Time from which each rank is free."""
     seconds: Callable[[int, T], Any]
-    """By rank and item how long it runs."""
+    """Duration of an item, by rank and item."""
     transfer: Callable[[T, T], Any]
-    """By dependency and item how long after the end of the one the other gets to know."""
+    """Delay from the end of a dependency until an item may start, by dependency and item."""
     latest: Callable[[Any, Any], Any] = max
-    """Of two times."""
+    """The later of two times."""
     lane_of: Callable[[T], Hashable] | None = None
-    """The lane of an item that runs parallel to its rank's other ones; None for all others."""
+    """The lane of an item that runs parallel to the other items of its rank. None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
-    """By item."""
+    """End of each item."""
 
     def run(
         self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
     ) -> Iterator[tuple[int, T, Any, Any]]:
-        """Rank, item, start and end of all turns; `gate`: how many items of each rank may start before which time."""
+        """Rank, item, start and end of all turns. `gate`: how many items of each rank may start before which time."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
         lane_of = self.lane_of
         lanes: dict[Hashable, Any] = {}

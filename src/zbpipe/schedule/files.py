@@ -3,15 +3,15 @@
 from pathlib import Path
 
 _MOST_BYTES = 2**25
-"""Far more than any table or cost file has; a device file may never end."""
+"""Far more than any table or cost file has. A device file may never end."""
 
 
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a file, without the byte order mark that Excel writes.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such text, or has more than 32 MiB.
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8 text, or has more than 32 MiB.
     """
     with Path(path).open("rb") as file:
         data = file.read(_MOST_BYTES + 1)

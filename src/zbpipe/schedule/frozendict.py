@@ -1,4 +1,4 @@
-"""A mapping for frozen dataclasses: it cannot change, and it has a hash."""
+"""A hashable, immutable mapping for frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 class FrozenDict(Mapping[K, V_co]):
-    """A copy of a mapping. Equal to any mapping with the same items; pickles, which `MappingProxyType` does not."""
+    """A copy of a mapping, equal to any mapping with the same items. It pickles, unlike `MappingProxyType`."""
 
     __slots__ = ("_items",)
 

@@ -1,4 +1,4 @@
-"""Draws schedules and timelines for their own methods, which cannot import the views: views import them.
+"""Draws schedules and timelines for their own methods, which cannot import the views, because views import them.
 
 Importing the package sets the painter; the first picture imports the views.
 """

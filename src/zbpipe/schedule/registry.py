@@ -1,14 +1,14 @@
-"""Schedules by name: the function that makes each, how many stages a rank holds, and how they lie on the ranks.
+"""Schedules by name: their functions, their numbers of stages per rank, and their placements.
 
 A schedule is a function `(ranks, microbatches) -> Schedule`, registered under its name:
 
     @zbpipe.register("MySchedule", placement="v", stages_per_rank=2, summary="what it is good for")
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
-A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to what
-messages wait for. Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's
-own are in `zbpipe.algorithms`, which `import zbpipe` imports.
+A function that also takes `stages_per_rank` runs with any number of stages. One that takes `costs` can adapt to
+measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to the
+transport of messages. Installed packages offer their functions through the entry-point group "zbpipe.algorithms".
+zbpipe's functions are in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Generate = Callable[..., Schedule]
 
 @runtime_checkable
 class _Planned(Protocol):
-    """A `zbpipe.Plan`, which this module does not import: its schedule is meant."""
+    """A `zbpipe.Plan`, which this module does not import. Only its schedule is used."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -49,7 +49,7 @@ _KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transpor
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a name means: a function that makes schedules, and their properties known before one is made.
+    """The algorithm behind a name: a function that makes schedules, and their properties known in advance.
 
     >>> zbv = resolve("ZBV")
     >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
@@ -58,22 +58,22 @@ class Algorithm:
 
     name: str
     placement: Literal["loop", "v", "table"]
-    """How stages lie on ranks; "table" for a schedule that exists already, such as a CSV file, which says it itself."""
+    """Position of stages on ranks; "table" for an existing schedule, such as a CSV file, which has its placement."""
     stages_per_rank: int
-    """How many stages a rank holds when the caller does not choose."""
+    """Default number of stages per rank."""
     generate: Generate
     """`(ranks, microbatches) -> Schedule`, with `keywords`. Call `make`, which checks sizes and result."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
-    """Whose class runs it."""
+    """Owner of the class that runs it."""
     summary: str = ""
     table: Schedule | None = None
-    """The schedule that exists already."""
+    """The existing schedule."""
     keywords: frozenset[str] = frozenset()
-    """Which of `stages_per_rank`, `costs`, `memory_limit`, `runs_ahead` and `transport` the function takes."""
+    """The keywords that the function takes: `stages_per_rank`, `costs`, `memory_limit`, `runs_ahead`, `transport`."""
     listed: bool = True
-    """Whether it is a schedule of its own, to be listed and compared with others."""
+    """Whether it is a separate schedule, to be listed and compared with others."""
     by_checkpointing: bool = False
-    """Whether a job without measured costs gives it those that are usual for its activation checkpointing."""
+    """Whether a job without measured costs passes the default costs of its activation checkpointing."""
 
     @property
     def any_stages_per_rank(self) -> bool:
@@ -88,7 +88,7 @@ class Algorithm:
         return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
 
     def require_limits(self, option: str) -> None:
-        """Refuse a memory limit, which the user wrote as `option`, if this schedule fits itself to none."""
+        """Raise for a memory limit, which the user wrote as `option`, if this schedule does not adapt to one."""
         if "memory_limit" not in self.keywords:
             names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
             raise ValueError(
@@ -97,9 +97,9 @@ class Algorithm:
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
-        """The placement on `num_ranks` ranks, with the given or the usual number of stages on each.
+        """The placement on `num_ranks` ranks, with the given or the default number of stages on each.
 
-        ValueError for numbers of ranks or stages that this schedule does not run on, or more than 1024 stages.
+        ValueError for numbers of ranks or stages that this schedule does not support, or more than 1024 stages.
         """
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
@@ -123,7 +123,7 @@ class Algorithm:
         runs_ahead: bool = False,
         transport: Transport | None = None,
     ) -> Schedule:
-        """The schedule of this size; `zbpipe.generate` takes a name, and costs and limits as users write them."""
+        """The schedule of this size. `zbpipe.generate` takes a name, and costs and limits as users write them."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
@@ -137,7 +137,7 @@ class Algorithm:
         return schedule
 
     def make_on(self, placement: Placement, microbatches: int, costs: CostModel | None = None) -> Schedule | None:
-        """The schedule on this placement; None if it has another one."""
+        """The schedule on this placement. None if it has another one."""
         stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
         if self.place(placement.num_ranks, stages) != placement:
             return None
@@ -145,7 +145,7 @@ class Algorithm:
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    """Refuse what a registered function returns if it is something else than it was asked for."""
+    """Raise if a registered function returns another schedule than it was asked for."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
     if schedule.placement != placement:
@@ -173,7 +173,7 @@ def register(
     listed: bool = True,
     by_checkpointing: bool = False,
 ) -> Callable[[Generate], Generate]:
-    """Decorator that makes a schedule known under `name`, in any case.
+    """Decorator that registers a schedule under `name`, in any case.
 
         >>> @zbpipe.register("AllAtOnce", summary="one rank, one backward a microbatch", listed=False)
         ... def all_at_once(ranks: int, microbatches: int) -> zbpipe.Schedule:
@@ -182,19 +182,18 @@ def register(
         rank 0: 0F0 0F1 0B0 0B1
 
     Args:
-        name: what users write.
+        name: the user-facing name.
         placement: "loop" (stage s on rank s modulo ranks) or "v" (down the ranks and up again).
-        stages_per_rank: stages that each rank holds, unless the caller chooses and the function takes the keyword.
-        source: "torch" keeps torch's own class as the one that runs the schedule.
+        stages_per_rank: stages of each rank, unless the caller chooses and the function takes the keyword.
+        source: "torch" keeps torch's class as the one that runs the schedule.
         summary: one line for listings.
         listed: whether listings and comparisons show it.
-        by_checkpointing: whether jobs without measured costs give it those that are usual for their activation
-            checkpointing.
+        by_checkpointing: whether jobs without measured costs pass the default costs of their activation checkpointing.
 
     Raises:
-        ValueError: the name is taken by another function, is that of a file, or cannot be written on a command line;
-            or the placement is impossible.
-        TypeError: what is decorated is no function (ranks, microbatches).
+        ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
+            the placement is impossible.
+        TypeError: the decorated object is no function (ranks, microbatches).
     """
     _require_name(name)
     require_whole(1, stages_per_rank=stages_per_rank)
@@ -248,7 +247,7 @@ def _require_name(name: str) -> None:
 
 
 def schedules() -> Mapping[str, Algorithm]:
-    """All schedules by their lower-case name, without `Auto`, which becomes one of them."""
+    """All schedules by their lower-case name, except `Auto`, which becomes one of them."""
     _load_installed()
     return MappingProxyType({name: algorithm for name, algorithm in _registered.items() if algorithm.listed})
 
@@ -256,7 +255,8 @@ def schedules() -> Mapping[str, Algorithm]:
 def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
     """The algorithm behind a name (in any case), the path of a CSV file, or `file.py:function`.
 
-    Resolve a name once, and pass on the algorithm: a file may change. A Schedule or Plan becomes one that returns it.
+    Resolve a name once and pass on the algorithm, because a file may change. A Schedule or Plan becomes an algorithm
+    that returns it.
 
         >>> resolve("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
@@ -299,7 +299,7 @@ def _find_name(name: str) -> Algorithm:
 
 
 def _find_function(source: str) -> Algorithm:
-    """What `file.py:function` has registered."""
+    """The algorithm that `file.py:function` has registered."""
     function = function_of(source)
     for algorithm in _registered.values():
         if algorithm.generate is function:
@@ -337,7 +337,7 @@ def _give_back(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
 def stage_indices(
     schedule: str | Schedule | _Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
 ) -> tuple[int, ...]:
-    """Which stages to build on `rank` for the schedule of that name, in ascending order.
+    """Stages to build on `rank` for the schedule with this name, in ascending order.
 
         >>> zbpipe.stage_indices("ZBV", rank=1, num_ranks=4)
         (1, 6)
@@ -346,22 +346,22 @@ def stage_indices(
         schedule: a name, in any case, the path of a CSV file, a Schedule, or a Plan.
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
-        stages_per_rank: for the looped schedules, which run with any number; default: the schedule's usual one.
+        stages_per_rank: for looped schedules, which support any number. Default: the usual number of the schedule.
 
     Raises:
-        ValueError: unknown name, a rank outside the group, a number of stages that the schedule does not run, or more
-            than 1024 stages.
+        ValueError: the name is unknown, the rank is outside the group, the schedule does not support this number of
+            stages, or there are more than 1024 stages.
     """
     return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
 
 
 @cache
 def _load_installed() -> None:
-    """Once, and not before it is needed: the modules of other packages may be slow to import."""
+    """Load installed packages once, on demand: the modules of other packages may be slow to import."""
     for entry_point in entry_points(group="zbpipe.algorithms"):
         try:
             entry_point.load()
-        except Exception as error:  # whatever an installed package does wrong, the other schedules go on working
+        except Exception as error:  # whatever an installed package does wrong, the other schedules still work
             warnings.warn(
                 f"the entry point {entry_point.name} = {entry_point.value} in the group zbpipe.algorithms cannot be"
                 f" loaded, so its schedules are missing: {error!r}",

@@ -2,7 +2,7 @@
 
     0F0,0SEND_F0,,(0F1;3B0)OVERLAP_F_B,0W0
 
-It also takes what other tools and people write: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`,
+It also takes the forms of other tools and people: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`,
 `W0` without a stage where each rank has one. In such a table B is the backward for the input (I) if a W follows, as in
 the zero-bubble papers.
 """
@@ -24,7 +24,7 @@ Cell = tuple[int, str, int]
 """Stage, kind, and microbatch (-1 where the action has none)."""
 
 _NUMBER = "[0-9]{1,15}"
-"""A stage or a microbatch; what is longer is a mistake, or worse."""
+"""A stage or a microbatch. Longer numbers are mistakes, or worse."""
 _KINDS = "|".join((*COMPUTATIONS, *COPIES, *MESSAGES))
 _ACTION = re.compile(rf"({_NUMBER})?(?:({'|'.join(SHARDING)})|({_KINDS})({_NUMBER}))", re.IGNORECASE | re.ASCII)
 _Written = tuple[int | None, str, int]
@@ -34,7 +34,7 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B", re.IGNORECASE | re.ASCII)
 
 
 def read(table: str) -> list[list[Cell]]:
-    """The actions of each rank, in order. An overlapped pair is its two parts, one after the other.
+    """The actions of each rank, in order. An overlapped pair becomes its two parts, one after the other.
 
         >>> read("0UNSHARD,,(0F1;0B0)OVERLAP_F_B")
         [[(0, 'UNSHARD', -1), (0, 'F', 1), (0, 'B', 0)]]
@@ -43,7 +43,7 @@ def read(table: str) -> list[list[Cell]]:
 
     Raises:
         TypeError: the table is no text.
-        ValueError: it is no CSV, a cell is no action, or only some cells name their stage.
+        ValueError: the text is no CSV, a cell is no action, or only some cells name their stage.
     """
     rows: list[list[_Written]] = []
     for rank, row in enumerate(cells(table)):
@@ -65,7 +65,7 @@ def read(table: str) -> list[list[Cell]]:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a CSV table, row by row. Takes what Excel adds: a byte order mark, other ends of lines."""
+    """The cells of a CSV table, row by row. It accepts Excel's additions: a byte order mark, other line ends."""
     if not isinstance(table, str):
         raise TypeError(
             f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"
@@ -79,7 +79,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def parse_action(text: str) -> _Written | None:
-    """One action: stage (None if it is not written), kind, microbatch (-1 if it has none); None if it is no action.
+    """One action: stage (None if missing), kind, microbatch (-1 if it has none). None if the text is no action.
 
     >>> parse_action("3SEND_F0"), parse_action("w0"), parse_action("3X0")
     ((3, 'SEND_F', 0), (None, 'W', 0), None)
@@ -92,7 +92,7 @@ def parse_action(text: str) -> _Written | None:
 
 
 def no_op(text: object) -> str:
-    """The error about what was to be an op."""
+    """The error for a cell that should be an op."""
     return (
         f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and"
         " microbatch, for example 3F0"

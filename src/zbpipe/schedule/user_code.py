@@ -1,4 +1,4 @@
-"""Schedules of users: modules that register some, and functions in files."""
+"""Schedules of users: modules that register schedules, and functions in files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any
 
 SEPARATOR = ".py:"
-"""In `file.py:function`."""
+"""Separator in `file.py:function`."""
 
 
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register schedules. They may be in the current folder, as with `python -m`.
 
-    ValueError if there is none of that name, or its own code fails; with that error.
+    ValueError if there is no module of that name, or its own code fails, then with its error.
     """
     for name in names:
         import_from_here()
@@ -36,7 +36,7 @@ def import_from_here() -> None:
 
 
 def function_of(source: str) -> Any:
-    """What `file.py:function` names. The file runs once, however often one asks."""
+    """The function that `file.py:function` names. The file runs once, for all calls."""
     path, _, function = source.rpartition(":")
     module = _module(str(Path(path).resolve()))
     if not callable(found := getattr(module, function, None)):

@@ -1,4 +1,7 @@
-"""The times of ops under costs, messages and copies, the memory of each rank, and the validation of lists of ops."""
+"""The times of ops under costs, messages and copies, the memory of each rank, and the validation of lists of ops.
+
+F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
+"""
 
 from zbpipe.simulator.memory import peak_bytes
 from zbpipe.simulator.offloading import offload

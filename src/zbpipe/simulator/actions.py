@@ -1,7 +1,7 @@
-"""torch's table with communication: its actions, and checks that sends and receives match and cannot deadlock.
+"""torch's tables with communication: actions, and checks that sends and receives match and cannot deadlock.
 
-A cell is an action as torch writes it: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
-`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank; a receive waits for its
+A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
+`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank. A receive waits for its
 send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
 which the other rank sends them.
 """
@@ -21,7 +21,7 @@ from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_diso
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
 WAIT_OF = {send: f"WAIT_{send}" for send in SENDS}
-"""By kind of a send the kind of its wait."""
+"""Kind of the wait for each kind of send."""
 WAITS = tuple(WAIT_OF.values())
 _LEFT_OUT = {
     **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
@@ -31,7 +31,7 @@ _LEFT_OUT = {
     "REDUCE_GRAD": "reductions of gradients",
     "WAIT_REDUCE_GRAD": "waits for reductions",
 }
-"""By kind of communication what users call it, in the order in which they read it."""
+"""User-facing name of each kind of communication, in display order."""
 COMPUTE = frozenset(COMPUTATIONS)
 
 
@@ -47,38 +47,38 @@ class Action(NamedTuple):
 
 
 Rows = tuple[tuple[Action, ...], ...]
-"""What each rank does, in order."""
+"""Actions of each rank, in order."""
 
-# Tables, because a step of a new size goes through tens of thousands of actions before it can run.
+# Tables, because a step of a new size processes tens of thousands of actions before it can run.
 _NAMES = {kind: kind.value for kind in OpKind}
 _STEP = {"F": 1, "B": -1}
-"""How many stages on a message goes: the output of a forward to the next stage, a gradient to the one before."""
+"""Stage offset of a message: the output of a forward goes to the next stage, a gradient to the previous one."""
 _OTHER_END = {
     **{f"SEND_{way}": (f"RECV_{way}", step) for way, step in _STEP.items()},
     **{f"RECV_{way}": (f"SEND_{way}", -step) for way, step in _STEP.items()},
 }
-"""By end of a message the other one: (kind, how many stages on)."""
+"""Other end of each end of a message: (kind, stage offset)."""
 _MESSAGE_OF = {
     **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
     **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
     **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -_STEP["F"])),
     **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", -_STEP["B"])),
 }
-"""By action the send of its message: (kind, how many stages on)."""
+"""Send of the message of each action: (kind, stage offset)."""
 
 
 def action_of(op: Op) -> Action:
-    """How torch's lists name it."""
+    """The op as an action in torch's lists."""
     return new_tuple(Action, (op.stage, _NAMES[op.kind], op.microbatch))
 
 
 def op_of(action: Action) -> Op:
-    """The op that an action in `COMPUTE` names."""
+    """The op of an action in `COMPUTE`."""
     return Op(action.stage, KINDS[action.kind], action.microbatch)
 
 
 def send_of(op: Op) -> Action:
-    """The send of what an F, I or B makes for another rank."""
+    """The send of the result that an F, I or B computes for another rank."""
     return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
 
 
@@ -94,7 +94,7 @@ def other_end(action: Action) -> Action:
 
 
 def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, gives or waits for, if it comes from or goes to another rank.
+    """The send whose message the action takes, makes or waits for, if it is between two ranks.
 
     >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
     2SEND_F0 3SEND_B0
@@ -107,7 +107,7 @@ def message_of(action: Action) -> Action | None:
 
 
 def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
-    """`message_of` by stage and kind, of the actions whose message goes to another rank.
+    """`message_of` by stage and kind, for the actions whose message goes to another rank.
 
     >>> sends_by_action((0, 1))[1, "F"]
     (0, 'SEND_F')
@@ -123,16 +123,16 @@ def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, 
 
 
 def parse(table: str) -> Rows:
-    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, are put one after the other."""
+    """The actions of each rank. Overlapped ones, `(0F1;3B0)OVERLAP_F_B`, become consecutive actions."""
     return tuple(tuple(Action(*cell) for cell in row) for row in tables.read(table))
 
 
 def check_table(
     table: str, name: str, memory_limit: MemoryLimitLike | None = None
 ) -> tuple[Schedule, list[Finding], str]:
-    """The ops of a table, everything that is wrong with it and its communication, and how it was read.
+    """The ops of a table, all findings about it and its communication, and how it was read.
 
-    The last is empty if the cells are the ops. ValueError for what is no table.
+    The last is empty if the cells are the ops. ValueError for text that is no table.
 
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
@@ -156,10 +156,10 @@ def check_table(
 
 
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
-    """Everything that is wrong with the compute ops, the messages between ranks, and their order."""
+    """Findings about the compute ops, the messages between ranks, and their order."""
     compute = Schedule.from_actions(rows, "table")
     checks = _Table(rows, compute)
-    # Who waits for whom shows better among the messages.
+    # The messages show more clearly which rank waits for which.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
     return [
         *alone,
@@ -172,12 +172,12 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take a message meant for another receive: the numbers get wrong without an error."""
+    """Receives that take the message of another receive, so that results are wrong without an error."""
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Groups of actions, of which one each has to be over before `action`.
+    """Groups of actions. One of each group has to be over before `action`.
 
     >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
     [['1F0'], ['1RECV_B0']]
@@ -216,7 +216,7 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
 
 
 class _Table:
-    """A table with communication, and what the checks look up in it."""
+    """A table with communication, and the lookups for the checks."""
 
     def __init__(self, rows: Rows, compute: Schedule) -> None:
         self.rows = rows
@@ -232,7 +232,7 @@ class _Table:
         return Finding(rule, rank, position, action, message)
 
     def find_unmatched(self) -> Iterator[Finding]:
-        """Messages that are missing, doubled, not asked for, or on a rank that does not hold their stage."""
+        """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
         ends = [(stage, kind) for stage, kind in sends_by_action(self.rank_of) if kind in _OTHER_END]
         expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
         for action in sorted(expected - self.places.keys()):
@@ -252,7 +252,7 @@ class _Table:
                     yield self.make_finding("doubled", action, "it is in the table before", place)
 
     def find_disordered(self) -> Iterator[Finding]:
-        """Messages around compute that come in the wrong order on one rank; `validate` knows compute alone."""
+        """Messages around compute in the wrong order on one rank. `validate` only knows compute."""
 
         def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
             for choices in dependencies(action, self.rank_of):

@@ -1,7 +1,7 @@
-"""How long steps take when times vary: simulated many times over, with random times.
+"""Step times under jitter: many simulations with random times.
 
-An op takes its time from the costs, times a random factor; a message arrives after the link's time and what the network
-adds. Every sample has the schedule's order of ops, as torch runs it. All samples are simulated at once, op by op.
+An op takes its time from the costs, times a random factor. A message arrives after the link's time plus a random delay.
+Every sample keeps the schedule's order of ops, as torch runs it. All samples are simulated at once, op by op.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ _MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Jitter:
-    """What varies. Without arguments nothing does.
+    """The random variation of times. Default: none.
 
     >>> Jitter(ops=0.1, delay=0.5) == Jitter.parse("ops=0.1,delay=0.5")
     True
 
     Raises:
-        TypeError: something else than numbers.
-        ValueError: a negative one, a chance above 1, or a factor that is not positive.
+        TypeError: an argument is no number.
+        ValueError: a number is negative, a chance is above 1, or a factor is not positive.
     """
 
     ops: float = 0.0
-    """Standard deviation of an op's time, as a share of it; lognormal, and the mean is that of the costs."""
+    """Standard deviation of an op's time, as a share of it. Lognormal, with the mean of the costs."""
     links: float = 0.0
-    """The same of a message's time."""
+    """Standard deviation of a message's time, as a share of it. Lognormal, with the mean of the costs."""
     delay: float = 0.0
-    """Seconds that a message takes longer on average; exponential, as behind the traffic of others."""
+    """Mean extra seconds of a message. Exponential, as behind the traffic of others."""
     burst: float = 0.0
-    """The chance that a rank, or a link, is slow for a step."""
+    """Probability that a rank, or a link, is slow for a step."""
     burst_factor: float = 1.0
-    """How many times longer the ops of a rank take then."""
+    """Factor on the ops of such a rank."""
     burst_delay: float = 0.0
-    """Seconds that a message on such a link takes longer."""
+    """Extra seconds of a message on such a link."""
     slow_ranks: Mapping[int, float] = field(default_factory=lambda: FrozenDict({}))
-    """By rank, how many times longer its ops take in all steps."""
+    """Factor on the ops of a rank in all steps, by rank."""
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=lambda: FrozenDict({}))
-    """By two ranks, seconds that a message between them, either way, takes longer in all steps."""
+    """Extra seconds of a message between two ranks, in either direction, in all steps."""
     factors: Sequence[float] = ()
-    """Measured ones, from which each op draws one; in place of `ops`."""
+    """Measured factors, from which each op draws one, in place of `ops`."""
 
     def __post_init__(self) -> None:
         links = _numbers("slow_links", self.slow_links)
@@ -79,7 +79,7 @@ class Jitter:
             raise ValueError("jitter's ops and factors exclude each other: measured factors are used as they are")
 
     def late_by(self, one: int, other: int) -> float:
-        """Seconds that a message between two ranks takes longer in all steps.
+        """Extra seconds of a message between two ranks in all steps.
 
         >>> Jitter(slow_links={(0, 1): 0.5}).late_by(1, 0)
         0.5
@@ -88,7 +88,7 @@ class Jitter:
 
     @classmethod
     def from_timelines(cls, timelines: Iterable[Timeline]) -> Jitter:
-        """What varied in steps that `zbpipe.Profiler` measured: each op's seconds, by the median of its stage and kind.
+        """Jitter of steps measured by `zbpipe.Profiler`: each op's seconds by the median of its stage and kind.
 
         >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 2, 4), (1, 1, 1))
         >>> set(Jitter.from_timelines([timeline]).factors)
@@ -105,7 +105,7 @@ class Jitter:
 
     @classmethod
     def parse(cls, text: str) -> Jitter:
-        """From the words of the command line.
+        """Parse the words of the command line.
 
         >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
         FrozenDict({(0, 1): 0.3})
@@ -157,11 +157,11 @@ class StepTimes:
     """
 
     seconds: Seconds
-    """By sample."""
+    """Step time of each sample."""
 
     @property
     def mean(self) -> float:
-        """Seconds."""
+        """Mean, in seconds."""
         return float(self.seconds.mean())
 
     def quantile(self, share: float) -> float:
@@ -199,20 +199,20 @@ def step_times(
     samples: int = 1000,
     seed: int = 0,
 ) -> StepTimes:
-    """How long a synchronous step takes in each of the samples; with the ideal transport.
+    """Synchronous step times in each of the samples, with the ideal transport.
 
-    An op gets the same factors in all schedules with its stage, so that they are compared with the same random times.
+    An op gets the same factors in all schedules that have its stage, so the comparison uses the same random times.
 
     Args:
-        schedule: a valid one that copies nothing to the host.
+        schedule: a valid schedule that copies nothing to the host.
         costs: as for `zbpipe.simulate`.
-        jitter: what varies.
-        samples: steps to simulate.
-        seed: of the random times.
+        jitter: the variation.
+        samples: number of steps to simulate.
+        seed: seed of the random times.
 
     Raises:
-        TypeError: something else.
-        ValueError: no samples, too many, ranks that do not exist, or a schedule that cannot run.
+        TypeError: an argument has another type.
+        ValueError: there are no samples or too many, a rank does not exist, or the schedule cannot run.
     """
     require_schedule(schedule)
     if not isinstance(jitter, Jitter):
@@ -235,7 +235,7 @@ def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
 
 
 class RandomTimes:
-    """The random times of all samples. Each op and each message has its own, whatever else is sampled."""
+    """The random times of all samples. Each op and message has its own, independent of other samples."""
 
     def __init__(self, num_ranks: int, jitter: Jitter, samples: int, seed: int) -> None:
         self._jitter = jitter
@@ -272,7 +272,7 @@ class RandomTimes:
         return seconds
 
     def _of_rank(self, rank: int) -> Seconds | float:
-        """How much longer its ops take in each sample."""
+        """Factor on a rank's ops in each sample."""
         jitter = self._jitter
         slow = jitter.slow_ranks.get(rank, 1.0)
         if not jitter.burst or jitter.burst_factor == 1:
@@ -287,13 +287,13 @@ class RandomTimes:
 
 
 def _lognormal(random: np.random.Generator, deviation: float, samples: int) -> Seconds:
-    """Factors with a mean of 1."""
+    """Random factors with a mean of 1."""
     variance = log1p(deviation**2)
     return np.exp(random.normal(-variance / 2, sqrt(variance), samples))
 
 
 def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Seconds:
-    """The ends of a step: as `zbpipe.simulator.simulation` runs it, with an array in place of each time."""
+    """The ends of a step: as in `zbpipe.simulator.simulation`, with an array in place of each time."""
     rank_of = schedule.placement.rank_of
 
     def transfer(feeder: Op, op: Op) -> Seconds | float:
@@ -311,5 +311,5 @@ def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Secon
         uses.subtract(feeders)
         for each in (op, *feeders):
             if not uses[each]:
-                del clock.ends[each]  # large jobs have tens of thousands
+                del clock.ends[each]  # large jobs have tens of thousands of ops
     return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.samples,)).astype(np.float64)

@@ -3,17 +3,17 @@
 Every rank has to do its work, and it cannot be busy all the time:
 
 - It waits for its first input.
-- Before its first I it can only run F, and no more of them than its memory holds. One microbatch takes its time to go
-  down the stages and up again to this rank; if the F that fit do not last so long, the rank idles.
-- After its last F it can only run I and W of what it holds by then, and after its last I only W, while that last
+- Before its first I it can only run F, and only as many as its memory holds. One microbatch takes its time to go down
+  the stages and up again to this rank. If the F that fit take less time, the rank idles.
+- After its last F it can only run I and W of what it holds by then. After its last I it can only run W, while that last
   microbatch goes the rest of its way to the first stage.
 
-Before its first I and after its last I are different times, and so are before its first I and after its last F, unless
-the rank has room for all microbatches at once. Besides, what activations take times how long they live has to fit into
-memory times time (Little's law).
+The time before its first I and the time after its last I do not overlap. The same holds for before its first I and
+after its last F, unless the rank has room for all microbatches at once. In addition, the product of activations and
+their lifetimes has to fit into memory times time (Little's law).
 
-What holds for an I holds for a full backward B, which takes longer to hand on its gradient, but needs no W behind it.
-Where I does not fit at all, every backward is a B.
+What holds for an I also holds for a full backward B, which takes longer to pass on its gradient, but needs no W after
+it. Where I does not fit at all, every backward is a B.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from zbpipe.schedule.ir import Op, OpKind, Placement, inputs
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """Seconds of a synchronous step that no order of the ops can beat.
+    """Lower bound of a synchronous step, in seconds, for any order of the ops.
 
         >>> placement = Placement.v(4)
         >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         25.5
 
     Args:
-        limits: what each rank may hold, in the unit of `costs.activations`; default: any amount.
+        limits: memory limit of each rank, in the unit of `costs.activations`. Default: no limit.
     """
     costs = _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
-    # The last W there can be behind an I: of its own stage, or of one to which the gradient still has to go.
+    # The last possible W after an I: of its own stage, or of one to which the gradient still has to go.
     finish = (end + costs.seconds(stage, OpKind.W) for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
     window = _Window(0.0, behind, _behind_b(range(costs.num_stages), behind, path), has_all=True)
@@ -56,10 +56,10 @@ def lower_bound(
 def period_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """The same for the time from step to step where each rank begins the next step when it is done.
+    """Lower bound of the time from step to step where each rank begins the next step when it is done.
 
-    Between its first op and its last a rank does all its work. In that time the ranks behind it do theirs, too, but for
-    the W that may wait there for the time after it.
+    Between its first and last op a rank does all its work. In that time the ranks behind it also do theirs, except for
+    the W that may wait there until afterwards.
 
         >>> placement = Placement.loop(4)
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
@@ -77,7 +77,7 @@ def period_bound(
 
 
 class _Path(NamedTuple):
-    """One microbatch alone in the pipeline: seconds by stage."""
+    """One microbatch alone in the pipeline, in seconds by stage."""
 
     forward_start: list[float]
     forward_end: list[float]
@@ -86,20 +86,20 @@ class _Path(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The time in question."""
+    """The time window of a bound."""
 
     begin: float
-    """Seconds after which it begins if a microbatch begins alone."""
+    """Seconds after which it begins if a microbatch starts at 0 alone."""
     behind: list[float]
-    """By stage: the end of the last W that has to wait for its I, in the time of `_Path`."""
+    """End of the last W that has to wait for the I of each stage, in the time of `_Path`."""
     behind_b: list[float]
-    """By stage: the same without its own W."""
+    """End of the last such W by stage, without the stage's own W."""
     has_all: bool
-    """Whether the rank in question does all its work in it, also the last W."""
+    """Whether the rank in question does all its work in it, including the last W."""
 
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
-    """The time from the first op of the rank with the stages `watched` to its last, for a rank behind it or itself."""
+    """The time from the first op of the rank with the stages `watched` to its last, for this rank or one behind it."""
     finish = (
         end + costs.seconds(stage, OpKind.W) if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
     )
@@ -116,7 +116,7 @@ def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[f
 
 
 def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> CostModel:
-    """The costs with B as I, and no W, for stages on which an I cannot fit; all others are as they were."""
+    """The costs with B as I, and no W, for stages on which an I cannot fit. All others are unchanged."""
     forced = []
     for own, limit in _ranks(placement, limits):
         below = 0.0
@@ -129,7 +129,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
         return costs
 
     def column(kind: OpKind, other: OpKind | None) -> tuple[float, ...]:
-        """What ops of the kind need while they run, on the stages in question what the others do."""
+        """Working memory of this kind of op, with that of the other kinds on such stages."""
         kinds = [other if stage in forced else kind for stage in range(costs.num_stages)]
         return tuple(0.0 if each is None else costs.working_of(stage, each) for stage, each in enumerate(kinds))
 
@@ -173,7 +173,7 @@ def _rank_bound(
     f, w, backward = ([costs.seconds(stage, kind) for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
-    # Of what is held after the last F either I and W are left or only W, whichever takes more time for its room.
+    # After the last F, what is held needs I and W or only W, whichever takes more time for its room.
     backwards = _knapsack(backward, sizes, num_microbatches, room.after_forward)
     if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
         backwards = min(backwards + weights, num_microbatches * sum(backward))
@@ -200,16 +200,16 @@ def _rank_bound(
 
 
 class _Room(NamedTuple):
-    """What activations can fill of a rank's limit while nothing else runs."""
+    """Room for activations within a rank's limit while nothing else runs."""
 
     before_backward: float
-    """At the start of its first I or B, when only F have run."""
+    """Room at the start of its first I or B, when only F have run."""
     after_forward: float
-    """At the end of an F."""
+    """Room at the end of an F."""
     before_weight: float
-    """At the start of a W."""
+    """Room at the start of a W."""
     for_kept: float
-    """At any time."""
+    """Room at any time."""
     limited: bool
 
 
@@ -220,7 +220,7 @@ def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
     sizes = [costs.activations[stage] for stage in stages]
     first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
     before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
-    # Before its first I a rank holds whole activations only, and where I changes nothing it always does.
+    # Before its first I a rank holds whole activations only, and if I changes nothing it always does.
     rooms = [room_during(OpKind.F), room_during(OpKind.W), room_during(OpKind.F, OpKind.I)]
     if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
         rooms = [_whole(sizes, room) for room in rooms]
@@ -229,27 +229,27 @@ def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
 
 
 def _life(costs: CostModel, path: _Path, stage: int) -> float:
-    """The least that one microbatch takes of a stage's memory times how long, from its F to its W or B."""
+    """Lower bound of memory times duration of one microbatch on a stage, from its F to its W or B."""
     size, waits = costs.activations[stage], costs.waits(stage)
 
     def while_running(kind: OpKind, held: float) -> float:
         return (held + costs.working_of(stage, kind)) * costs.seconds(stage, kind)
 
     forward = size * (path.input_start[stage] - path.forward_start[stage]) + while_running(OpKind.F, 0.0)
-    # I holds the more of what is there before it and after it.
+    # During I the larger amount counts, of what is held before it and after it.
     split = while_running(OpKind.I, max(size, waits)) + while_running(OpKind.W, waits)
     return forward + (min(split, while_running(OpKind.B, size)) if costs.saves_by_b(stage) else split)
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:
-    """The most that things of these sizes can fill of the limit, where that is easy to calculate."""
+    """Largest part of the limit that things of these sizes can fill, where that is easy to calculate."""
     if min(sizes) == max(sizes) > 0 and limit < inf:
         return floor(limit / sizes[0] + ROUNDING) * sizes[0]
     return limit
 
 
 def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:
-    """The most value that fits into `room`, of `count` things of each kind, of which parts may be taken."""
+    """Largest value that fits into `room`, of `count` things of each kind, of which fractions may be taken."""
     total = 0.0
     kinds = sorted(
         zip(values, sizes, strict=True), key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True

@@ -1,6 +1,6 @@
-"""What each rank of a pipeline holds at most: activations, what ops need while they run, and messages.
+"""Peak memory of each rank of a pipeline: activations, deferred gradients, working memory, and messages.
 
-`Timeline.peak_memory` has the first two, which depend on the order of the ops alone and which plans keep within their
+`Timeline.peak_memory` has all but the messages. It depends only on the order of the ops, and plans keep it within their
 limits. Messages depend on the lists of sends and receives that the ranks run.
 """
 
@@ -18,37 +18,37 @@ from zbpipe.simulator.timeline import Timeline
 
 
 def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...]:
-    """The most that each rank holds in a step, with its messages: what to compare with a GPU's memory.
+    """Peak memory of each rank in a step, including its messages, for comparison with a GPU's memory.
 
         >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), message_bytes=1e8)
         >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), costs)
         >>> timeline.peak_memory, peak_bytes(timeline)
         ((6000000000.0, 1000000000.0), (6300000000.0, 1200000000.0))
 
-    Where activations are offloaded, which depends on times, it is at most that much.
+    With offloading, which depends on times, it is an upper bound.
 
     Args:
-        timeline: of costs in bytes, `message_bytes` among them. An op's costs begin with what it is given: what F
-            leaves includes the stage's input, and what I leaves includes dY if a layer needs that for W.
-        rows: the lists with messages and waits that run; default: those of zbpipe's schedules for this timeline.
+        timeline: a timeline with costs in bytes, including `message_bytes`. The costs of an op include its input: what
+            F leaves includes the stage's input, and what I leaves includes dY if a layer needs that for W.
+        rows: the lists with messages and waits that run. Default: those of zbpipe's schedules for this timeline.
     """
     return tuple(held.total for held in peak_parts(timeline, rows))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds at its worst moment, in the unit of the costs' activations."""
+    """Memory of a rank at its peak, by part, in the unit of the costs' activations."""
 
     activations: float = 0.0
-    """Of F, for I."""
+    """Activations, from F to I."""
     waiting: float = 0.0
-    """Deferred gradients: of I, for W."""
+    """Deferred gradients, from I to W."""
     working: float = 0.0
     """Working memory of the op that runs."""
     messages: float = 0.0
-    """Received and not yet used, or sent and not yet released."""
+    """Messages that are received and not yet used, or sent and not yet released."""
     op: Op | None = None
-    """That runs then; None between two, and where copies go to the host."""
+    """The running op. None between two ops, and where copies go to the host."""
 
     @property
     def total(self) -> float:
@@ -56,7 +56,7 @@ class Held:
 
 
 def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]:
-    """By rank, the parts of its `peak_bytes`."""
+    """The parts of each rank's `peak_bytes`."""
     if rows is None:
         rows = rows_of(timeline)
     messages, costs = messages_held(rows), timeline.costs
@@ -67,7 +67,7 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
 
 def rows_of(timeline: Timeline) -> Rows:
-    """The lists with messages and waits that zbpipe's schedules run, as long as the caller sets no options.
+    """The lists with messages and waits that zbpipe's schedules run, unless the caller sets options.
 
     >>> print(*rows_of(zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1)))[0])
     0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
@@ -78,7 +78,7 @@ def rows_of(timeline: Timeline) -> Rows:
 
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
-    """A rank's peak, from its actions and the number of messages that it holds while each of them runs."""
+    """Peak of a rank, from its actions and the number of messages that it holds during each of them."""
     activations = waiting = 0.0
     worst = Held()
     for action, number in row:
@@ -88,7 +88,7 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
             continue
         op = op_of(action)
         size, waits = costs.activations[op.stage], costs.waits(op.stage)
-        # I turns what F has left into what waits; the larger of the two is there while it runs.
+        # I turns activations into deferred gradients. The larger of the two counts while it runs.
         more = (size, 0.0) if op.kind is OpKind.F else (0.0, max(costs.adds(op.stage, op.kind), 0.0))
         now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), messages, op)
         worst = max(now, worst, key=lambda held: held.total)  # of equal ones the later, which names its op

@@ -1,4 +1,4 @@
-"""Lists with messages as they run where messages go one after the other, and whether they run to their end."""
+"""Runs lists with messages where messages go one after the other, and checks that they reach their end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zbpipe.simulator.actions import (
 from zbpipe.simulator.validation import Finding
 
 QueueOf = Callable[[int], Hashable]
-"""By the rank at the other end the queue in which a message is. Those of one queue go one after the other."""
+"""Queue of a message, by the rank at the other end. Messages of one queue go one after the other."""
 
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
@@ -32,33 +32,33 @@ _MESSAGES = frozenset(tables.MESSAGES)
 
 @dataclass(eq=False)
 class _Queue:
-    """Messages of a rank that go one after the other."""
+    """A queue of messages of one rank."""
 
     rank: int
     waiting: deque[Action] = field(default_factory=deque)
-    """Those that are not over."""
+    """Messages that are not over."""
     before: deque[list[Action]] = field(default_factory=deque)
-    """What each of these waits for at this end."""
+    """Actions that each message waits for at this end."""
     last: list[Action] = field(default_factory=list)
-    """The last one, if there was one."""
+    """The last message, if there was one."""
 
     def pop(self) -> list[Action]:
-        """End the first message, and give what it waited for at this end."""
+        """End the first message, and return what it waited for at this end."""
         self.waiting.popleft()
         return self.before.popleft()
 
 
 def one_queue(peer: int) -> Hashable:
-    """One for all messages of a rank: the strictest reading of NCCL and RCCL."""
+    """One queue for all messages of a rank: the strictest reading of NCCL and RCCL."""
     return 0
 
 
 class MessageLoop:
-    """Runs lists with messages, and gives each computation and each message with all that it waits for.
+    """Runs lists with messages, and returns each computation and message with all that it waits for.
 
-    A message is one thing at both ends, called as its send. It waits for the computations before it and the message
-    before it in its queue, at both ends; a computation for the one before it and for its message. With
-    `holds_up_compute`, computations wait for the messages before them as well.
+    A message is one node for both ends, named like its send. It waits for the computations before it and the previous
+    message in its queue, at both ends. A computation waits for the previous one and for its message. With
+    `holds_up_compute`, computations also wait for the messages before them.
 
     >>> from zbpipe.simulator.actions import parse
     >>> loop = MessageLoop(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1))
@@ -74,16 +74,16 @@ class MessageLoop:
         self._sends = sends_by_action(rank_of)
         queues: dict[tuple[int, Hashable], _Queue] = {}
         self._queue: dict[tuple[int, str], _Queue] = {}
-        """By stage and kind of one end of a message."""
+        """Queue of each end of a message, by stage and kind."""
         for stage, kind in self._sends:
             if kind in _ENDS:
                 rank, peer = rank_of[stage], rank_of[other_end(Action(stage, kind, 0)).stage]
                 self._queue[stage, kind] = queues.setdefault((rank, queue_of(peer)), _Queue(rank))
         self._queues = list(queues.values())
         self._first: dict[Action, _Queue] = {}
-        """By message that is first in one queue, and not yet in the other one, the queue."""
+        """The queue of each message that is first in only one of its queues."""
         self._computed: list[list[Action]] = [[] for _ in rows]
-        """By rank the last computation."""
+        """Last computation of each rank."""
         self._rows, self._posts = zip(*map(_split, rows), strict=True)
         self._loop = EventLoop(self._rows, self._dependencies)
 
@@ -98,9 +98,9 @@ class MessageLoop:
                 yield from self._post(rank, position)
 
     def find_circle(self) -> list[Action]:
-        """After a run that got stuck, a circle of actions that each wait for the one before.
+        """The cycle of actions, each waiting for the one before, after a run that got stuck.
 
-        It begins and ends with the same one, on its lowest rank.
+        It begins and ends with the same action, on its lowest rank.
         """
         heads = [self._rows[rank][self._loop.position[rank]] for rank in self._loop.waiting]
         heads += [queue.waiting[0] for queue in self._queues if queue.waiting]
@@ -117,7 +117,7 @@ class MessageLoop:
         return []
 
     def is_stuck(self) -> bool:
-        """Whether some rank or message did not come to its end."""
+        """Whether some rank or message did not reach its end."""
         return bool(self._loop.waiting) or any(queue.waiting for queue in self._queues)
 
     def _dependencies(self, action: Action) -> list[tuple[Action, ...]]:
@@ -132,7 +132,7 @@ class MessageLoop:
         return needed
 
     def _post(self, rank: int, position: int) -> Iterator[tuple[Action, list[Action]]]:
-        """Ends of messages come to their queues: gives all messages that now are first at both ends."""
+        """Add ends of messages to their queues. Returns all messages that are now first at both ends."""
         computed, first = self._computed[rank], self._first
         for action in self._posts[rank][position]:
             queue = self._queue[action[:2]]
@@ -155,7 +155,7 @@ class MessageLoop:
                 yield message, before
 
     def _waits_for(self, node: Action) -> Action | None:
-        """One thing that is not over for which `node` waits."""
+        """One unfinished node for which `node` waits."""
         loop = self._loop
         if node.kind not in SENDS:
             rank = self._rank_of[node.stage]
@@ -170,7 +170,7 @@ class MessageLoop:
 
 
 def _split(row: Sequence[Action]) -> tuple[list[Action], list[list[Action]]]:
-    """The computations and waits, and the ends of messages before the first of them and behind each."""
+    """The computations and waits, and the ends of messages before the first of them and after each."""
     blocking: list[Action] = []
     posts: list[list[Action]] = [[]]
     for action in row:
@@ -183,10 +183,10 @@ def _split(row: Sequence[Action]) -> tuple[list[Action], list[list[Action]]]:
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A circle of messages that wait for each other if each rank sends and receives one message at a time, in order.
+    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order.
 
-    Each begins when the computations before it are over, and lasts until both ends have met. Of a table that
-    `validate_lowered` finds sound.
+    Each message begins when the computations before it are over, and lasts until both ends have met. The table must
+    have no findings of `validate_lowered`.
     """
     loop = MessageLoop(rows, Schedule.from_actions(rows, "").placement.rank_of)
     deque(loop, maxlen=0)
@@ -199,9 +199,9 @@ def find_blocked_queues(rows: Rows) -> list[Finding]:
 
 
 def are_sound(rows: Rows, schedule: Schedule) -> bool:
-    """Whether `rows` are the valid `schedule` with messages, one queue a rank, and run to their end.
+    """Whether `rows` are the valid `schedule` with messages, one queue per rank, and run to their end.
 
-    Then `validate_lowered` and `find_blocked_queues` find nothing, which takes them ten times as long.
+    Then `validate_lowered` and `find_blocked_queues` find nothing. They take ten times as long.
     """
     rank_of, microbatches = schedule.placement.rank_of, range(schedule.num_microbatches)
     sends = sends_by_action(rank_of)
@@ -222,7 +222,7 @@ def are_sound(rows: Rows, schedule: Schedule) -> bool:
 
 
 def _sent_early(row: Sequence[Action]) -> bool:
-    """Whether something is sent before it is made."""
+    """Whether a result is sent before it is computed."""
     made: set[tuple[int, str, int]] = set()
     for stage, kind, microbatch in row:
         if kind in COMPUTE:

@@ -1,4 +1,4 @@
-"""When computations and messages run if messages wait for each other."""
+"""Times of computations and messages if messages wait for each other."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zbpipe.simulator.message_queues import MessageLoop, one_queue
 
 
 class Times(NamedTuple):
-    """When computations run."""
+    """Times of computations."""
 
     start: Mapping[Action, float]
     end: Mapping[Action, float]
     """Seconds."""
     waited_for: Mapping[Action, Action]
-    """By computation the one whose end it waited for, if it waited for one at all."""
+    """The computation whose end each computation waited for, if it waited for one."""
 
 
 class CircleError(ValueError):
-    """Messages wait for each other."""
+    """Error for messages that wait for each other in a cycle."""
 
 
 def run(
@@ -34,9 +34,9 @@ def run(
     transport: Transport,
     copies: Mapping[Action, Sequence[Action]] | None = None,
 ) -> Times:
-    """When everything in `rows` runs if messages wait for each other; CircleError if they do so in a circle.
+    """Times of everything in `rows` if messages wait for each other. CircleError if they do so in a cycle.
 
-    `copies` to the host and back have what they wait for; computations are in it with those for which they wait.
+    `copies` to the host and back have their dependencies. Computations are in it with the copies that they wait for.
     """
     rank_of = placement.rank_of
     queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
@@ -44,7 +44,7 @@ def run(
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     behind: dict[Action, Action] = {}
-    """By node the computation that it is behind."""
+    """The computation before each node."""
     for node, before in _insert_copies(loop, copies or {}):
         latest = max(before, key=end.__getitem__, default=None)
         start[node] = 0.0 if latest is None else end[latest]
@@ -62,7 +62,7 @@ def run(
 def _insert_copies(
     loop: MessageLoop, copies: Mapping[Action, Sequence[Action]]
 ) -> Iterator[tuple[Action, Sequence[Action]]]:
-    """All that the loop runs, and behind each computation the copies that are issued there."""
+    """All items of the loop, and after each computation the copies that are issued there."""
     issued: dict[Action, list[Action]] = defaultdict(list)
     for copy, before in copies.items():
         if copy.kind not in COMPUTE:

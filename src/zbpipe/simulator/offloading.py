@@ -1,7 +1,7 @@
 """Offload: long-lived memory goes to the host and comes back in time, so that no op waits for a copy.
 
-Activations and deferred gradients can be offloaded. PipeOffload (2503.01328) does the former, and finds that at least
-half of them cost no time if the copies of a whole microbatch take no longer than its computations.
+Activations and deferred gradients can be offloaded. PipeOffload (2503.01328) offloads activations. It finds that at
+least half of them cost no time if the copies of a whole microbatch take no longer than its computations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(StrEnum):
-    """What may go to the host."""
+    """Kinds of memory that may be offloaded to the host."""
 
     PAIRS = "pairs"
     """Deferred gradients: x and dY of each linear layer, from I to W."""
     ACTIVATIONS = "activations"
-    """Kept from F to I or B."""
+    """Activations from F to I or B."""
     ALL = "all"
     """Both."""
 
     @classmethod
     def parse(cls, given: object) -> Self | None:
-        """The one called `given`; `True` is all, and `False` and None are nothing."""
+        """The member called `given`. `True` is all, and `False` and None are nothing."""
         known = ", ".join(repr(each.value) for each in cls)
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
@@ -48,14 +48,14 @@ class Offload(StrEnum):
 
 
 class LimitTooSmallError(ValueError):
-    """No copies that cost no time keep to the limit. `least` is what the rank that exceeds it the most holds then."""
+    """No copies that cost no time keep to the limit. `least` is the peak of the rank that exceeds it the most."""
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)
         self.least = least
 
 
-# The arguments are those that many ask for in different ways; all but three are by name only.
+# Callers need different subsets of the arguments. All but three are keyword-only.
 def offload(
     schedule: Schedule,
     costs: CostModel | Placeable | Sequence[float],
@@ -65,10 +65,10 @@ def offload(
     margin: float = 0.1,
     transport: Transport | str = Transport.IDEAL,
 ) -> Schedule:
-    """`schedule` with copies to the host and back, so few that each rank keeps to its limit.
+    """`schedule` with copies to the host and back, only as many as each rank needs to keep to its limit.
 
-    The order of the computations stays, and none of them waits for a copy. Of what is held at a rank's peak, that which
-    waits the longest goes first.
+    The order of the computations stays unchanged, and none of them waits for a copy. Of the memory held at a rank's
+    peak, the part that waits the longest is copied first.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.costs.Link(bandwidth=1))
@@ -79,17 +79,17 @@ def offload(
         [4.0, 2.0]
 
     Args:
-        schedule: a valid one; copies that it has are planned anew.
-        costs: of its stages, with `host`, the way to the host's memory.
+        schedule: a valid schedule. Its copies are planned anew.
+        costs: costs of its stages, with `host`, the link to the host's memory.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
-        what: which things may be copied.
-        margin: how much longer copies may take than `costs.host` says without holding anything up, as a share.
+        what: what may be copied.
+        margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
         transport: what messages wait for (see `zbpipe.costs.transport`).
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: costs without `host` or for another number of stages, a schedule that cannot run, or limits that no
-            copies keep to without holding up the step; the message has the least that would do.
+        TypeError: an argument has another type.
+        ValueError: the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
+            keep to the limits without delaying the step. Then the message has the least sufficient limit.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
@@ -115,7 +115,7 @@ def offload(
 
 
 def require_host(costs: CostModel) -> None:
-    """Refuse costs without the way to the host's memory."""
+    """Raise for costs without a link to the host's memory."""
     if costs.host is None:
         raise ValueError(
             "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
@@ -125,21 +125,21 @@ def require_host(costs: CostModel) -> None:
 
 
 class _Thing(NamedTuple):
-    """What could be offloaded, and when it waits, in seconds."""
+    """Memory that could be offloaded, and when it waits, in seconds."""
 
     stage: int
     microbatch: int
     there: OpKind
     back: OpKind
     made: int
-    """The position in its rank's list of what makes it, and of what takes it."""
+    """Positions in its rank's list of the op that makes it, and of the op that takes it."""
     taken: int
     since: float
     until: float
     copy: float
-    """How long a copy takes in one direction."""
+    """Time of a copy in one direction."""
     most: float
-    """How long it may take."""
+    """Longest time allowed for a copy."""
 
     @property
     def waits(self) -> float:
@@ -161,7 +161,7 @@ class _Rank:
         self.chosen: list[_Thing] = []
 
     def offload(self, limit: float) -> float:
-        """Choose things until the rank keeps to the limit, or can hold no less; returns what it holds then."""
+        """Choose copies until the rank keeps to the limit, or can hold no less. Returns its peak then."""
         while True:
             time, held = self._peak(self.chosen)
             trials = ([*self.chosen, thing] for thing in self._held_at(time))
@@ -187,7 +187,7 @@ class _Rank:
             yield from issued[position]
 
     def _held_at(self, time: float) -> list[_Thing]:
-        """What waits at that time, and so that its copy out can be over, and its copy back need not have begun."""
+        """Memory that waits at that time, after the end of its copy out and before the start of its copy back."""
         chosen = set(self.chosen)
         return [
             thing
@@ -196,15 +196,15 @@ class _Rank:
         ]
 
     def _peak(self, chosen: Sequence[_Thing]) -> tuple[float, float]:
-        """When the rank holds the most, and how much."""
+        """Time and size of the rank's peak."""
         rows: list[tuple[Span, ...]] = [()] * len(self.timeline.spans)
         rows[self.rank] = tuple(self._copies(chosen))
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
 
     def _back(self, chosen: Sequence[_Thing]) -> list[tuple[_Thing, int]] | None:
-        """What comes back, each with the last computation after which its copy may be issued, however slow copies are.
+        """Copies back, each with the last computation after which it may be issued, however slow copies are.
 
-        None if one would be late, or begin before it is there.
+        None if a copy back would be late, or begin before the end of its copy out.
         """
         there = {span.op: span.end for span in _out(chosen, [thing.most for thing in chosen])}
         latest, found = inf, []
@@ -217,7 +217,7 @@ class _Rank:
         return found[::-1]
 
     def _copies(self, chosen: Sequence[_Thing]) -> Iterator[Span]:
-        """When copies run that take as long as they should."""
+        """Times of copies that take as long as predicted."""
         there = {}
         for span in _out(chosen, [thing.copy for thing in chosen]):
             there[span.op] = span.end
@@ -239,7 +239,7 @@ def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
 
 
 def _things(timeline: Timeline, rank: int, wanted: Offload | None, longer: float) -> Iterator[_Thing]:
-    """All that could go out and come back again while it waits."""
+    """All memory that could be copied out and back while it waits."""
     spans, costs = timeline.spans[rank], timeline.costs
     places = {span.op: position for position, span in enumerate(spans)}
     ways = {

@@ -1,6 +1,6 @@
 """Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
 
-torch adds the messages by itself; `add_messages` gives the same lists without torch. The passes take both: lists from
+torch adds the messages itself. `add_messages` makes the same lists without torch. The passes take both. Lists from
 torch also gather and reduce weights, which makes no difference to their messages.
 """
 
@@ -35,8 +35,8 @@ from zbpipe.simulator.timeline import Timeline
 def add_messages(schedule: Schedule) -> Rows:
     """The lists that torch makes of `schedule`, with sends and early receives, without torch.
 
-    The ranks take turns, and a rank whose next op has its input computes it, posts its send and the other rank's
-    receive. (In torch's own lists gathering weights takes turns, too, which moves some receives by an op.)
+    The ranks take turns. A rank whose next op has its input computes it, and posts its send and the other rank's
+    receive. (In torch's lists, gathering weights also takes turns, which moves some receives by an op.)
 
     Copies to the host and back have no place in torch's lists, and are left out.
 
@@ -52,7 +52,7 @@ def add_messages(schedule: Schedule) -> Rows:
     """Round and rank."""
 
     def next_turn(rank: int, position: int) -> tuple[int, int]:
-        """In this round if its rank comes later in it, else in the next."""
+        """The turn in this round if its rank comes later in it, else in the next."""
         number, now = turn
         return number + (rank <= now), rank
 
@@ -75,7 +75,7 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
         >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
-    `rows` have torch's early receives; the timeline of the same schedule is for the others.
+    `rows` have torch's early receives. The timeline of the same schedule is for the other ways.
     """
     match receives:
         case Receives.EARLY:
@@ -91,19 +91,19 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
 
 def default_costs(placement: Placement) -> CostModel:
-    """The costs by which to place receives before anything was measured: equal times, messages take a hundredth.
+    """Default costs for placing receives before anything was measured: equal times, messages take a hundredth.
 
-    This little time puts messages that would start at the same time into the order in which they are needed. Without
-    it V-Half loses 13 % in one queue where messages do take time.
+    This little time puts messages that would start at the same time into the order in which they are needed. Without it
+    V-Half loses 13 % in one queue where messages take time.
     """
     return CostModel.uniform(placement, comm=0.01)
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Move each receive back, behind computations, to the op that needs it or the next message of its rank.
+    """Move each receive after computations, to the op that needs it or the next message of its rank.
 
     torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
-    rank, and with all messages of a rank in one queue it can hang.
+    rank. With all messages of a rank in one queue it can hang.
     """
     held: list[Action] = []
     reordered: list[Action] = []
@@ -123,27 +123,27 @@ def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
-    """Move each receive to where its rank is when the message starts.
+    """Move each receive to the position of its rank when the message starts.
 
-    All ops get a place in one order, by when they end, in which nothing comes before what it needs. On every rank the
-    messages follow this order of the ops that make them, and a receive comes before all ops that are later in it than
-    the one that makes its message; or behind one of them, but before that one's own send and before the op that needs
-    it. So nothing can wait in a circle, whatever the times are in truth.
+    All ops get a place in one order by their ends, in which no op precedes its dependencies. On every rank the messages
+    follow this order of the ops that make them. A receive precedes all ops that are later in the order than the one
+    that makes its message. Or it is after one of them, but before that one's own send and before the op that needs it.
+    So nothing can wait in a cycle, whatever the real times are.
 
-    If more than `share` of the computation that runs when the message starts is over by then, the receive goes behind
+    If more than `share` of the computation that runs when the message starts is over by then, the receive goes after
     it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
     maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
-    """By receive when the computation runs whose result it gets."""
+    """Span of the computation whose result each receive gets."""
 
     def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
         made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
-            """How many of the waiting receives come before it."""
+            """Number of waiting receives that come before it."""
             span, number, now = spans[compute], 0, place[compute]
             most = share * (span.end - span.start)
             for n, (made, receive) in enumerate(waiting, start=1):
@@ -170,12 +170,12 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
 
 
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
-    """The waits for sends moved forward, to where a later message from the receiver shows that it has received.
+    """`rows` with waits for sends moved forward, to where a later message from the receiver shows that it has received.
 
-    torch waits for most of them at the end of the step, and until then a rank of a V keeps the gradients that it has
-    sent. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.)
-    If a rank posts a receive before a send, it has posted it when that send arrives here. So no wait blocks. For lists
-    without waits see `add_waits`.
+    torch waits for most sends at the end of the step. Until then a rank of a V keeps the gradients that it has sent.
+    (torch's own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.) If
+    a rank posts a receive before a send, it has posted the receive when that send arrives here. So no wait blocks. For
+    lists without waits see `add_waits`.
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
@@ -184,7 +184,7 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
     waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-    """By receiver: the place in its own row where it posts the receive, and the wait."""
+    """For each receiver, the positions of its receives in its own row, with the waits for their sends."""
     for each in row:
         if each.kind in WAITS:
             if each in waits:  # else it was moved forward
@@ -210,7 +210,7 @@ def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placemen
 def add_waits(rows: Rows) -> Rows:
     """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
 
-    torch before 2.15 has none in its lists, and `add_messages` has none, either. `free_sends_early` moves them.
+    Lists from torch before 2.15 and from `add_messages` have none. `free_sends_early` moves them.
     """
     there = {each for row in rows for each in row}
     waits = ([wait_of(each) for each in row if each.kind in SENDS] for row in rows)
@@ -223,9 +223,9 @@ def wait_of(send: Action) -> Action:
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """How many messages each rank holds while each action of its list runs, besides its stages' activations.
+    """Number of messages that each rank holds during each action of its list, besides its stages' activations.
 
-    An op's input counts from its receive to the op's start; then it is a part of the op's activations or working
+    An op's input counts from its receive to the op's start. Then it is a part of the op's activations or working
     memory. Its result counts from its end to the wait for its send, or until the next stage takes it on the same rank.
     `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes. A send without a wait is held to the end:
     see `add_waits` and `free_sends_early`.
@@ -251,10 +251,10 @@ def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
 
 
 def sort_by_end(timeline: Timeline) -> Iterator[Op]:
-    """All ops of one step by when they end, and in a tie none before one whose result it takes."""
+    """All ops of one step by their ends. Of equal ends, no op precedes its dependency."""
     schedule, spans = timeline.schedule.computations, timeline.spans
     if all(span.start < span.end for row in spans for span in row):
-        # Then all ends before whatever takes its result, and the order of the ends is the order.
+        # Then all ends precede the ops that take their results, and the order of the ends is the order.
         return (span.op for span in sorted(chain.from_iterable(spans), key=attrgetter("end")))
     num_stages = schedule.placement.num_stages
     loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)

@@ -1,12 +1,12 @@
-"""How far ranks may run into a step before the optimizer step of the one before is validated, and what that gains.
+"""The ops that ranks may run before the previous optimizer step is validated, and the gain from that.
 
 A rank that is done steps its optimizer at once and begins the next step. Meanwhile the other ranks end theirs, and the
-norm of all gradients gets known: that is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
-Parallelism, arXiv 2401.10241, section 4: post-validation). Where the norm says that the gradients should have been
-clipped, the rank throws away what it ran ahead, steps again, and runs its list again.
+norm of all gradients becomes known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
+Parallelism, arXiv 2401.10241, section 4: post-validation). If the norm shows that the gradients should have been
+clipped, the rank discards what it ran ahead, steps again, and runs its list again.
 
-Only forwards run ahead, and none of the last stage: they change no gradient and no loss. What is sent ahead may be
-received late, but a message is received early only if it was sent early; so on failure a rank knows which messages
+Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message sent ahead may be
+received late, but a message is received early only if it was sent early. So on failure a rank knows which messages
 come.
 """
 
@@ -31,14 +31,14 @@ from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import find_order
 
 LEAST_GAIN = 1e-3
-"""The share of a step that a schedule has to gain for it to be worth a copy of the weights."""
+"""Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
 _NEVER = -inf
 
 
 def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
-    """By rank how many of its first ops may run before the step before is validated.
+    """Number of first ops of each rank that may run before the previous step is validated.
 
-    Those that start before the last rank has ended that step, in steps that are all alike and wait for no validation.
+    These ops start before the last rank has ended that step, in steps that are all alike and wait for no validation.
     The others start later anyway, so waiting for the validation costs them nothing.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
@@ -54,7 +54,7 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
 
 
 def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
-    """Seconds from step to step where ranks run ahead, on average over many steps; `ahead` defaults to `ahead_of`.
+    """Mean seconds from step to step where ranks run ahead, over many steps. `ahead` defaults to `ahead_of`.
 
     >>> schedule = zbpipe.generate("ZBV", 4, 8)
     >>> period(schedule, CostModel.uniform(schedule.placement))
@@ -67,7 +67,7 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
 def period_of(timeline: Timeline) -> float:
     """The period of the schedule of a timeline, with its costs.
 
-    A schedule with copies to the host waits for the validation. With messages in queues the period is not known; the
+    A schedule with copies to the host waits for the validation. With messages in queues the period is not known. The
     longest time from a rank's first op to its last takes its place.
     """
     if timeline.schedule.has_copies:
@@ -78,13 +78,13 @@ def period_of(timeline: Timeline) -> float:
 
 
 def gain(schedule: Schedule, costs: CostModel) -> float:
-    """The share of a synchronous step that is saved where ranks run ahead."""
+    """Share of a synchronous step that is saved where ranks run ahead."""
     synchronous = simulate(schedule, costs).makespan
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
 
 class _After(tuple[float, ...]):
-    """A time by rank: how long after that rank's end of the last step it is at the earliest."""
+    """A time by rank: its least delay after that rank's end of the last step."""
 
     def __add__(self, seconds: float) -> _After:  # type: ignore[override]
         return _After([each + seconds for each in self])
@@ -92,22 +92,22 @@ class _After(tuple[float, ...]):
 
 @dataclass(frozen=True)
 class _Paths:
-    """How a step depends on the end of the step before: longest paths from the times at which the ranks were done.
+    """Dependence of a step on the end of the previous step: longest paths from the times at which the ranks were done.
 
-    An op starts at the latest of what those times and the paths from them say. So does the next step; and the mean time
-    of a step is the largest mean of a cycle of ranks, of which each begins where the path of the one before ends (the
-    eigenvalue of a matrix in max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity,
-    1992, section 3.2).
+    An op starts at the latest of those times plus their paths to the op. So does the next step. The mean step time is
+    the largest mean of a cycle of ranks, each of which begins where the path of the previous one ends (the eigenvalue
+    of a matrix in max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section
+    3.2).
     """
 
     starts: tuple[tuple[_After, ...], ...]
-    """By rank and op: when the op starts."""
+    """Start of each op, by rank and op."""
     ends: tuple[_After, ...]
-    """By rank: when it ends this step."""
+    """End of this step, by rank."""
 
     @classmethod
     def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
-        """One step. After `ahead` ops, a rank waits for all ranks' end of the last step; default: for none."""
+        """One step. After `ahead` ops, a rank waits for all ranks' end of the last step. Default: for none."""
         ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
         free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
         starts: list[list[_After]] = [[] for _ in ranks]
@@ -136,7 +136,7 @@ class _Paths:
         )
 
     def rhythm(self) -> list[float]:
-        """When each rank is done with a step, if all ranks were done at once long ago, and since then all are alike."""
+        """Times at which each rank is done with a step, after many equal steps that all ranks began together."""
         ranks = range(len(self.ends))
         longest = [[each - self.period for each in row] for row in self.ends]
         for via in ranks:
@@ -146,13 +146,13 @@ class _Paths:
         return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
 
     def _next(self, done: Sequence[float]) -> list[float]:
-        """When the ranks end a step after they were `done` with the one before."""
+        """Times at which the ranks end a step after they were `done` with the previous one."""
         return [max(map(add, row, done)) for row in self.ends]
 
 
 @dataclass(frozen=True)
 class RunAhead:
-    """Lists with communication, cut where the step before is validated.
+    """Lists with communication, cut where the previous step is validated.
 
     >>> from zbpipe.simulator.actions import parse
     >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\\n"
@@ -163,15 +163,15 @@ class RunAhead:
     """
 
     before: Rows
-    """What each rank runs before the validation."""
+    """Actions of each rank before the validation."""
     after: Rows
     """The rest of its list."""
     drain: Rows
-    """What it runs instead if the validation fails: receives of what was sent ahead, and waits for its own sends."""
+    """Actions if the validation fails instead: receives of what was sent ahead, and waits for its own sends."""
 
     @classmethod
     def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
-        """Cut `rows` after `ahead` computations of each rank; receives of later messages go behind the cut."""
+        """Cut `rows` after `ahead` computations of each rank. Receives of later messages go after the cut."""
         heads, tails = zip(*map(_cut, rows, ahead), strict=True)
         sent = {each for head in heads for each in head if each.kind.startswith("SEND")}
 
@@ -184,7 +184,7 @@ class RunAhead:
         return cls(before, after, drain)
 
     def findings(self) -> list[str]:
-        """What is wrong with it, in words: something else than forwards runs ahead, or ranks would wait forever."""
+        """Findings in words: something other than forwards runs ahead, or ranks would wait forever."""
         rows = map(add, self.before, self.after)
         rank_of = [rank for _, rank in sorted({(each.stage, rank) for rank, row in enumerate(rows) for each in row})]
         foreign = [
@@ -193,7 +193,8 @@ class RunAhead:
             for each in row
             if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
         ]
-        # What runs ahead must need nothing from behind the validation; waits for sends may, which needs only votes.
+        # What runs ahead must need nothing from after the validation. Waits for sends may: the validation needs only
+        # votes.
         alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
         drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
         return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_find_left_over(drained)]
@@ -216,7 +217,7 @@ def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action])
 
 
 def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
-    """The ranks that do not get to the end of these rows."""
+    """Ranks that do not reach the end of these rows."""
     loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
     deque(loop, maxlen=0)
     for rank, choices in loop.waiting.items():
@@ -224,7 +225,7 @@ def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:
-    """Messages of which one end is missing, or that nobody waits for."""
+    """Messages of which one end is missing, or that no rank waits for."""
     every = {each for row in rows for each in row}
     for each in sorted(every):
         if each.kind.startswith("SEND") and not {other_end(each), wait_of(each)} <= every:

@@ -1,4 +1,4 @@
-"""Where ranks post receives if a message holds up both of its ends: where both are free first, by a simulation."""
+"""Receives where a message blocks both of its ranks: posted where both are free first, by a simulation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) ->
     """`rows` with each receive moved to where its message starts.
 
     A rank runs one computation or message at a time. A message starts when both of its ranks are free, and not before
-    an earlier message that waits for one of them. A free rank prefers a message to its next computation. The result is
-    what one run did, so that nothing in it can wait in a circle.
+    an earlier message that waits for one of them. A free rank prefers a message to its next computation. The result
+    records one run, so nothing in it can wait in a cycle.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\\n"
@@ -29,19 +29,19 @@ def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) ->
 
 @dataclass(eq=False)
 class _Rank:
-    """A rank on its way through its list."""
+    """A rank and its progress in its list."""
 
     to_come: deque[Action]
-    """Without receives."""
+    """Remaining actions, without receives."""
     done: list[Action] = field(default_factory=list)
     behind: deque[Action] = field(default_factory=deque)
     """Sends that have not begun, and actions that follow them, such as the reduction of gradients."""
     until: int | None = None
-    """When its computation or message ends; None while it is free."""
+    """End of its computation or message. None while it is free."""
 
 
 class _Run:
-    """One run. Times are whole numbers as fine as those of the planner, which then sees the same ops end at once."""
+    """One run. Times are integers as fine as those of the planner, which then sees the same ops end together."""
 
     def __init__(self, rows: Rows, placement: Placement, costs: CostModel) -> None:
         self._rank_of, self._costs = placement.rank_of, costs
@@ -65,14 +65,14 @@ class _Run:
                 if rank.until is None and rank not in held and rank.to_come and self._has_input(rank.to_come[0]):
                     stage, kind, _ = rank.to_come[0]
                     rank.done.append(rank.to_come.popleft())
-                    parts = "IW" if kind == "B" else kind  # rounded one by one, as the planner's
+                    parts = "IW" if kind == "B" else kind  # rounded one by one, like the planner's times
                     rank.until = now + sum(self._ticks(self._costs.seconds(stage, KINDS[part])) for part in parts)
             now = min((rank.until for rank in self._ranks if rank.until is not None), default=None)
         assert not any(rank.to_come for rank in self._ranks), "a valid schedule runs to its end"
         return tuple(tuple(rank.done) for rank in self._ranks)
 
     def _end(self, rank: _Rank) -> None:
-        """Free the rank, and go on to its next computation."""
+        """Free the rank, and continue with its next computation."""
         rank.until = None
         while rank.to_come and rank.to_come[0].kind not in COMPUTE:
             each = rank.to_come.popleft()

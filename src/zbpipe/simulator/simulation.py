@@ -1,10 +1,9 @@
-"""Schedule x CostModel -> Timeline: what runs when.
+"""Schedule x CostModel -> Timeline: the times of all ops.
 
-Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived.
-A value from another rank arrives the link's time after the op that made it ended, one from the same rank at once. Sends
-cost the rank no time. That is the ideal transport; with the others messages wait for each other
-(`zbpipe.costs.transport`).
-Copies to the host and back run parallel to the computations, one at a time in each direction.
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived. A value
+from another rank arrives after the link's time, one from the same rank at once. Sends cost the rank no time. That is
+the ideal transport. With the others, messages wait for each other (`zbpipe.costs.transport`). Copies to the host and
+back run parallel to the computations, one at a time in each direction.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
 _MOST_SPANS = 2**22
-"""In a timeline of several steps: half a gigabyte."""
+"""Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
-"""In a tie the first wins."""
+"""Ways to receive. Ties go to the first."""
 _WITH_SHARED = (*_PREFERRED, Receives.RENDEZVOUS)
-"""Where a message holds up both of its ranks."""
+"""Ways to receive where a message blocks both of its ranks."""
 _WORTH_IT = 1 - 1e-3
-"""A way to receive has to save a thousandth of a step to be chosen over one that is preferred."""
+"""Factor below which a way to receive replaces a preferred one: it has to save a thousandth of a step."""
 
 
 def simulate(
@@ -49,24 +48,24 @@ def simulate(
         True
 
     Args:
-        schedule: a valid one.
-        costs: of its stages; or three numbers `(f, i, w)`, the seconds that each rank takes for one microbatch; without
-            them, a second for each.
-        num_steps: how often the schedule runs, one step after the other.
+        schedule: a valid schedule.
+        costs: costs of its stages, or three numbers `(f, i, w)`, the seconds of each rank for one microbatch. Default:
+            one second each.
+        num_steps: number of consecutive steps.
         synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
-            gradient norm. Without it each rank begins the next step when it is done: ZBH2 and ZB2P count on that.
-        ahead: by rank, how many ops of a step it may start before all ranks are done with the step before, instead of
-            none (synchronous) or all (see `zbpipe.simulator.post_validation`); for the ideal transport.
+            gradient norm. Otherwise each rank begins the next step when it is done, as ZBH2 and ZB2P assume.
+        ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
+            instead of none (synchronous) or all (see `zbpipe.simulator.post_validation`). For the ideal transport.
         transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
-        receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which counts for
-            all transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose
+        receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
+            all transports except the ideal one. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").
 
     Raises:
-        TypeError: `schedule` or `costs` is something else.
-        ValueError: costs for another number of stages, no step at all or millions of ops in all steps, `ahead` with
-            another number of ranks or for another transport, a schedule that cannot run, an unknown transport, or
-            messages that wait for each other in a circle.
+        TypeError: `schedule` or `costs` has another type.
+        ValueError: the costs are for another number of stages, there is no step at all or there are millions of ops in
+            all steps, `ahead` is for another number of ranks or another transport, the schedule cannot run, the
+            transport is unknown, or messages wait for each other in a cycle.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
@@ -87,7 +86,7 @@ def simulate(
 
 
 def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
-    """Simulate a transport in which messages wait for nothing."""
+    """Simulate a transport in which messages do not wait."""
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     rank_of, stages = schedule.placement.rank_of, range(schedule.placement.num_stages)
@@ -114,7 +113,7 @@ def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: in
 
 
 def _direction(op: Op) -> bool | None:
-    """Whether a copy goes to the host: one stream for each direction."""
+    """Direction of a copy: whether it goes to the host. There is one stream for each direction."""
     return None if op.kind in COMPUTATIONS else op.kind in OFFLOADS
 
 
@@ -123,7 +122,7 @@ def _freeze(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """Where to place receives for the shortest step with this transport. With the ideal one it makes no difference."""
+    """The way to receive with the shortest step for this transport. With the ideal one it makes no difference."""
     if transport is Transport.IDEAL:
         return _PREFERRED[0]
     try:
@@ -135,10 +134,10 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 def _find_shortest(
     schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives | None = None
 ) -> Timeline:
-    """One step with receives where they are best, or as given; CircleError if messages then wait in a circle."""
+    """One step with the best way to receive, or the given one. CircleError if messages then wait in a cycle."""
     usual = _WITH_SHARED if transport is Transport.SHARED else _PREFERRED
     candidates = usual if receives is None else (receives,)
-    ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # as torch knows it: no copies
+    ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # torch knows no copies
     best, shortest, circles = None, inf, list[CircleError]()
     for each in candidates:
         if ideal.makespan >= shortest * _WORTH_IT:
@@ -158,7 +157,7 @@ def _find_shortest(
 def _simulate_with_queues(
     schedule: Schedule, ideal: Timeline, messages: Rows, transport: Transport, receives: Receives
 ) -> Timeline:
-    """One step with a transport in which messages wait for each other, from one in which they do not."""
+    """One step with a transport in which messages wait for each other, from the ideal one."""
     costs = ideal.costs
     rows = place_receives(messages, receives, ideal)
     times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule))
@@ -183,10 +182,10 @@ def _simulate_with_queues(
 
 
 def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
-    """What each copy waits for, and each computation for copies."""
+    """Dependencies of each copy, and the copies that each computation waits for."""
     found: dict[Action, list[Action]] = {}
     last: dict[tuple[int, bool | None], Op] = {}
-    """By rank the last computation, and the last copy in each direction."""
+    """Last computation of each rank, and its last copy in each direction."""
     for rank, op, dependencies in find_order(schedule) if schedule.has_copies else ():
         lane = _direction(op)
         if lane is None:
@@ -199,7 +198,7 @@ def _copies_wait(schedule: Schedule) -> dict[Action, list[Action]]:
 
 
 def _repeat(timeline: Timeline, num_steps: int) -> Timeline:
-    """Each step begins when the one before is over on all ranks, so they are alike."""
+    """Several equal steps. Each begins when the previous one is over on all ranks."""
 
     def delay(span: Span, step: int) -> Span:
         begin = step * timeline.makespan
@@ -215,7 +214,7 @@ def _repeat(timeline: Timeline, num_steps: int) -> Timeline:
 
 
 def _join_steps(schedule: Schedule, num_steps: int) -> Schedule:
-    """One long step, with as many more microbatches."""
+    """One long step with the microbatches of all steps."""
     microbatches = schedule.num_microbatches
     ops = tuple(
         tuple(op._replace(microbatch=op.microbatch + step * microbatches) for step in range(num_steps) for op in row)
@@ -225,7 +224,7 @@ def _join_steps(schedule: Schedule, num_steps: int) -> Schedule:
 
 
 def _split_into_steps(timeline: Timeline, schedule: Schedule, num_steps: int) -> Timeline:
-    """The steps of `schedule` that `_join_steps` made one of."""
+    """The steps of `schedule` that `_join_steps` joined."""
 
     def step_of(op: Op) -> tuple[int, Op]:
         step, microbatch = divmod(op.microbatch, schedule.num_microbatches)
@@ -246,7 +245,7 @@ def _require_sense(schedule: Schedule, num_steps: int) -> None:
     if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
         most = max(_MOST_SPANS // num_ops, 1)
         raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    # No stage has costs for a foreign op, and a schedule with fewer ops than forwards is no schedule.
+    # No stage has costs for a foreign op, and fewer ops than forwards do not form a schedule.
     stages = range(schedule.placement.num_stages)
     if num_ops < len(stages) * schedule.num_microbatches or any(
         op.stage not in stages for ops in schedule for op in ops

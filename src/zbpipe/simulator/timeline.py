@@ -1,4 +1,4 @@
-"""When a schedule's ops run, where the bubbles are, and how much memory it takes."""
+"""Times of a schedule's ops, its bubbles, and its memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Span(NamedTuple):
     start: float
     end: float
     step: int = 0
-    """Which of several steps in a row."""
+    """Index of the step, in a timeline of several steps."""
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank has nothing to do, by when."""
+    """Idle seconds of a rank, by phase."""
 
     warmup: float
     """Before its first backward."""
@@ -41,7 +41,7 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """A schedule that ran. All times are seconds from the beginning of the first step.
+    """A simulated or measured schedule. All times are seconds from the beginning of the first step.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
     >>> timeline
@@ -55,15 +55,15 @@ class Timeline:
     schedule: Schedule
     costs: CostModel
     spans: tuple[tuple[Span, ...], ...]
-    """By rank the computations, in the order in which they ran."""
+    """Computations of each rank, in the order in which they ran."""
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
-    """When ranks post receives; None where that makes no difference."""
+    """When ranks post receives. None where that makes no difference."""
     waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
-    """By step and op the one whose end it waited for, on its rank or behind messages; empty for the ideal transport."""
+    """By step and op, the op whose end it waited for, on its rank or behind messages. Empty for the ideal transport."""
     copies: tuple[tuple[Span, ...], ...] = ()
-    """By rank the copies to its host and back, in the order of its list; empty where nobody offloads."""
+    """Copies of each rank to its host and back, in list order. Empty without offloading."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
@@ -89,45 +89,45 @@ class Timeline:
         painter().write_svg(self, file)
 
     def html(self, file: str | Path) -> None:
-        """Write a page to zoom, pan and point at, which needs no network and no other file."""
+        """Write an interactive page with zoom and tooltips, which needs no network and no other file."""
         painter().write_html(self, file)
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """End of the last rank."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank works."""
+        """Busy seconds of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they idle: 1 - busy / makespan, 0 for an empty timeline."""
+        """Idle share of all ranks' time: 1 - busy / makespan, 0 for an empty timeline."""
         return 1 - sum(self.busy) / (len(self.spans) * self.makespan) if self.makespan else 0.0
 
     @property
     def longest_rank_span(self) -> float:
-        """The longest time from one rank's first op to its last, of one step."""
+        """The longest time from one rank's first op to its last, in one step."""
         return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """By rank, when it idles."""
+        """Idle seconds of each rank, by phase."""
         return tuple(_idle(spans, self.makespan) for spans in self.spans)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds: (from when on, how much), in the unit of `costs.activations`.
+        """Memory of a rank over time: (from when on, how much), in the unit of `costs.activations`.
 
-        It is the activations, and the working memory of the op that runs (`costs.working`). What is offloaded counts
-        until that copy ends, and from the start of the copy back.
+        It consists of the activations and the working memory of the op that runs (`costs.working`). Offloaded memory
+        counts until the end of its copy out, and from the start of its copy back.
         """
         held, profile = 0.0, [(0.0, 0.0)]
         changes = list(_memory_changes(self.spans[rank], self.costs))
         if self.copies:
             copied = list(_memory_changes(self.copies[rank], self.costs))
-            # The sort keeps the order of what happens at one time: room is made before it is taken.
+            # The sort is stable for events at one time: memory is freed before it is taken.
             freed, taken = ([each for each in copied if (each[1] > 0) is takes] for takes in (False, True))
             changes = sorted((*freed, *changes, *taken), key=itemgetter(0))
         for time, change in changes:
@@ -137,12 +137,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """By rank the peak of `memory`, in the unit of `costs.activations`."""
+        """Peak of each rank's `memory`, in the unit of `costs.activations`."""
         return tuple(max(held for _, held in self.memory(rank)) for rank in range(len(self.spans)))
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """By rank the peak of what ops leave behind, without what they need only while they run.
+        """Peak of each rank without working memory.
 
         The unit is a rank's share of one microbatch: what all its stages keep of one.
         """
@@ -152,12 +152,12 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of ops from the start of the last step to its end, in which each waits for the one before it."""
+        """A chain of ops from the start of the last step to its end, in which each waits for the previous one."""
         return tuple(_critical_path(self))[::-1] if self.makespan else ()
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no schedule with this placement, these costs and this number of microbatches can beat."""
+        """Lower bound for any schedule with this placement, these costs and this number of microbatches, in seconds."""
         one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
         return max(one_step, *self.busy)
 
@@ -175,7 +175,7 @@ def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
 
 
 def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
-    """When a rank takes and frees memory, in its order: an op takes at its start and frees at its end."""
+    """Times at which a rank takes and frees memory: an op takes at its start and frees at its end."""
     for span in spans:
         stage, kind = span.op.stage, span.op.kind
         taken = costs.needs(stage, kind)

@@ -1,4 +1,4 @@
-"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a circle."""
+"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a cycle."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Sche
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
-"""The places of each op: rank and position, more than once if it is doubled."""
+"""The places of each op: rank and position, several if it is doubled."""
 _MOST_MISSING = 1000
-"""Of the missing ops this many more than there are ops are listed."""
+"""Largest number of missing ops that are listed, in addition to the number of ops."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a schedule, and where.
+    """One fault of a schedule, and where it is.
 
     >>> print(Finding("order", 2, 7, Op.parse("3W0"), "it needs 3I0"))
     order: rank 2, position 7, 3W0: it needs 3I0
@@ -33,9 +33,9 @@ class Finding:
     rule: Rule
     rank: int
     position: int | None
-    """Index into the rank's list; None for an op that is in no list."""
+    """Index into the rank's list. None for an op that is in no list."""
     op: NamedTuple
-    """The op, or in a table with communication the action; `str` gives its text form."""
+    """The op, or in a table with communication the action. `str` returns its text form."""
     message: str
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ def validate(
     memory_limit: MemoryLimitLike | None = None,
     costs: CostModel | None = None,
 ) -> list[Finding]:
-    """Everything that is wrong with `schedule`; an empty list if nothing is.
+    """All faults of `schedule`. An empty list if it is valid.
 
         >>> zbpipe.validate(zbpipe.generate("ZBV", 4, 8), memory_limit=4)
         []
@@ -58,18 +58,19 @@ def validate(
     It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W of a microbatch that has a B); a stage whose ops are on a rank that does not hold it; an order that a rank
     cannot run (I or W too early, a stage before its dependency on the same rank); ranks that wait for each other in a
-    circle; ranks that hold too much; and copies that do not come back once, after they were copied and before they are
-    needed. Memory is counted in the order of the lists, where an offload frees at once; for the time
-    that it takes see `Timeline.memory`. If most ops are missing, only some of these are listed.
+    cycle; ranks above their memory limit; and copies that do not come back exactly once, after the copy out and before
+    they are needed. Memory is counted in list order, where an offload frees at once. For the time that it takes see
+    `Timeline.memory`. If most ops are missing, only some of these are listed.
 
     Args:
-        schedule: any lists at all.
+        schedule: a schedule with any lists.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
+        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
 
     Raises:
-        TypeError: `schedule`, `memory_limit` or `costs` is something else.
-        ValueError: a limit below zero, not as many limits as ranks, or costs for another number of stages.
+        TypeError: `schedule`, `memory_limit` or `costs` has another type.
+        ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
+            of stages.
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
@@ -81,7 +82,7 @@ def validate(
 
 
 def _find_faults(schedule: Schedule) -> Iterator[Finding]:
-    """All but memory."""
+    """All faults except memory."""
     places: _Places = defaultdict(list)
     for rank, ops in enumerate(schedule):
         for position, op in enumerate(ops):
@@ -93,9 +94,9 @@ def _find_faults(schedule: Schedule) -> Iterator[Finding]:
 
 
 def _is_sound(schedule: Schedule) -> bool:
-    """Whether nothing is wrong with it, which takes a tenth of the time of the checks that find what is.
+    """Whether the schedule is valid, in a tenth of the time of the checks that find faults.
 
-    Never for schedules with copies.
+    Always False for schedules with copies.
     """
     stages, microbatches = range(schedule.placement.num_stages), range(schedule.num_microbatches)
     num_ops = sum(map(len, schedule))
@@ -113,7 +114,7 @@ def _is_sound(schedule: Schedule) -> bool:
 
 
 def find_order(schedule: Schedule) -> tuple[Turn, ...]:
-    """`schedule.order`, with all ops in it; a ValueError with all findings if some op never runs, or runs again."""
+    """`schedule.order`, with all ops in it. A ValueError with all findings if an op never runs, or runs again."""
     if len({op for _, op, _ in schedule.order}) < sum(map(len, schedule)):
         require_valid(schedule)
         raise ValueError(f"schedule {schedule.name} cannot run")
@@ -121,7 +122,7 @@ def find_order(schedule: Schedule) -> tuple[Turn, ...]:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Raise TypeError for what is no schedule, for instance its name."""
+    """Raise TypeError for other objects than schedules, for instance a name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{reprlib.repr(schedule)} is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
@@ -130,7 +131,7 @@ def require_schedule(schedule: Schedule) -> None:
 
 
 def require_valid(schedule: Schedule) -> None:
-    """Raise ValueError with all findings, one a line, for a schedule that `validate` objects to."""
+    """Raise ValueError with all findings, one per line, for a schedule with faults."""
     findings = validate(schedule)
     if findings:
         lines = [f"schedule {schedule.name} cannot run, {len(findings)} finding(s):", *map(str, findings)]
@@ -138,7 +139,7 @@ def require_valid(schedule: Schedule) -> None:
 
 
 def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Ops in a wrong place: unknown, on another stage's rank, or there for the second time."""
+    """Ops in a wrong place: unknown, on another stage's rank, or doubled."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
         for again, (rank, position) in enumerate(standing):
@@ -158,7 +159,7 @@ def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 
 def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """One F and either one B or one I and one W, for every stage and microbatch."""
+    """Missing ops. Every stage and microbatch needs one F and either one B or one I and one W."""
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.num_microbatches):
             f, i, w, b = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.I, OpKind.W, OpKind.B))
@@ -189,7 +190,7 @@ def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -
 
 
 def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
-    """Ops that come before their dependencies in one rank's list."""
+    """Ops before their dependencies in one rank's list."""
 
     def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
         yield from inputs(op, schedule.placement.num_stages)
@@ -202,7 +203,7 @@ def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
 def find_disordered(
     rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
 ) -> Iterator[Finding]:
-    """Items that come before their dependencies in one rank's list."""
+    """Items before their dependencies in one rank's list."""
     for rank, row in enumerate(rows):
         first = {item: position for position, item in reversed(list(enumerate(row)))}
         for position, item in enumerate(row):
@@ -214,8 +215,8 @@ def find_disordered(
 
 
 def _find_excess(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
-    """The first op of every rank that takes it over its limit."""
-    # A row beyond the placement holds only ops that are somewhere else.
+    """The first op of every rank that exceeds its limit."""
+    # A row beyond the placement only contains ops that are in the wrong place.
     for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
         held, live = 0.0, dict[tuple[int, int], Op]()
         for position, op in enumerate(ops):
@@ -238,10 +239,11 @@ def find_deadlocks(
     places: Mapping[N, Sequence[tuple[int, int]]],
     dependencies: Callable[[N], Iterable[tuple[N, ...]]],
 ) -> Iterator[Finding]:
-    """Run all rows without a clock, and report which ranks end up waiting for each other in a circle.
+    """Run all rows without a clock. Returns the ranks that end up waiting for each other in a cycle.
 
-    Only waiting between ranks counts: an item that is missing, or late on its own rank, has a finding of its own.
-    `places` are the ranks and positions of every item, `dependencies` groups of which one each has to be over.
+    Only waiting between ranks counts. An item that is missing, or late on its own rank, has a separate finding.
+    `places` are the ranks and positions of every item. `dependencies` are groups, of which one item each has to be
+    over.
     """
 
     def from_other_ranks(item: N) -> Iterator[tuple[N, ...]]:
@@ -267,7 +269,7 @@ def find_deadlocks(
 
 
 def _circles(successor: dict[int, int]) -> Iterator[list[int]]:
-    """The circles in "rank waits for rank", each once, starting at its lowest rank."""
+    """The cycles in "rank waits for rank", each once, starting at its lowest rank."""
     seen: set[int] = set()
     for start in sorted(successor):
         path: list[int] = []

@@ -15,16 +15,16 @@ from zbpipe.views import style
 
 IDLE = "·"
 _BETWEEN_TICKS = 10
-"""Columns."""
+"""Least distance of time labels, in columns."""
 _MOST_COLUMNS = 2**16
-"""Of a timeline that is far longer than its ops, or has very many of them."""
+"""Largest number of columns, for timelines far longer than their ops, or with very many ops."""
 _MOST_SCREENS = 3
-"""Of one picture: of a longer one nobody sees the whole."""
+"""Largest height of a picture, in screens: nobody views a longer one completely."""
 _LEVELS = "▁▂▃▄▅▆▇█"
-"""Of how busy a rank is in the time of a column."""
+"""Levels of how busy a rank is in the time of a column."""
 _MIXTURE = "+"
 _PLAIN = 0.6
-"""The share of a column's work from which on one kind gives it its colour."""
+"""Share of a column's work above which one kind sets its colour."""
 
 _Cell = tuple[str, str]
 """A character and its style."""
@@ -32,7 +32,7 @@ _Cell = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time becomes columns, and columns bands of lines one below the other."""
+    """Conversion of time to columns, and of columns to bands of lines, one below the other."""
 
     per_second: float
     columns: int
@@ -44,7 +44,7 @@ class _Scale:
         return -(-self.columns // self.band)
 
     def column(self, time: float) -> int:
-        # Not round(): it goes to even numbers, and boxes of one length would get different widths.
+        # Not round(): it rounds half to even, and boxes of one length would get different widths.
         return math.floor(time * self.per_second + 0.5)
 
 
@@ -52,9 +52,9 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
-    `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
-    lines more, for its copies out to the host and in again. Large timelines are condensed to one line per rank, as high
-    in each column as the rank is busy then; without `colours`, a letter shows what it mostly does.
+    `height`. A timeline that is too long for one line continues in a band below. With offloading, each rank has two
+    more lines, for its copies out to the host and in again. Large timelines are condensed to one line per rank, whose
+    height shows in each column how busy the rank is then. Without `colours`, a letter shows the most frequent kind.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -90,9 +90,10 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
 
 
 def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
-    """A line per rank: a column is as high as the rank is busy then, in the colour of what it mostly does.
+    """A line per rank: the height of a column shows how busy the rank is then, its colour the most frequent kind.
 
-    Without colours it has the letter of that kind, small where the rank is busy for less than half of the column.
+    Without colours it has the letter of that kind, in lower case where the rank is busy for less than half of the
+    column.
     """
     scale = _Scale(columns / timeline.makespan, columns, columns)
     lines = [
@@ -116,7 +117,7 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int, colours:
 
 
 def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Cell]:
-    """A cell per column, as high as the rank is busy then."""
+    """A cell per column, whose height shows how busy the rank is then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
         begin, end = span.start * scale.per_second, min(span.end * scale.per_second, scale.columns)
@@ -128,7 +129,7 @@ def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Ce
 
 
 def _level(shares: dict[OpKind, float], colours: bool) -> _Cell:
-    """The cell of a column in which each kind runs for such a share of the time."""
+    """The cell of a column with these shares of time by kind."""
     busy = sum(shares.values())
     level = min(round(busy * len(_LEVELS)), len(_LEVELS))
     if not level:
@@ -142,7 +143,7 @@ def _level(shares: dict[OpKind, float], colours: bool) -> _Cell:
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
-    """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else with their letter."""
+    """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else for their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
     shortest = style.shortest_to_show(timeline)
     # Boxes get narrower, down to nothing, if the picture would be endless.
@@ -155,12 +156,12 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
-    """The number of lines of the picture, with a legend of four."""
+    """Number of lines of the picture, with a legend of four."""
     return scale.bands * (timeline.schedule.num_ranks * (3 if timeline.copies else 1) + 1) + 4
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
-    """The shortest box is `box` columns wide; bands are about equal, and whole boxes wide if all have one length."""
+    """Scale with `box` columns for the shortest box. Bands are about equal, with whole boxes if all have one length."""
     columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
     bands = -(-columns // (width // box * box))
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
@@ -193,7 +194,7 @@ def _line(cells: list[_Cell]) -> Text:
 
 
 def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
-    """The times below the columns from `begin` to `end`; the end of the timeline has one, too."""
+    """The times below the columns from `begin` to `end`, and one at the end of the timeline."""
     axis = ""
     for time in style.ticks(timeline.makespan, scale.columns // _BETWEEN_TICKS):
         column = scale.column(time)
@@ -203,7 +204,7 @@ def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
 
 
 def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
-    """Which colour and letter is what, which shade is which stage of a rank, and what the numbers are."""
+    """The legend: colour and letter of each kind, shade of each stage of a rank, and the meaning of the numbers."""
     stages = style.most_stages(timeline.schedule.placement)
     for kind in style.kinds(timeline):
         if not colours:

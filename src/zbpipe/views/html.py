@@ -1,4 +1,4 @@
-"""A timeline as one HTML page to zoom, pan and point at: `page.html` with style, script and data in it."""
+"""A timeline as one interactive HTML page: `page.html` with style, script and data in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
 
 _TICKS = 2**32
-"""Of a makespan: whole numbers pack well, and six digits of the shortest op stay true."""
+"""Ticks of a makespan: integers compress well, and six digits of the shortest op stay exact."""
 
 
 def html(timeline: Timeline, drawn_with: str = "") -> str:
-    """The page: the grid of all ranks, the activations each holds over time below it, and the critical path on demand.
+    """The page: a grid of all ranks, the activations of each over time below it, and the critical path on demand.
 
     It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
-    two pixels it shows the shares of time instead; mouse, touch and keyboard zoom in, and describe each box. A table
+    two pixels it shows the shares of time instead. Mouse, touch and keyboard zoom in, and describe each box. A table
     has the ranks' numbers. `drawn_with` names the costs.
     """
     sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
@@ -40,12 +40,12 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
 
 
 def join(title: str, timelines: Mapping[str, Timeline]) -> str:
-    """A page with several timelines, as `pictures` draws them."""
+    """A page with several timelines, as drawn by `pictures`."""
     return fill("several.html", title=escape(title), pictures=pictures(timelines))
 
 
 def pictures(timelines: Mapping[str, Timeline]) -> str:
-    """A part of a page: timelines below their headings, on one time scale, which zoom and move together."""
+    """Part of a page: timelines below their headings, on one time scale, which zoom and move together."""
     all_drawn = [
         {"heading": heading, "outcome": style.outcome(timeline), "drawing": drawing(timeline)}
         for heading, timeline in timelines.items()
@@ -54,10 +54,10 @@ def pictures(timelines: Mapping[str, Timeline]) -> str:
 
 
 def fill(name: str, **parts: str) -> str:
-    """A page of this folder with these parts, and those that all pages share, in the places that it has for them."""
+    """A page of this folder, with these parts and the shared ones in its placeholders."""
     shared = {"style": f"{_variables()}\n{_read('page.css')}", "script": _read("timeline.js")}
     everything = shared | parts
-    # In one pass, so that nobody's text is taken for a place.
+    # In one pass, so that no user text is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: everything[place[1]], _read(name))
 
 
@@ -76,16 +76,16 @@ def _variables() -> str:
 
 
 def pack(data: Any) -> str:
-    """JSON, deflated, in base64; `unpacked` in timeline.js is the way back."""
+    """JSON, deflated, in base64; `unpacked` in timeline.js reverses it."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(zlib.compress(text, 9)).decode()
 
 
 def drawing(timeline: Timeline) -> dict[str, Any]:
-    """What the script draws, as JSON takes it.
+    """The data that the script draws, in types for JSON.
 
-    Kinds are numbers, and times whole ticks. `changes` has by kind and stage the memory that an op takes at its start
-    and frees at its end, in its rank's share of one microbatch, so that the page need not carry the memory over time.
+    Kinds are numbers, and times integer ticks. `changes` has by kind and stage the memory that an op takes at its start
+    and frees at its end, in its rank's share of one microbatch. So the page need not contain the memory over time.
     """
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
@@ -144,7 +144,7 @@ def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str,
 
 
 def _table(timeline: Timeline) -> Iterator[str]:
-    """The ranks, for readers who cannot see the picture."""
+    """Table of the ranks, for readers who cannot see the picture."""
     heads = ("rank", "busy", "idle", "bubble", "peak activations")
     yield "<table><caption>Ranks</caption>"
     head = "".join(f'<th scope="col">{head}</th>' for head in heads)

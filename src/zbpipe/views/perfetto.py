@@ -13,7 +13,7 @@ from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6
-"""In a second."""
+"""Microseconds in a second."""
 
 _Event = dict[str, Any]
 
@@ -21,10 +21,10 @@ _Event = dict[str, Any]
 def perfetto(timeline: Timeline, **others: Timeline) -> str:
     """JSON in the trace-event format, times in microseconds.
 
-    Per rank one process with a complete event per op, named in torch's text form (`3F0`), and a counter of the
-    activations that it holds, in its share of one microbatch; copies to its host and back have threads of their own.
-    Arrows lead from each op to the one on another rank that takes its result. Further timelines, of as many ranks, are
-    below each rank's own under their names: `perfetto(planned, measured=...)`.
+    Each rank is a process with a complete event per op, named in torch's text form (`3F0`). A counter shows the
+    activations that the rank holds, in its share of one microbatch. Copies to its host and back have separate threads.
+    Arrows lead from each op to the one on another rank that takes its result. Further timelines, with the same number
+    of ranks, are below each rank's own under their names: `perfetto(planned, measured=...)`.
     """
     every = {"": timeline, **others}
     rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]
@@ -45,14 +45,14 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 
 
 def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> None:
-    """Write `perfetto(timeline, **others)` to a file; gzipped, to a tenth or less, if its name ends in `.gz`."""
+    """Write `perfetto(timeline, **others)` to a file, compressed to a tenth or less if its name ends in `.gz`."""
     data = perfetto(timeline, **others).encode()
-    # Without the time of writing: the same timeline gives the same file.
+    # Without the time of writing, so the same timeline gives the same file.
     Path(file).write_bytes(gzip.compress(data, mtime=0) if Path(file).suffix == ".gz" else data)
 
 
 class _Row(NamedTuple):
-    """One of the timelines that share a file."""
+    """One of the timelines in a file."""
 
     timeline: Timeline
     name: str
@@ -103,7 +103,7 @@ def _memory(row: _Row, rank: int) -> Iterator[_Event]:
 
 
 def _transfers(row: _Row) -> Iterator[_Event]:
-    """Two flow events per message between ranks. Each binds to the box in which it lies, hence the starts."""
+    """Two flow events per message between ranks. Each binds to the box at its time, so both use starts."""
     rank_of = row.timeline.schedule.placement.rank_of
     spans = {(span.step, span.op): span for spans in row.timeline.spans for span in spans}
     messages = (

@@ -1,4 +1,4 @@
-"""What a timeline's own methods draw: in the terminal, into files, and in notebooks."""
+"""Drawings for the methods of timelines: in the terminal, into files, and in notebooks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
 _MOST_OPS = 20_000
-"""Of a picture in a notebook, which keeps it in its file."""
+"""Largest number of ops of a picture in a notebook, which stores it in its file."""
 
 
 def show(timeline: Timeline) -> None:
-    """Draw it in the terminal, as wide and high as that is."""
+    """Draw it in the terminal, as wide and high as the terminal is."""
     console = Console(highlight=False)
     console.print(grid(timeline, console.width, console.height, colours=console.color_system is not None))
 
@@ -30,17 +30,17 @@ def write_svg(timeline: Timeline, file: str | Path) -> None:
 
 
 def write_html(timeline: Timeline, file: str | Path) -> None:
-    """Write the page to zoom, pan and point at."""
+    """Write an interactive page with zoom and tooltips."""
     Path(file).write_text(html(timeline), encoding="utf-8")
 
 
 def draw_in_notebook(thing: Schedule | Timeline) -> str:
-    """The `repr` and the picture below it; in that of a schedule F, I and W take a second each."""
+    """The `repr` and the picture below it. For a schedule, F, I and W take a second each."""
     text = f"<code>{escape(repr(thing))}</code>"
     schedule = thing if isinstance(thing, Schedule) else thing.schedule
     if sum(map(len, schedule)) > _MOST_OPS:
         return text
     try:
         return text + svg(simulate(thing) if isinstance(thing, Schedule) else thing)
-    except ValueError:  # a schedule that cannot run is data all the same
+    except ValueError:  # a schedule that cannot run is still data
         return text

@@ -23,8 +23,8 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
-    The period takes longer than all else together, and tables that do not show it go without.
-    `memory_to_1f1b` is the worst rank's peak by `baseline`, that of 1F1B's worst rank; None where that is not known.
+    The period takes longer than all else together, so tables that do not show it skip it. `memory_to_1f1b` is the worst
+    rank's peak relative to `baseline`, that of 1F1B's worst rank. None where that is not known.
     """
     schedule = timeline.schedule
     return {
@@ -47,7 +47,7 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
 
 
 def report(timeline: Timeline, baseline: float | None = None) -> str:
-    """The record for people: the summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
+    """The record as text: the summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
 
     >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
     ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
@@ -104,16 +104,16 @@ class ComparedSchedule:
     """A table's figures of one schedule among others."""
 
     figures: Mapping[str, Any]
-    """Its `record`: many timelines at a time would take too much memory."""
+    """Its `record`, because many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
-    """By rank the most activations that it may hold, in the unit of the costs' activations."""
+    """Memory limit of each rank, in the unit of the costs' activations."""
     source: str
-    """Whose class runs it: "torch" or "zbpipe"."""
+    """Owner of the class that runs it: "torch" or "zbpipe"."""
     has_torchs_split: bool
     runs: bool
-    """Whether it can run with the job's checkpointing, and as fast as is simulated."""
+    """Whether it can run with the job's checkpointing, as fast as simulated."""
     jitter: Mapping[str, float] | None = None
-    """Mean and quantiles of its step times where times vary, in seconds; None where they do not."""
+    """Mean and quantiles of its step times under jitter, in seconds. None without jitter."""
 
     @classmethod
     def of(
@@ -135,12 +135,12 @@ class ComparedSchedule:
 
     @property
     def peak(self) -> float:
-        """What the worst rank holds at its peak, in the unit of the costs' activations."""
+        """Peak of the worst rank, in the unit of the costs' activations."""
         return float(max(self.figures["peak_memory"]))
 
     @property
     def memory(self) -> str:
-        """The same by that of 1F1B's worst rank: `1.94x`."""
+        """The peak relative to that of 1F1B's worst rank: `1.94x`."""
         share = self.figures["memory_to_1f1b"]
         return "" if share is None else f"{share:.2f}x"
 
@@ -152,7 +152,7 @@ class ComparedSchedule:
 
     @property
     def broken(self) -> float | None:
-        """The limit that is exceeded by the most, None if all are kept to."""
+        """The limit that is exceeded by the most. None if all are kept."""
         excess = [
             (peak - limit, limit)
             for peak, limit in zip(self.figures["peak_memory"], self.limits or (), strict=bool(self.limits))
@@ -162,7 +162,7 @@ class ComparedSchedule:
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, float, bool, str]:
-        """The lower the better: first what can run, then what fits, is short, small, and has zbpipe's split."""
+        """Key for sorting, best first: schedules that can run, then fit, then short, small, and with zbpipe's split."""
         seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
         makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
         name = self.figures["schedule"].lower()
@@ -170,7 +170,7 @@ class ComparedSchedule:
 
     @property
     def is_within(self) -> bool:
-        """Whether it can run, and keeps to the limits; without any, to 1F1B's memory or a little more."""
+        """Whether it can run within the limits, or without any within 1F1B's memory or slightly more."""
         share = self.figures["memory_to_1f1b"]
         fits = self.broken is None if self.limits else share is not None and share <= LEEWAY * (1 + ROUNDING)
         return self.runs and fits
@@ -195,9 +195,9 @@ def compare(
     *,
     with_period: bool = True,
 ) -> list[ComparedSchedule]:
-    """The best first, then those that exceed the limit of a rank (in the costs' unit of memory).
+    """Schedules, best first, then those that exceed the limit of a rank (in the costs' unit of memory).
 
-    Last come those that cannot run as simulated with this checkpointing; None where it is not known.
+    Last come those that cannot run as simulated with this checkpointing. None means unknown checkpointing.
     """
     compared = (
         ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing, with_period=with_period)
@@ -218,7 +218,7 @@ def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
 
 
 def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
-    """The first of the sorted schedules that can run within the memory limit, or without one within 1F1B's memory."""
+    """The first sorted schedule that can run within the memory limit, or without one within 1F1B's memory."""
     return next((each for each in compared if each.is_within), None)
 
 
@@ -232,7 +232,7 @@ _BASELINES = ("1F1B", "Interleaved1F1B")
 def list_schedule(
     algorithm: Algorithm, timeline: Timeline | None, step: float | None, memory: float | None
 ) -> dict[str, Any]:
-    """A schedule, with the length of its step and its memory by those of 1F1B; None where that is not known."""
+    """A schedule, with its step and memory relative to 1F1B. None where that is not known."""
     keys = ("name", "stages_per_rank", "placement", "source", "summary")
     return {
         **{key: getattr(algorithm, key) for key in keys},
@@ -242,7 +242,7 @@ def list_schedule(
 
 
 def listing(known: Sequence[Algorithm], listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of a table, each as soon as `listed` has what `list_schedule` returns of the next known schedule."""
+    """The lines of a table, each as soon as `listed` has the `list_schedule` result of the next known schedule."""
 
     def cells(algorithm: Algorithm, step: str, memory: str) -> tuple[str, ...]:
         stages = f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}"
@@ -259,8 +259,8 @@ def listing(known: Sequence[Algorithm], listed: Iterable[Mapping[str, Any]]) -> 
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
-    """Table lines, the best first. With a `plan` among the schedules, how much longer the others take; else the
-    steps relative to the baselines, and the recommended schedule."""
+    """Table lines, the best schedule first. With a `plan` among the schedules, they show how much longer the others
+    take. Otherwise they show the steps relative to the baselines, and the recommended schedule."""
     best_first = sorted(compared, key=lambda each: each.sort_key)
     steps = _steps(best_first)
     chosen = recommend(best_first) if plan is None else None
@@ -314,12 +314,12 @@ _LEGEND = (
 
 
 def longer(time: float, than: float) -> str:
-    """By how much a time is longer: `+3.1%`; nothing where nothing takes time."""
+    """Excess of a time: `+3.1%`. Empty if nothing takes time."""
     return f"{round(time / than - 1, 9) + 0.0:+.1%}" if than else ""  # no -0.0%
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned lines: the first `left` columns to the left, the others to the right; cells beyond `head` as they are.
+    """Aligned lines: the first `left` columns to the left, others to the right. Cells beyond `head` stay unchanged.
 
     >>> print(*table(("name", "time"), [("ZBV", "25.5")]), sep="\\n")
     name  time

@@ -12,38 +12,38 @@ from zbpipe.views import style
 _WIDTH, _HEIGHT = 1100, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 130, 16, 48
 _RADIUS, _FONT, _LETTER, _LINE = 5, 12, 6.9, 13
-"""Of a point and of its name; the width of a letter and the height of a line in any font, or a little more."""
+"""Radius of a point, font size, and letter width and line height for any font, or slightly more."""
 _FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _TICKS = 5
 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing by two numbers, of which less is better."""
+    """A point with two numbers, of which less is better."""
 
     name: str
     x: float
     y: float
     fits: bool = True
-    """False draws it hollow."""
+    """Whether the point is filled. False draws it hollow."""
     best: bool = False
     """Whether its name is bold."""
     tip: str = ""
-    """What pointing at it shows."""
+    """The tooltip."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a number means, and how it is written."""
+    """The meaning and format of a number."""
 
     title: str
     write: Callable[[float], str]
     limit: float | None = None
-    """Where a line divides what fits from what does not."""
+    """Position of a line that separates fitting points from others."""
 
 
 def scatter(points: Sequence[Point], horizontal: Axis, vertical: Axis) -> str:
-    """The picture: the lower left is best. A name that would cover another one, or a point, is left to the tooltip."""
+    """The picture: the lower left is best. A name that would cover another name, or a point, is only in the tooltip."""
     across, up = [point.x for point in points], [point.y for point in points]
     most = max(*up, vertical.limit or 0.0) * 1.05
     spare = 0.05 * (max(across) - min(across) or max(across))
@@ -77,7 +77,7 @@ def scatter(points: Sequence[Point], horizontal: Axis, vertical: Axis) -> str:
             kind = "fits" if point.fits else "over"
             tip = f"<title>{escape(point.tip or point.name)}</title>"
             yield f'<circle class="{kind}" cx="{left:.1f}" cy="{top:.1f}" r="{_RADIUS}">{tip}</circle>'
-        # The best come first, and so find a place.
+        # The best points come first, so their names find a place.
         for point, place in sorted(zip(points, places, strict=True), key=lambda pair: (not pair[0].best, pair[0].x)):
             found = next((each for each in _places_of_name(point.name, *place) if _is_free(each, taken)), None)
             if found is not None:
@@ -103,7 +103,7 @@ _Box = tuple[float, float, float, float]
 
 
 def _places_of_name(name: str, x: float, y: float) -> Iterator[_Box]:
-    """Where it may be written: next to its point, above it and below it."""
+    """Candidate positions of a name: next to its point, above it and below it."""
     wide = _LETTER * len(name)
     beside = [(x + 9, y), (x - 9 - wide, y)]
     for left, middle in beside + [(start, y + up) for start in (x - wide / 2, x - 5, x + 5 - wide) for up in (-14, 14)]:

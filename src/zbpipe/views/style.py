@@ -1,4 +1,4 @@
-"""What all pictures share: colours, words, numbers, and the line that sums a timeline up."""
+"""Shared by all pictures: colours, words, numbers, and the line that summarises a timeline."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
     OpKind.OI: ((40, 50, 60), (110, 122, 134)),
     OpKind.RI: ((150, 215, 190), (205, 240, 225)),
 }
-"""The colours of the first and the last stage of a rank. Those of a picture stay apart with every kind of colour
+"""The colours of the first and the last stage of a rank. Colours of a picture stay distinct with every kind of colour
 blindness, by hue or by lightness."""
 _LANES = (("out", OFFLOADS), ("in", RELOADS))
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of everything but the ops, as #rrggbb."""
+    """Colours except those of the ops, as #rrggbb."""
 
     paper: str
     ink: str
     faint: str
-    """Of what matters less."""
+    """Colour of less important text."""
     line: str
     panel: str
-    """Of buttons, and below curves."""
+    """Background of buttons, and below curves."""
     curve: str
     path: str
-    """Of the critical path."""
+    """Colour of the critical path."""
     idle: str
     stripe: str
-    """Across what is idle: the bubble has to be seen at a glance, and is told from ops without colours."""
+    """Stripes across idle time: the bubble has to be visible at a glance, and distinct from ops without colours."""
 
 
 LIGHT = Theme(
@@ -90,7 +90,7 @@ class Paint(NamedTuple):
 
 
 def paint(kind: OpKind, nth: int, of: int) -> Paint:
-    """The colours of an op on stage `nth` (from 0) `of` its rank's stages: the later, the paler."""
+    """The colours of an op on stage `nth` (from 0) `of` its rank's stages. Later stages are paler."""
     share = nth / (of - 1) if of > 1 else 0.0
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(*_SHADES[kind], strict=True))
     fill = f"#{red:02x}{green:02x}{blue:02x}"
@@ -118,7 +118,7 @@ def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """By stage: which of its rank's stages it is, from 0.
+    """Index of each stage among the stages of its rank, from 0.
 
     >>> nth_stage(Placement.v(2))
     (0, 0, 1, 1)
@@ -127,7 +127,7 @@ def nth_stage(placement: Placement) -> tuple[int, ...]:
 
 
 def most_stages(placement: Placement) -> int:
-    """How many stages the rank with the most has."""
+    """Largest number of stages of a rank."""
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
@@ -138,7 +138,7 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], ...]:
-    """A rank's copies as (name, copies): out to its host, and in from there; none where nobody offloads."""
+    """A rank's copies as (name, copies): out to its host, and in from there. Empty without offloading."""
     if not timeline.copies:
         return ()
     return tuple(
@@ -152,12 +152,12 @@ def number(value: float) -> str:
 
 
 def memory(value: float) -> str:
-    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. A mebibyte and more can only be bytes."""
+    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. A mebibyte or more is assumed to be bytes."""
     return f"{value / 2**30:.3g} GiB" if value >= 2**20 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """A share in percent, `5.9%`; one that rounding took below zero counts as zero."""
+    """A share in percent, `5.9%`. A share that rounding made negative becomes zero."""
     return f"{max(share, 0.0):.1%}"
 
 
@@ -168,7 +168,7 @@ def count_noun(count: int, thing: str) -> str:
 
 
 def size(timeline: Timeline) -> str:
-    """`4 ranks, 8 microbatches`; the stages per rank if there are several, the transport if it is not the ideal one."""
+    """`4 ranks, 8 microbatches`, with the stages per rank if several, and the transport if not the ideal one."""
     schedule = timeline.schedule
     stages = most_stages(schedule.placement)
     per_rank = f", {stages} stages per rank" if stages > 1 else ""
@@ -191,14 +191,14 @@ def summary(timeline: Timeline) -> str:
 
 
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """(from when on, how much) activations `rank` holds, in its share of one microbatch; one entry per moment."""
+    """Activations of `rank` as (from when on, how much), in its share of one microbatch, one entry per moment."""
     share = rank_shares(timeline.schedule.placement, timeline.costs)[rank] or 1.0
-    # Of several changes at one moment only the outcome is to be seen.
+    # Only the result of several changes at one moment is shown.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]
 
 
 def shortest_to_show(timeline: Timeline) -> float:
-    """Seconds of the shortest op that a picture makes room for. Ops far shorter than the longest do not count."""
+    """Seconds of the shortest op that a picture has room for. Ops far shorter than the longest do not count."""
     lengths = {span.end - span.start for spans in timeline.spans for span in spans}
     longest = max(lengths, default=0.0) or 1.0
     return min((length for length in lengths if length >= longest / 6), default=longest)

@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture. The same timeline gives the same text, byte for byte, so pictures can be checked in."""
+"""A timeline as an SVG picture. The text is deterministic, byte for byte, so pictures can be committed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PLOT_MAX = 6_000
 _PLOT_MIN = 560
 _BETWEEN_TICKS = 70
 _MOST_BOXES = 3_000
-"""Of a picture in which each op is an element with its own tooltip; of more, a row is a few paths."""
+"""Largest number of ops drawn as elements with their own tooltips. Above it, a row is a few paths."""
 _TENTHS = 10
-"""Of a pixel, the unit of these paths: whole numbers are short."""
+"""Parts of a pixel, the unit of these paths: integers are short."""
 _BUBBLE = "zbp-bubble"
 _FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
@@ -44,13 +44,13 @@ class _Scale:
 def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
-    `drawn_with` says in words which costs these are; by default the times, if they are the same on all ranks.
+    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks.
 
-    A box is as wide as its op is long, coloured by kind, paler for the later stages of a rank, and shows its microbatch
-    where there is room; what is idle is hatched. Pointing at a box shows the op's name and times, unless there are
-    thousands. Further timelines are below the first one, all on one time scale, so that a shorter step is a shorter
-    picture. Where ranks offload, thin boxes below an op's show the copies out to the host, and below these the copies
-    in again. The picture is dark where the reader prefers that.
+    The width of a box is the duration of its op. It is coloured by kind, paler for the later stages of a rank, and
+    shows its microbatch where there is room. Idle time is hatched. Pointing at a box shows the op's name and times,
+    unless there are thousands. Further timelines are below the first one, all on one time scale, so a shorter step is a
+    shorter picture. With offloading, thin boxes below those of the ops show the copies out to the host, and below these
+    the copies in again. The picture is dark where the reader prefers that.
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
@@ -65,14 +65,14 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
 
 @dataclass(frozen=True)
 class _Picture:
-    """One timeline with what belongs to it."""
+    """One timeline with its drawing data."""
 
     width: float
     height: float
     content: list[str]
 
     def lines(self, y: float = 0.0) -> list[str]:
-        """The lines of the picture as an element of its own, `y` below the top of its parent."""
+        """The lines of the picture as a separate element, `y` below the top of its parent."""
         shifted = f' y="{_px(y)}"' if y else ""
         return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
 
@@ -105,7 +105,7 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
 
 
 def _per_second(timeline: Timeline) -> float:
-    """Wide enough for the shortest op to show its microbatch, within limits."""
+    """Pixels per second, such that the shortest op shows its microbatch, within limits."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
     makespan = timeline.makespan or 1.0
     return min(max(makespan * box / style.shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
@@ -116,7 +116,7 @@ def _px(length: float) -> str:
 
 
 def _styles(timeline: Timeline) -> Iterator[str]:
-    """All rules are for pictures of zbpipe alone: a page may hold the picture as a part of its own."""
+    """CSS rules that apply only to zbpipe's pictures, because a page may embed the picture."""
     stages = style.most_stages(timeline.schedule.placement)
     yield "<style>"
     yield f".zbp .ops text{{text-anchor:middle;font-size:{_FONT - 1}px}}"
@@ -150,7 +150,7 @@ def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:
 
 
 def _times(costs: CostModel, placement: Placement) -> str:
-    """What a rank takes per microbatch, if that is the same on all of them."""
+    """Times of a rank per microbatch, if they are equal on all ranks."""
 
     def per_rank(times: tuple[float, ...]) -> set[str]:
         return {style.number(seconds) for seconds in placement.sum_by_rank(times)}
@@ -205,7 +205,7 @@ def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: floa
     for span in spans:
         name = f"{span.op.kind}{nth[span.op.stage]}"
         begin, end = round(span.start * unit), round(span.end * unit)
-        # Wide boxes leave a seam, as the strokes around boxes do.
+        # Wide boxes have a seam, like the strokes around boxes.
         end -= _TENTHS if end - begin >= 6 * _TENTHS else 0
         paths.setdefault(name, []).append(f"m{begin - ends.get(name, 0)} 0h{end - begin}")
         ends[name] = end
@@ -232,7 +232,7 @@ def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
 
 
 def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
-    """One swatch per kind, split into the shades of a rank's stages; and how wide all that is."""
+    """One swatch per kind, split into the shades of a rank's stages, and the total width."""
     stages = style.most_stages(timeline.schedule.placement)
     x, lines = float(_LEFT), ['<g class="legend">']
 

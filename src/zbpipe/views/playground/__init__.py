@@ -1,1 +1,1 @@
-"""What `zbpipe playground` serves and writes: schedules side by side, for any costs."""
+"""The playground: schedules for any costs, side by side, served by `zbpipe playground` or written to a file."""

@@ -1,4 +1,4 @@
-"""What the playground is asked, and what the simulator and the planner answer."""
+"""Requests of the playground, and answers from the simulator and the planner."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zbpipe.views.report import record
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
 _MOST_CELLS = 2**13
-"""Of ranks times microbatches: more would keep people waiting."""
+"""Largest number of ranks times microbatches. More would take too long."""
 _NAMES = ("ranks", "microbatches", "stages", "f", "i", "w", "comm", "checkpointing", "limit")
 PLAN_BUDGET = 2e6
-"""Ops that a search may time: a second or so."""
+"""Number of ops that a search may time: about a second."""
 
-# Those of Llama 3 (arXiv 2407.21783, the table of its models), and the times of the four models of Zero Bubble Pipeline
+# Sizes of Llama 3 (arXiv 2407.21783, the table of its models), and times of the four models of Zero Bubble Pipeline
 # Parallelism (arXiv 2401.10241, the table of profiled times): T_I and T_W by T_F, without checkpointing.
 _LLAMAS = {
     "Llama 3 8B": (8, 32, Block(4096, 4096, 2048, 14336)),
@@ -38,19 +38,19 @@ _GPT_I = 0.98
 
 @dataclass(frozen=True)
 class Setting:
-    """What the sliders say."""
+    """Values of the sliders."""
 
     ranks: int
     microbatches: int
     stages: int
-    """On each rank, for schedules that take any number."""
+    """Stages per rank, for schedules that support any number."""
     times: tuple[float, float, float]
-    """Of F, I and W of a rank and a microbatch, in any unit."""
+    """Times of F, I and W of a rank and a microbatch, in any unit."""
     comm: float
-    """From one rank to another, in the same unit."""
+    """Time from one rank to another, in the same unit."""
     checkpointing: Checkpointing
     limit: float | None
-    """Memory by that of 1F1B's worst rank."""
+    """Memory relative to that of 1F1B's worst rank."""
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -76,7 +76,7 @@ class Setting:
 
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
-        """The setting from texts by name; ValueError for missing and unknown names, and for what is no number."""
+        """The setting from texts by name. ValueError for missing and unknown names, and for invalid numbers."""
         if missing := [name for name in _NAMES if name not in asked]:
             raise ValueError(f"{', '.join(missing)} is missing")
         if unknown := [name for name in asked if name not in _NAMES]:
@@ -100,7 +100,7 @@ class Setting:
         )
 
     def texts(self) -> dict[str, str]:
-        """What `parse` takes."""
+        """The texts for `parse`."""
         values = (self.ranks, self.microbatches, self.stages, *self.times, self.comm)
         limit = "" if self.limit is None else f"{self.limit:.6g}"
         return dict(zip(_NAMES, (*(f"{value:.6g}" for value in values), str(self.checkpointing), limit), strict=True))
@@ -110,12 +110,12 @@ class Setting:
 
     @property
     def baseline(self) -> float:
-        """The memory of 1F1B's worst rank."""
+        """Memory of 1F1B's worst rank."""
         return memory_of_1f1b(self.costs, self.ranks, self.microbatches)
 
     @property
     def options(self) -> str:
-        """The same on the command line."""
+        """The setting as options of the command line."""
         costs = ",".join(f"{time:.6g}" for time in self.times)
         return (
             f"-p {self.ranks} -m {self.microbatches} --costs {costs} --comm {self.comm:.6g}"
@@ -124,10 +124,10 @@ class Setting:
 
 
 def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
-    """A named schedule under these costs: its figures, its picture, and how to get it."""
+    """A named schedule under these costs: its figures, its picture, and the command for it."""
     algorithm = schedules().get(name.lower())
     if algorithm is None:
-        # `resolve` would take the path of a file, and a page on the network must not read files.
+        # `resolve` would accept the path of a file, and a page on the network must not read files.
         raise ValueError(f"{name!r} is no schedule; there are {', '.join(each.name for each in schedules().values())}")
     stages = setting.stages if algorithm.any_stages_per_rank else None
     costs = setting.costs(algorithm.place(setting.ranks, stages))
@@ -138,7 +138,7 @@ def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def answer_plan(setting: Setting) -> dict[str, Any]:
-    """The best schedule found within the limit, and a bound for all."""
+    """The best schedule found within the limit, and a bound for all schedules."""
     limit = None if setting.limit is None else f"{setting.limit!r}x"
     found = plan(
         setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET

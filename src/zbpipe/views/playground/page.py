@@ -1,4 +1,4 @@
-"""The playground's page: served, it asks the server; exported, it holds a table of answers."""
+"""The playground's page: served, it queries the server; exported, it contains a table of answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STOPS: dict[str, list[Any]] = {
     "checkpointing": list(Checkpointing),
     "limit": ["", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3],
 }
-"""Where each slider stops in the served page."""
+"""Stops of each slider in the served page."""
 _EXPORTED: dict[str, list[Any]] = {
     "ranks": [4, 8],
     "microbatches": [8, 16, 32],
@@ -51,17 +51,17 @@ _EXPORTED: dict[str, list[Any]] = {
     "checkpointing": [Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL],
     "limit": ["", 1],
 }
-"""The same in a file, which holds an answer for each combination, at typical times."""
+"""Stops in an exported file, which has an answer for each combination, at typical times."""
 
 
 def make_served_page() -> str:
-    """The page that asks its server."""
+    """The page that queries its server."""
     first = {name: setting.texts() for name, setting in presets().items()}
     return _page({"stops": _STOPS, "presets": first, "answers": None})
 
 
 def make_exported_page(progress: Callable[[float], None] = lambda share: None) -> str:
-    """The page that needs no server: it has the answers for all stops of its sliders."""
+    """The page without a server, with the answers for all stops of its sliders."""
     settings = list(_exported_settings())
     answers = {}
     for n, setting in enumerate(settings):
@@ -83,7 +83,7 @@ def _exported_settings() -> Iterator[Setting]:
 
 
 def _all_answers(setting: Setting) -> dict[str, Any]:
-    """The answers of all schedules of this size, and the plan. A limit makes no difference to named ones."""
+    """The answers of all schedules of this size, and the plan. A limit makes no difference to named schedules."""
     found = {}
     if setting.limit is None:
         for name in _names():
@@ -103,8 +103,8 @@ def _names() -> list[str]:
 
 
 def _page(differing: dict[str, Any]) -> str:
-    """`stops` of the sliders, `presets`, and `answers` by setting and name, or None where a server has them."""
-    # By it the page moves the time of I when the checkpointing changes.
+    """`stops` of the sliders, `presets`, and `answers` by setting and name, or None if a server has them."""
+    # The page uses it to change the time of I with the checkpointing.
     recomputed = {how: round(LLAMA_3_8B.recomputed(how), 3) for how in Checkpointing}
     data = {"names": sorted(_names(), key=str.lower), "recomputed": recomputed, **differing}
     return fill("playground.html", data=pack(data))

@@ -1,4 +1,4 @@
-"""Serves the playground on this machine alone."""
+"""Serves the playground on this machine only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ADDRESS = "127.0.0.1"
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """One that listens on this machine's own address, to be started by `serve_forever`; port 0 takes a free one."""
+    """A server on this machine's loopback address, to be started by `serve_forever`. Port 0 takes a free one."""
     return ThreadingHTTPServer((ADDRESS, port), _Handler)
 
 
-# Sliders go back and forth. A few hundred answers have some megabytes.
+# Users move sliders back and forth. A few hundred answers have some megabytes.
 _simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxsize=64)(answer_plan)
 
 
@@ -43,10 +43,10 @@ def _json(status: int, body: dict[str, Any]) -> tuple[int, str, str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET, and nothing else."""
+    """Answers GET requests only."""
 
     def do_GET(self) -> None:
-        # A page from another site may make its own name point here; Host has that name then.
+        # A page from another site may resolve its own name to this address. Host contains that name then.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
             self._send(*_json(403, {"error": f"this server answers at {ADDRESS} and localhost alone"}))
             return
@@ -63,4 +63,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is the user's."""
+        """Log nothing: the terminal belongs to the user."""
