@@ -52,7 +52,7 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
         ValueError: what TorchTitan or zbpipe refuses.
     """
     found = parse(arguments)
-    from zbpipe.frameworks.titan import models, plug  # not before: TorchTitan chooses its device when it is imported
+    from zbpipe.frameworks.titan import models, plug  # imported here, because TorchTitan chooses its device at import
 
     if plug.HAS_JOB_CONFIG:
         raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
