@@ -44,10 +44,10 @@ class Costs:
     """Content of `--costs-file`."""
     file: Path | None = None
     checkpointing: Checkpointing | None = None
-    """None if the memory is unknown."""
+    """None if unknown."""
 
     def has(self, placement: Placement) -> bool:
-        """Whether there are costs for the schedule's stages."""
+        """Whether there are costs for the stages of `placement`."""
         try:
             self.of(placement)
         except ValueError:

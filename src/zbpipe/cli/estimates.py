@@ -19,7 +19,7 @@ from zbpipe.views.style import count_noun, percent
 
 _HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
-"""Parts of a rank's memory, with a table heading each."""
+"""Parts of a rank's memory, with their column names."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
     " and optimizer; activations; deferred gradients; messages; the working memory of the op that runs then, or"

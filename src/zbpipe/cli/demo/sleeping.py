@@ -29,7 +29,7 @@ _METHODS = {
     OpKind.W: "backward_weight_one_chunk",
 }
 _LATE = 1e-4
-"""Usual delay of `time.sleep` in seconds. Longer waits sleep rather than spin, because cores are few."""
+"""Usual delay of `time.sleep` in seconds. Spinning takes no longer than that, because cores are few."""
 
 
 def sleep_until(end: float) -> None:
