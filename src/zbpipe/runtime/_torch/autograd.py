@@ -179,8 +179,8 @@ def is_torchs_own(tensor: Tensor) -> bool:
 
 
 def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
-    """The storage of a tensor, the number of tensors that it counts for there (a view keeps its base alive), and the
-    storage's bytes."""
+    """The storage of a tensor, the number of tensors that it counts for there, and the storage's bytes."""
+    # A view keeps its base alive, so it counts for two.
     # No storage for tensors that hide it, such as results of pending collectives.
     tensor = _local(tensor)
     number = 1 if tensor._base is None else 2

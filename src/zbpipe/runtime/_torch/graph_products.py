@@ -88,8 +88,7 @@ def find_nodes(tensors: Iterable[Any]) -> list[Node]:
 
 
 def sort_nodes(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
-    """Nodes reachable from `roots` in topological order, inputs first. `known` nodes, and nodes behind only these, are
-    left out."""
+    """Nodes reachable from `roots`, inputs first; without `known` nodes and those reachable only through them."""
     waiting, opened, done = list(roots), set[Node](), set(known)
     while waiting:
         node = waiting[-1]

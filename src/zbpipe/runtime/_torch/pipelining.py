@@ -551,8 +551,7 @@ def _action(stage: int, kind: str, microbatch: int) -> _Action:
 
 def _find_action(action: _Action) -> Action:
     stage, kind, microbatch, *_ = action
-    return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` would take as long as
-    everything else
+    return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` doubles the time
 
 
 def has_own_backward(stage: Stage) -> str:
