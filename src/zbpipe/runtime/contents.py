@@ -101,7 +101,7 @@ class Contents:
         if type(own) is dict:
             _, put_back = _keep_mapping(own)
             self._put_back.append(put_back)
-            is_module = isinstance(value, nn.Module)  # not a submodule or attribute of another module
+            is_module = isinstance(value, nn.Module)  # a module that no other module registers
             yield from (held for name, held in own.items() if not (is_module and name == "_parameters"))
 
     def _keep_class(self, kind: type) -> Iterator[object]:

@@ -81,8 +81,7 @@ class Lowering:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context without garbage collection: lists have tens of thousands of objects, which would trigger full
-    collections."""
+    """Context without garbage collection, which tens of thousands of list objects would trigger."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

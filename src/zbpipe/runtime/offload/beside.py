@@ -121,8 +121,7 @@ def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
 
 
 def _group_by_release(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
-    """Copies out by the computation after which their memory is freed: the last one that begins before the copy
-    ends."""
+    """Copies out, by the computation that frees their memory: the last one to begin before the copy ends."""
     found: dict[Op, list[Op]] = defaultdict(list)
     spans = timeline.spans[rank]
     for copy in timeline.copies[rank] if timeline.copies else ():
