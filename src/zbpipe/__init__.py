@@ -1,6 +1,6 @@
 """zbpipe: zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.
 
-What most jobs need is here; `zbpipe.costs`, `zbpipe.simulator`, `zbpipe.estimation`, `zbpipe.runtime` and
+Most jobs need only the names here. `zbpipe.costs`, `zbpipe.simulator`, `zbpipe.estimation`, `zbpipe.runtime` and
 `zbpipe.testing` have the rest. Importing this package does not import torch: names that need it are loaded when they
 are first used.
 """
@@ -68,7 +68,7 @@ _LATER = {
     ),
     "runtime.verify": ("GradientCheck", "check_gradients"),
 }
-"""What is loaded when it is first used, by module: it needs torch, or most users do not need it."""
+"""Names that are loaded at first use, by module: they need torch, or few users need them."""
 
 __all__ = [
     "CostModel",

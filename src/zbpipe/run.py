@@ -3,8 +3,8 @@
     torchrun ... -m zbpipe.run --schedule ZBV -- script.py its arguments
     torchrun ... -m zbpipe.run --schedule ZBV -- -m package.module its arguments
 
-Whatever schedule the job asks torch for by name, it gets that one. Without `--schedule` it gets what it asks for, and
-may ask for zbpipe's names, too. The options are those of `zbpipe.install`.
+Whatever schedule the job asks torch for by name, it gets that one. Without `--schedule` it gets the one it asks for,
+also by zbpipe's names. The options are those of `zbpipe.install`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For tests of your own schedules: hypothesis strategies for what zbpipe works on, and a check that lists all faults.
+"""Tools for tests of your own schedules: hypothesis strategies, and a check that lists all faults.
 
     from hypothesis import given, strategies as st
     from zbpipe.simulator.simulation import simulate
@@ -18,7 +18,7 @@
 Everything shrinks towards one rank, one microbatch, a plain schedule and times of 1/8 second. All numbers are short
 binary fractions, so that sums of them are exact whatever the order of adding: tests can compare times with `==`.
 
-This module needs hypothesis (`pip install hypothesis`), the rest of zbpipe does not.
+Only this module of zbpipe needs hypothesis (`pip install hypothesis`).
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _Rows = list[list[Op]]
 def check_schedule(
     schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> None:
-    """Assert that `schedule` can run, and in how much memory.
+    """Assert that `schedule` can run, and that it fits the memory limit.
 
         check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
 
     Args:
-        schedule: any.
+        schedule: the one to check.
         memory_limit: see `zbpipe.costs.MemoryLimit`.
-        costs: of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch, so
-            1F1B and ZBV need p.
+        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's share of one microbatch's
+            activations, so 1F1B and ZBV need p.
 
     Raises:
-        AssertionError: with everything that is wrong, one finding a line.
+        AssertionError: everything that is wrong, one finding per line.
     """
     findings = [str(finding) for finding in validate(schedule, memory_limit, costs)]
     if findings:
@@ -78,7 +78,7 @@ def placements(
 
     Args:
         ranks: the number of ranks; default: 1 to `max_ranks`.
-        stages_per_rank: stages on every rank; default: 1 to 4, and not the same for all.
+        stages_per_rank: stages on every rank; default: 1 to 4, different between ranks.
         max_ranks: the bound where `ranks` is not given.
     """
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
@@ -112,11 +112,11 @@ def schedules(
             check_schedule(schedule, memory_limit=schedule.num_ranks)
 
     Args:
-        name: of the schedule; default: any that is registered.
+        name: name of the schedule; default: any that is registered.
         ranks: the number of ranks; default: 1 to `max_ranks`.
-        microbatches: default: 1 to `max_microbatches`.
-        stages_per_rank: default: 1 to 4 where the schedule leaves the choice; without `name` only schedules that run
-            with the given number are drawn.
+        microbatches: the number of microbatches; default: 1 to `max_microbatches`.
+        stages_per_rank: stages on every rank; default: 1 to 4 where the schedule leaves the choice. Without `name` only
+            schedules that run with the given number are drawn.
         max_ranks: the bound where `ranks` is not given.
         max_microbatches: the bound where `microbatches` is not given.
 
@@ -133,12 +133,12 @@ def schedules(
 
 @lru_cache(maxsize=4096)
 def _generate(algorithm: registry.Algorithm, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """Kept, because hypothesis asks for the small ones again and again, and some schedules are searched for."""
+    """Cached: hypothesis asks for small schedules repeatedly, and some take a search."""
     return algorithm.make(ranks, microbatches, stages_per_rank=stages_per_rank)
 
 
 def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
-    """The schedules that run with this number of stages a rank, plain ones first: hypothesis shrinks towards these."""
+    """Schedules that run with this number of stages per rank, plain ones first: hypothesis shrinks towards these."""
     fitting = [
         algorithm
         for algorithm in registry.schedules().values()
@@ -158,14 +158,14 @@ def runnable_schedules(
     *,
     max_microbatches: int = 6,
 ) -> Schedule:
-    """Valid schedules in any order that can run, with full and with split backwards: most of them slow.
+    """Valid schedules in any runnable order, with full and with split backwards. Most of them are slow.
 
         @given(runnable_schedules())
         def test_my_tool_copes_with_whatever_can_run(schedule): ...
 
     Args:
-        placement: default: any of up to 4 ranks.
-        max_microbatches: the most that they have.
+        placement: placement of the stages; default: any of up to 4 ranks.
+        max_microbatches: the largest number of microbatches.
     """
     if placement is None:
         placement = draw(placements(max_ranks=4))
@@ -182,7 +182,7 @@ def runnable_schedules(
 
 
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
-    """One op after the other, each after those that feed it; lists that agree with one order cannot deadlock."""
+    """A global order of ops, each after its dependencies. Lists that agree with one order cannot deadlock."""
     # No `EventLoop`: there are no lists yet.
     unmet = {op: len(inputs(op, num_stages)) for op in ops}
     ready = [op for op in ops if not unmet[op]]
@@ -197,14 +197,14 @@ def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
 
 
 _times = st.integers(1, 32).map(lambda eighths: eighths / 8)
-_times_or_none = st.integers(1, 33).map(lambda eighths: eighths % 33 / 8)  # none at all is no simpler than 1/8
+_times_or_none = st.integers(1, 33).map(lambda eighths: eighths % 33 / 8)  # zero is no simpler than 1/8
 _working_kinds = st.sampled_from([OpKind.F, OpKind.I, OpKind.W, OpKind.B])
 _links = st.builds(Link, latency=st.integers(0, 16).map(lambda eighths: eighths / 8), bandwidth=st.sampled_from([8, 1]))
 
 
 @st.composite
 def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
-    """Costs for the stages of `placement`: each stage, and some links between ranks, with numbers of their own.
+    """Costs for the stages of `placement`, different for each stage and for some links between ranks.
 
         @given(st.data())
         def test_my_schedule_under_any_costs(data):
@@ -212,11 +212,11 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
             timeline = simulate(schedule, data.draw(cost_models(schedule.placement)))
             assert timeline.makespan >= timeline.lower_bound
 
-    Forwards take 1/8 to 4 seconds. I and W may take none at all, as in a first stage or one with frozen weights. I may
-    free all activations, or leave up to twice as much as it found. Some kinds of ops need memory only while they run.
+    Forwards take 1/8 to 4 seconds. I and W may take no time, as in a first stage or one with frozen weights. I may free
+    all activations, or leave up to twice their bytes. Some kinds of ops need working memory.
 
     Args:
-        placement: of the schedule.
+        placement: placement of the schedule's stages.
     """
 
     def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """The `zbpipe` command.
 
-A command imports what it needs inside its functions, so that the others answer fast; none hides a circle. It has a
-parameter for each of its options, which is why some have more than 7.
+Each command imports inside its functions, so that the other commands start fast. None of these imports hides a cycle. A
+command has one parameter per option, so some have more than 7.
 """
 
 import click

@@ -1,4 +1,4 @@
-"""What the commands share: one-line errors, options, JSON."""
+"""Shared code of the commands: one-line errors, options, JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _UserError(click.ClickException):
-    """What the user can mend: one line, exit code 2."""
+    """An error that the user can fix: one line, exit code 2."""
 
     exit_code = 2
 
@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 class Group(click.Group):
-    """A group that reports wrong usage of itself and its commands in one line."""
+    """A group of commands that reports each usage error in one line."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -100,7 +100,7 @@ class OutputFile(click.Path):
     def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
         self.ending = ending
-        """By which those who read the file know what it is."""
+        """File name suffix, from which readers of the file know its format."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -126,7 +126,7 @@ COUNT = _Count(min=1)
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """What the shell completes: names of schedules, in any case, and files."""
+    """Shell completions: names of schedules, in any case, and files."""
     from zbpipe.schedule.registry import schedules
 
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
@@ -168,13 +168,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """What shows a line of progress in place of the one before; on a terminal only, where it is removed at the end."""
+    """A function that replaces the previous line of progress. Only on a terminal; the line is removed at the end."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return
     erase = "\033[K"
     try:
-        # Back at its begin, so that whatever is printed next takes its place.
+        # The cursor returns to its start, so that the next output overwrites it.
         yield lambda line: click.echo(f"{erase}{line}\r", nl=False, err=True)
     finally:
         click.echo(erase, nl=False, err=True)

@@ -1,4 +1,4 @@
-"""What the commands simulate with: the options for costs and for a memory limit."""
+"""Options of the commands for costs and for a memory limit."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 Times = tuple[float, float, float]
-"""Seconds that a rank takes for F, I and W of one microbatch."""
+"""Seconds per rank for F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the options of a command choose."""
+    """Costs chosen by the options of a command."""
 
     of: CostsOf
     words: str
-    """Where times and memory come from, for people."""
+    """Source of times and memory, for people."""
     job: JobCosts | None = None
-    """What `--costs-file` holds."""
+    """Content of `--costs-file`."""
     file: Path | None = None
     checkpointing: Checkpointing | None = None
-    """None where it is not known."""
+    """None if unknown."""
 
     def has(self, placement: Placement) -> bool:
-        """Whether there are costs for its stages."""
+        """Whether there are costs for the stages of `placement`."""
         try:
             self.of(placement)
         except ValueError:
@@ -64,21 +64,21 @@ class Costs:
         return given
 
     def require_ranks(self, given: int | None) -> int:
-        """The same, where a command needs it."""
+        """The number of ranks, for a command that requires it."""
         found = self.ranks(given)
         if found is None:
             raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
         return found
 
     def transport(self, chosen: Transport, context: click.Context) -> Transport:
-        """The cost file's, unless the command line has one."""
+        """The transport on the command line, else the cost file's."""
         if self.job is None or self.job.transport is None or is_given(context, "transport"):
             return chosen
         return self.job.transport
 
     @property
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:
-        """Those by which memory limits are resolved."""
+        """Costs that resolve memory limits."""
         return self.job.costs if self.job else self.of
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
@@ -93,14 +93,14 @@ class Costs:
 
 
 def equal() -> Costs:
-    """Costs as in the papers: equal times, and memory in activations."""
+    """Costs as in the papers: equal times, and memory counted in activations."""
     from zbpipe.costs.model import CostModel
 
     return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
 
 
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
-    """The costs of a transformer with these times, or with typical ones."""
+    """Costs of a transformer with these times, or with typical ones."""
     from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times
@@ -149,16 +149,17 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
         if text.endswith((".toml", ".json")):
             raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
         raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
-    # Pictures divide by the longest.
+    # Pictures are scaled by the longest time.
     if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
         raise click.BadParameter(
-            f"{text!r} is not three times from zero to {MOST:g}, one of them above zero; write for example 1,1,0.8"
+            f"{text!r} must be three times between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
         )
     return f, i, w
 
 
 def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
-    """The options, which the command gets as one argument `costs`; the default of `--costs` is `times`."""
+    """Decorator for the cost options, which the command gets as one argument `costs`. The default of `--costs` is
+    `times`."""
     add_options = options(
         click.option(
             "--costs",

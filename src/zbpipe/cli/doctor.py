@@ -1,4 +1,4 @@
-"""`doctor`: what a bug report needs, as one text."""
+"""`doctor`: all facts for a bug report, as one text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLES = (
     *("MASTER_", "NNODES", "NODE_RANK", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCH", "PYTORCH_", "SLURM_"),
     *("NCCL_", "RCCL_", "GLOO_", "UCX_", "CUDA_", "HIP_", "ROCR_", "HSA_", "GPU_", "OMP_", "PYTHONPATH"),
 )
-"""How the names begin that a job depends on. No others are printed, because they may hold secrets."""
+"""Prefixes of environment variables that affect a job. No others are printed, because they may hold secrets."""
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _LAST_LINES = 200
 _PLUG = "import zbpipe.titan; zbpipe.titan.plug_in(); print('the plug fits')"
@@ -36,7 +36,7 @@ _PLUG_SECONDS = 180
     help=f"Add the last {_LAST_LINES} lines of a job's log.",
 )
 def doctor(output: Path | None, log: Path | None) -> None:
-    """Report what a bug report needs.
+    """Print the facts for a bug report.
 
     Lists versions, devices, whether zbpipe fits the installed TorchTitan, and the environment variables of torchrun,
     NCCL, RCCL and gloo. Run it where the job runs. Read the report before you send it: it has host names and paths.
@@ -78,7 +78,7 @@ def _version(package: str) -> str | None:
 def _devices() -> Iterator[str]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # a broken installation is what it has to report
+    except (ImportError, OSError) as error:  # it has to report a broken installation
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.cuda.device_count()} devices"
@@ -90,7 +90,7 @@ def _devices() -> Iterator[str]:
 
 
 def _plug() -> str:
-    """Whether the plug fits, tried in a process of its own: it changes torch and TorchTitan."""
+    """Whether the plug fits, tried in a separate process: it changes torch and TorchTitan."""
     from zbpipe.frameworks.titan.versions import find_installed
 
     try:
@@ -101,7 +101,7 @@ def _plug() -> str:
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_PLUG_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return f"the plug did not end within {_PLUG_SECONDS} seconds"
+        return f"the plug timed out after {_PLUG_SECONDS} seconds"
     return tried.stdout.strip() if tried.returncode == 0 else f"the plug does not fit:\n{tried.stderr.strip()}"
 
 

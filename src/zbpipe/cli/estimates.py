@@ -19,18 +19,18 @@ from zbpipe.views.style import count_noun, percent
 
 _HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
-"""Of a rank's memory, with a head for people."""
+"""Parts of a rank's memory, with their column names."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
     " and optimizer; activations; deferred gradients; messages; the working memory of the op that runs then, or"
     " the logits. To 1F1B, to FSDP: tokens per second more or less"
 )
 _DRAWN = 5
-"""Schedules in the page's picture."""
+"""Number of schedules in the page's picture."""
 
 
 def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
-    """The verdict, the table, and below it where the figures come from; `searched` if other degrees were compared."""
+    """The verdict, the table, and the sources of its figures. `searched`: whether other degrees were compared."""
     yield from _warnings(found)
     yield _job(found)
     yield from _verdict(found, searched)
@@ -109,7 +109,7 @@ def _gib(size: float) -> str:
 
 
 def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
-    """A line for each choice of degrees with its best schedule, then the best one's table."""
+    """One line per choice of degrees with its best schedule, then the table of the best choice."""
     yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
     rows = [
         (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
@@ -170,7 +170,7 @@ def rank_record(found: JobMemory) -> dict[str, Any]:
 
 
 def page(found: Estimate) -> str:
-    """One HTML page: the table, memory against step time, and the best schedules one above the other."""
+    """One HTML page: the table, a plot of memory against step time, and the best schedules one above the other."""
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values(), ""))
     rows = "\n".join(_row(_cells(found, step), step is found.best) for step in found.steps)
     drawn = _drawn(found)
@@ -190,7 +190,7 @@ def _row(cells: Sequence[str], is_best: bool) -> str:
 
 
 def _drawn(found: Estimate) -> dict[str, Timeline]:
-    """The best, the job's own, and 1F1B, by name."""
+    """The best schedules, the job's own, and 1F1B, by name."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
     best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs and step not in own]
     return {
@@ -201,7 +201,7 @@ def _drawn(found: Estimate) -> dict[str, Timeline]:
 
 
 def _plot(found: Estimate) -> str:
-    """Memory against step time."""
+    """Plot of memory against step time."""
     points = [
         Point(
             step.schedule,

@@ -93,7 +93,7 @@ def estimate(
     _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
-        find(device)  # before TorchTitan is imported, which takes seconds
+        find(device)  # before the import of TorchTitan, which takes seconds
     workload = _workload(layers, gpus, arguments)
     if ranks:
         _show_ranks(workload, arguments, as_json)
@@ -143,7 +143,7 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence TorchTitan's warnings, which are about jobs that run."""
+    """Silence TorchTitan's warnings, which concern running jobs."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -180,8 +180,8 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
 def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
 
-    Times F, I, W and B, and what they keep and need, without any other rank; writes the cost file that `estimate` and
-    `plan` take with --costs-file. Further options are TorchTitan's: --module and --config. It also works on the CPU.
+    Measures times and memory of F, I, W and B without any other rank. Writes the cost file that `estimate` and `plan`
+    take with --costs-file. Further options are TorchTitan's: --module and --config. It also works on the CPU.
 
     \b
     Example:

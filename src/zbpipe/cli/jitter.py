@@ -46,7 +46,7 @@ def jitter_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vary(jitter: Jitter, samples: int) -> Vary:
-    """What gives the step times of a timeline's schedule."""
+    """A function that returns the step times of a timeline's schedule."""
 
     def varied(timeline: Timeline) -> dict[str, float]:
         from zbpipe.simulator.jitter import step_times

@@ -27,7 +27,7 @@ class Request:
     """One schedule, as the options of a command ask for it."""
 
     name: str
-    """Of a schedule, or the path of a file."""
+    """Name of a schedule, or path of a file."""
     ranks: int | None
     microbatches: int | None
     costs: Costs
@@ -35,7 +35,7 @@ class Request:
     memory_limit: MemoryLimit | None = None
 
     def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The schedule, which may be unable to run, and the costs of its stages."""
+        """The schedule, not validated, and the costs of its stages."""
         from zbpipe.costs.memory_limit import MemoryLimit
         from zbpipe.schedule.registry import resolve
 
@@ -63,11 +63,11 @@ class Request:
                 memory_limit=limits,
                 transport=transport,
             )
-        # A registered function may give its schedule any name; people look for the one that they typed.
+        # A registered function may name its schedule anything. Users look for the name that they typed.
         return replace(schedule, name=algorithm.name), costs
 
     def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The schedule, which can run, and the costs of its stages."""
+        """The validated schedule, and the costs of its stages."""
         from zbpipe.simulator.validation import validate
 
         schedule, costs = self.make(transport)
@@ -77,14 +77,15 @@ class Request:
         return schedule, costs
 
     def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
-        """The timeline, of a schedule made for this transport; `how` is for `zbpipe.simulate`."""
+        """Timeline of a schedule made for this transport. `how` goes to `zbpipe.simulate`."""
         from zbpipe.simulator.simulation import simulate
 
         return simulate(*self.make_valid(transport), transport=transport or "ideal", **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options of a `Request`, which the command gets as one argument; the default of `--costs` is `times`."""
+    """Decorator for the options of a `Request`, which the command gets as one argument. The default of `--costs` is
+    `times`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -117,12 +118,12 @@ def simulate_all(
     searched: bool | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
-    """The timelines of all named schedules whose placement has costs; `how` is for `zbpipe.simulate`.
+    """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
 
     Those that are searched for, which takes a while, can be had alone, or all others.
 
-    Schedules that fit themselves to a memory limit keep to the given one. A schedule that cannot have these sizes, or
-    fails in any other way, is left out with a line on stderr.
+    Schedules that adapt to a memory limit use the given one. A schedule that cannot have these sizes, or fails in any
+    other way, is left out with a line on stderr.
     """
     from zbpipe.schedule.registry import schedules
 
@@ -142,13 +143,13 @@ def simulate_one(
     memory_limit: MemoryLimit | None = None,
     **how: Any,
 ) -> Timeline | None:
-    """The timeline of one of them; None if it is left out."""
+    """Timeline of one named schedule; None if it is left out."""
     try:
         if costs.job is None or costs.has(algorithm.place(ranks)):
             limit = memory_limit if "memory_limit" in algorithm.keywords else None
             return Request(algorithm.name, ranks, microbatches, costs, memory_limit=limit).simulate(**how)
     except ValueError as error:
         click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
-    except Exception as error:  # a broken function of an installed package is no reason to hide the others
+    except Exception as error:  # a broken function of one installed package must not hide the others
         click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
     return None

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _STANDARD_OUTPUT = Path("-")
 _SHORT = 2e7
-"""Ops that the search for a wave may time: a fraction of a second."""
+"""Budget of the search for a wave, in timed ops: a fraction of a second."""
 _WORTH_A_LINE = 0.995
-"""What a wave takes of the plan's time at most to be named."""
+"""Largest step time of a wave, relative to the plan's, at which the wave is mentioned."""
 _SAMPLES = 1000
-"""Random steps for the quantiles of the table."""
+"""Number of random steps for the quantiles of the table."""
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
@@ -170,18 +170,18 @@ def plan(
 
 @dataclass(frozen=True)
 class _Named:
-    """The plan, as a table has it, and the schedules with a name."""
+    """The plan as a table entry, and the named schedules."""
 
     plan: ComparedSchedule
     others: list[ComparedSchedule]
     words: str
-    """Of what the costs are."""
+    """Source of the costs."""
     wave: Plan | None
-    """One on the placement with four stages a rank, if it was not asked for and is better."""
+    """A better plan on the placement with four stages per rank, unless that placement was requested."""
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
-    """What the command line asks for, as `zbpipe.plan` takes it; refused before anything is printed."""
+    """Arguments of `zbpipe.plan` from the command line, checked before anything is printed."""
     from zbpipe.planner.request import DEFAULT_PLACEMENTS, Request, name_placements, require_job
 
     job = costs.job
@@ -200,7 +200,7 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
 
 
 def _search(costs: Costs, jitter: Jitter | None, asked: Mapping[str, Any]) -> Plan:
-    """The best schedule."""
+    """Best schedule found."""
     from zbpipe.planner.plan import plan
 
     with _progress_bar() as progress:
@@ -216,7 +216,7 @@ class _Neighbours:
     asked: Mapping[str, Any]
 
     def compare(self, **which: bool) -> Iterator[ComparedSchedule]:
-        """Those for the same stages, or the even split of the layers; `which` is for `simulate_all`."""
+        """Named schedules for the same stages, or the even split of the layers. `which` goes to `simulate_all`."""
         from zbpipe.costs.transport import Transport
 
         ranks, microbatches, limit = (self.asked[name] for name in ("ranks", "microbatches", "memory_limit"))
@@ -238,7 +238,7 @@ class _Neighbours:
         )
 
     def around(self, found: Plan, others: Sequence[ComparedSchedule]) -> _Named:
-        """The plan with all of them, of which `others` are known."""
+        """The plan with all named schedules, of which `others` are known."""
         searches_wave = not (self.costs.job or self.jitter or self.asked["offload"])
         return _Named(
             self.row(found.timeline),
@@ -249,7 +249,8 @@ class _Neighbours:
 
 
 def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
-    """A short search with four stages a rank, which many models can have; None if it was asked for, or is no better."""
+    """A short search with four stages per rank, possible for many models; None if it was requested, or is not
+    better."""
     from zbpipe.planner.plan import plan
 
     if asked["placements"]:
@@ -258,7 +259,7 @@ def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
         wave = plan(
             costs=costs.of, **asked | {"placements": "wave", "budget": asked["budget"] or _SHORT, "exact": False}
         )
-    except ValueError:  # too large for four stages a rank, or for the limit
+    except ValueError:  # too large for four stages per rank, or for the limit
         return None
     return wave if wave.reached < found.reached * _WORTH_A_LINE else None
 
@@ -279,7 +280,7 @@ def _progress_bar() -> Iterator[Callable[[float, float], None] | None]:
 
 
 def _record(found: Plan, named: _Named) -> dict[str, Any]:
-    """The keys of `simulate --json` and more; the lower bound holds for all placements tried, and knows the limit."""
+    """The keys of `simulate --json` and more. The lower bound covers all placements tried, and includes the limit."""
     parts = found.module_fqns_per_model_part
     return {
         **named.plan.figures,
@@ -299,7 +300,7 @@ def _record(found: Plan, named: _Named) -> dict[str, Any]:
 
 
 def _sum_up(found: Plan) -> Iterator[str]:
-    """What the search found."""
+    """Summary of the search's result."""
     from zbpipe.views.style import number, percent, summary
 
     yield summary(found.timeline)
@@ -311,7 +312,7 @@ def _sum_up(found: Plan) -> Iterator[str]:
 
 
 def _text(found: Plan, named: _Named) -> Iterator[str]:
-    """The table, with what the search for a wave found."""
+    """The table, with the result of the search for a wave."""
     from zbpipe.views.report import comparison
     from zbpipe.views.style import number
 
@@ -330,7 +331,7 @@ def _text(found: Plan, named: _Named) -> Iterator[str]:
 
 
 def _split(found: Plan) -> Iterator[str]:
-    """How the layers are cut, and what that gains."""
+    """The layer split, and its gain."""
     from zbpipe.views.report import longer
     from zbpipe.views.style import number
 

@@ -12,7 +12,7 @@ from zbpipe.cli.base import Command, OutputFile
 
 @click.command(cls=Command)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Default: a free one.")
-@click.option("--browser/--no-browser", default=True, show_default=True, help="Whether to open the page.")
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
 @click.option(
     "--export",
     "file",

@@ -80,8 +80,8 @@ def show(
     """Draw a schedule, in the terminal or into files.
 
     Time runs from left to right. F is a forward, I the backward for the input, W the backward for the weights, B a full
-    backward; the numbers are microbatches. Times are equal unless you give others, as in the papers: so the pattern is
-    best seen. `--costs typical` has those of a transformer.
+    backward. The numbers are microbatches. By default all times are equal, as in the papers, which shows the pattern
+    best. `--costs typical` has the times of a transformer.
 
     \b
     Examples:
@@ -192,10 +192,10 @@ def compare(
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    Of equally long ones that with less memory comes first. The recommended one has the shortest step within 1F1B's
-    memory, or within the memory limit. Schedules over the limit follow with a mark, and last those that cannot run:
-    torch's own split fails under selective checkpointing. Where times vary (--jitter), the step that 95 % do not
-    exceed decides.
+    Equally fast schedules are sorted by memory. The recommended one has the shortest step within 1F1B's memory, or
+    within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run come last: torch's
+    own split fails under selective checkpointing. Where times vary (--jitter), the 95th percentile of the step time
+    decides.
 
     \b
     Examples:

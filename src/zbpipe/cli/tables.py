@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
-"""How `validate` takes a limit."""
+"""Form of a limit for `validate`."""
 
 
 @click.command(cls=Command)
@@ -27,8 +27,8 @@ _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microba
 def export(request: Request, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
-    One row for each rank, one cell for each op. torch and TorchTitan load it unchanged, for example with
-    --parallelism.pipeline_parallel_schedule_csv. Costs matter only to schedules that fit themselves to them.
+    One row per rank, one cell per op. torch and TorchTitan load it unchanged, for example with
+    --parallelism.pipeline_parallel_schedule_csv. Costs matter only to schedules that adapt to them.
 
     \b
     Example:
@@ -64,11 +64,11 @@ def validate(
 ) -> None:
     """Check a schedule, by its name or in a CSV file.
 
-    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is
-    torch's compute-only table, or its table with communication, whose sends and receives have to match as well; the
-    other commands and jobs read only its computations. Prints each finding on a line; the exit code is 1 if there is
-    any. A memory limit counts activations as without checkpointing:
-    1 is a rank's share of one microbatch. `compare` and `simulate` know what checkpointing changes.
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
+    compute-only table, or its table with communication, whose sends and receives have to match as well. The other
+    commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any. A
+    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. `compare` and
+    `simulate` know what checkpointing changes.
 
     \b
     Examples:

@@ -1,1 +1,1 @@
-"""zbpipe in every framework that asks torch for a pipeline schedule by its name."""
+"""Integration with every framework that asks torch for a pipeline schedule by name."""

@@ -1,7 +1,8 @@
-"""Adapts NeMo AutoModel, which places stages by functions of its own, and reads the loss from one rank.
+"""Adapts NeMo AutoModel, which places stages with its own functions, and reads the loss from one rank.
 
-All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel: when it
-asks for one of zbpipe's schedules, this replaces functions in its modules, and puts them back for torch's schedules.
+All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel. When
+AutoModel asks for one of zbpipe's schedules, functions in its modules are replaced; torch's schedules get the originals
+back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zbpipe.runtime import checks
 from zbpipe.schedule.registry import Algorithm
 
 KNOWN = "0.7.0"
-"""The version that this was tried with."""
+"""Tested version of AutoModel."""
 
 _FUNCTIONAL = "nemo_automodel.components.distributed.pipelining.functional"
 _BUFFER_POOL = "nemo_automodel.components.distributed.pipelining.recv_buffer_pool"
@@ -33,7 +34,7 @@ _TAKES = {
 """The functions of AutoModel that are replaced, and the arguments that it gives them, in order."""
 
 _originals: list[tuple[Any, str, Any]] = []
-"""Owner, name and value of what was replaced."""
+"""Owner, name and value of each replaced function."""
 
 
 def adapt(algorithm: Algorithm) -> None:
@@ -86,7 +87,7 @@ def _require_all_buffers(algorithm: Algorithm) -> None:
 
 
 class _Stages:
-    """What replaces AutoModel's functions, with their arguments."""
+    """Replacements of AutoModel's functions, with the same arguments."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -94,7 +95,7 @@ class _Stages:
     def how_many(
         self, num_layers: int, layers_per_stage: int | None, pp_size: int, *unused: Any, **also_unused: Any
     ) -> tuple[int, int]:
-        """The number of stages: in all, and on each rank."""
+        """The number of stages: in total, and on each rank."""
         algorithm = self._algorithm
         cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
         chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
@@ -111,7 +112,7 @@ class _Stages:
 
 
 def _send_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Recipes report the reduced loss of the pipeline's last rank; a V has it on the first. So send it to all."""
+    """Send the loss to all ranks: recipes report the last rank's reduced loss, but a V has it on the first rank."""
 
     @wraps(reduce)
     def reduce_and_send(self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,13 +18,13 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.registry import Algorithm
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
-"""Names for which torch gives an abstract class; frameworks use them with a CSV file of their own."""
+"""Names for which torch returns an abstract class. Frameworks use them with their own CSV file."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Installation:
-    """What replaces torch's `get_schedule_class` while zbpipe is installed."""
+    """Replacement of torch's `get_schedule_class` while zbpipe is installed."""
 
     def __init__(self, schedule: str | None, everywhere: bool, options: Options, torchs_too: bool) -> None:
         self.torchs = schedules.get_schedule_class
@@ -38,7 +38,7 @@ class _Installation:
         self._proxies_of_torchs = torchs_too and options != Options()
         self._proxies: dict[str, Any] = {}
         self._tables: dict[str, Algorithm] = {}
-        """By path what the file held when the job first asked for it."""
+        """Content of each file, by path, when the job first asked for it."""
 
     def get_schedule_class(self, schedule_name: str) -> Any:
         """The class for a schedule of torch's or zbpipe's, in any case, or for the path of a CSV file."""

@@ -1,4 +1,7 @@
-"""Schedules on PyTorch: the classes that torch's executor runs, and the backward split on its stages."""
+"""Schedules on PyTorch: the classes that torch's executor runs, and the backward split on its stages.
+
+F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -8,7 +11,7 @@ import torch
 from zbpipe.runtime import _torch
 
 KNOWN = ("2.11", "2.15")
-"""The oldest and the newest torch that zbpipe was tried with."""
+"""Oldest and newest tested torch."""
 
 try:
     for _module in iter_modules(_torch.__path__, "zbpipe.runtime._torch."):

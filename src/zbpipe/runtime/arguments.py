@@ -1,4 +1,4 @@
-"""Arguments of public functions, refused at the edge: by a ValueError with the value, and what to give instead."""
+"""Checks of public functions' arguments: a ValueError names the value, and what to pass instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zbpipe.runtime._torch import pipelining
 
 
 def require_schedule(what: str, schedule: object) -> None:
-    """Refuse what is no schedule of torch's or zbpipe's."""
+    """Refuse anything but a schedule of torch or zbpipe."""
     if not isinstance(schedule, pipelining.PipelineSchedule):
         raise ValueError(
             f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"
@@ -21,7 +21,7 @@ def require_schedule(what: str, schedule: object) -> None:
 
 
 def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
-    """Refuse the first of `options` that is not `known`; the message lists these, and names the nearest."""
+    """Refuse the first of `options` that is not `known`. The message lists the known options, and names the nearest."""
     for option in options:
         if option not in known:
             near = get_close_matches(option, known, n=1)
@@ -30,7 +30,7 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
 
 
 def require_above_0(name: str, number: object) -> None:
-    """Refuse what is no number above 0; None is none."""
+    """Refuse anything but a number above 0. None is accepted."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if number is not None and not (is_number and number > 0):  # type: ignore[operator]
         raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
@@ -44,18 +44,18 @@ def require_callable(**functions: object) -> None:
 
 
 def require_group(group: object) -> None:
-    """Refuse what is no process group; None is all ranks of the job."""
+    """Refuse anything but a process group. None means all ranks of the job."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group has to be a process group of torch.distributed, or None for all ranks, got {group!r}")
 
 
 def require_path(name: str, path: Any) -> None:
-    """Refuse what names no file; None is no file."""
+    """Refuse anything but a file path. None means no file."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name} has to be the path of a file, got {path!r}")
 
 
 def require_yes_or_no(name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse anything but True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} has to be True or False, got {value!r}")

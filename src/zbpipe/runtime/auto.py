@@ -1,4 +1,4 @@
-"""`Auto`: start with a schedule that is sure to fit, measure the job, plan for it, and run the plan if it is faster."""
+"""`Auto`: start with a schedule that surely fits, measure the job, plan, and run the plan if it is faster."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from zbpipe.simulator.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8
-"""The most ops for a thorough search, and its budget of about ten seconds, because all other ranks wait for it."""
+"""Largest number of ops for a thorough search, and its budget of about ten seconds: all other ranks wait for it."""
 USUAL_STEPS = 5
-"""Timed steps of each schedule."""
+"""Timed steps per schedule."""
 _WORTH_IT = 0.995
-"""A plan has to be faster than this share of the start's step, simulated, to be tried."""
+"""Largest simulated step time of a plan to try, relative to the start's."""
 
 Records = list[StepRecord]
 
@@ -51,30 +51,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AutoOutcome:
-    """What `Auto` found. Times are seconds of one step."""
+    """Result of `Auto`. Times are seconds per step."""
 
     start: str
-    """The name of the schedule that it has without a plan: ZBVLean for the measured costs."""
+    """Name of the schedule without a plan: ZBVLean for the measured costs."""
     chosen: str
-    """The name of the schedule that runs from now on."""
+    """Name of the schedule that runs from now on."""
     expected_before: float
-    """Simulated with the measured costs, for the start."""
+    """Step time of the start, simulated with the measured costs."""
     expected_after: float
-    """The same for the plan."""
+    """Step time of the plan, simulated with the measured costs."""
     measured_before: float
-    """Of the start in turn with the plan; if that was not tried, of the steps in which ops were measured."""
+    """Step time of the start, alternating with the plan. If the plan was not tried, of the steps that measured ops."""
     measured_after: float | None
-    """None if the plan was not tried, because it gains less than half a percent when simulated."""
+    """Step time of the plan; None if it was not tried, because its simulated gain is below half a percent."""
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The plan, as the rank that searches gives it to all others."""
+    """The plan, as broadcast by the rank that searches."""
 
     table: str
-    """As CSV."""
+    """The plan as CSV."""
     expected: float
-    """Seconds of a step; infinite if there is no plan."""
+    """Seconds per step; infinite if there is no plan."""
     words: str
 
 
@@ -82,33 +82,33 @@ class AutoSchedule(RegisteredSchedule):
     """Starts as lean as 1F1B, measures the job, plans for it, and switches between two steps.
 
         schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
-        ...                     # train; the log of the first rank says what it does
-        schedule.outcome        # what it measured and chose; None before
+        ...                     # train; the first rank's log reports each decision
+        schedule.outcome        # the measurements and the choice; None before
 
-    It measures with ZBVLean as it would be under full checkpointing: with whole backwards, and few I and W. That takes
-    `profile_steps` + 2 steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean take turns for
-    `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the placement of the
-    stages (two a rank, in a V) never change, so neither do the losses. With `zbpipe.OptimizerStep` it plans for the
-    shortest period; timed steps do not run ahead.
+    It measures with full checkpointing's ZBVLean: whole backwards, and few I and W. That takes `profile_steps` + 2
+    steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean alternate for `profile_steps` steps
+    each, and the faster one stays. Weights, optimizer, order of the data and the placement of the stages (two per rank,
+    in a V) never change, so neither do the losses. With `zbpipe.OptimizerStep` it plans for the shortest period. Timed
+    steps do not run ahead.
 
-    After that it goes on watching: if steps take longer or less time for good, it measures and plans again. The log
-    names the rank or link that has changed. If stages placed otherwise would be faster by more than a hundredth, it
-    says so, and writes the plan for the next start.
+    Afterwards it monitors step times. If they change permanently, it measures and plans again, and logs the rank or
+    link that has changed. If another placement of the stages would be more than 1 % faster, it logs this, and writes
+    the plan for the next start.
 
     Args:
-        stages: as for every schedule of zbpipe's, and so `n_microbatches`, `loss_fn`, `args` and `options`.
-        offload: what plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
-        memory_limit: as for every schedule; while it measures, only activations and deferred gradients count. Default:
-            what 1F1B's worst rank would hold by the measured costs, with all that ops need while they run.
-        profile_steps: timed steps of the start, and later of the plan and the start again.
+        stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
+        offload: tensors that the plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
+        memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
+            the memory of 1F1B's worst rank with the measured costs, working memory included.
+        profile_steps: timed steps of the start, and later of the plan and of the start again.
         budget: for the search, see `zbpipe.plan`.
-        group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
+        group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
         measured: called on every rank with the measured costs.
-        plan_out: the CSV file for a plan with another placement, which the first rank writes.
-        keep_watching: whether it looks at the times of steps after it has chosen.
+        plan_out: CSV file for a plan with another placement, written by the first rank.
+        keep_watching: whether to monitor step times after the choice.
 
     Raises:
-        ValueError: as for every schedule, and for a limit below what one microbatch holds.
+        ValueError: as for every schedule, and for a limit below one microbatch's memory.
     """
 
     algorithm = resolve("Auto")
@@ -142,7 +142,7 @@ class AutoSchedule(RegisteredSchedule):
         self._offload = Offload.parse(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
-            make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices that have none
+            make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices without host copies
         self._group = group
         self._budget = budget
         self._measured = measured
@@ -150,15 +150,15 @@ class AutoSchedule(RegisteredSchedule):
         self._plan_out = plan_out
         self._keep_watching = keep_watching
         self._known: CostModel | None = None
-        """The costs for which it has chosen; None before."""
+        """Costs behind the present choice; None before it."""
         self._chose_lean = True
         self._to_beat: Schedule | None = None
-        """What ran when it began to measure again."""
+        """The schedule that ran before the new measurement."""
         self._for_measuring = self.schedule
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def measure_again(self, drift: Drift) -> None:
-        """Measure and plan again, beginning with the next step. All ranks have to call this between two steps."""
+        """Measure and plan again from the next step on. All ranks have to call this between two steps."""
         self._log(
             f"for about {drift.steps} steps a step has taken {drift.ratio:.2f} times as long as usual: measures again"
         )
@@ -167,7 +167,7 @@ class AutoSchedule(RegisteredSchedule):
         self._profiler = Profiler(self, self._num_steps, group=self._group, done=self._plan)
 
     def make_for_microbatches(self, number: int) -> Schedule:
-        """What it measures with, until it has planned; then the better one of a plan and ZBVLean."""
+        """The schedule for measurements before the plan, afterwards the better one of plan and ZBVLean."""
         if self._known is None:
             return super().make_for_microbatches(number)
         lean = self._make_lean(number, self._known)
@@ -234,7 +234,7 @@ class AutoSchedule(RegisteredSchedule):
             watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
 
     def _advise_placement(self, job: JobCosts, here: float) -> None:
-        """Say on the first rank which placement would be faster than `here` seconds, and write its plan."""
+        """Log on the first rank a placement that would be faster than `here` seconds, and write its plan."""
         if dist.get_rank(self._group) != 0 or self._offload:
             return
         if words := uneven_stages(job):
@@ -263,7 +263,7 @@ class AutoSchedule(RegisteredSchedule):
         return self._budget or (_WORK if num_ops > _MANY_OPS else None)
 
     def _step_seconds(self, records: Records) -> float:
-        """The median step of all ranks, each as long as its slowest rank."""
+        """Median step time over all ranks; each step takes as long as its slowest rank."""
         mine = [record.seconds for record in records]
         by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(by_rank, mine, group=self._group)
@@ -275,7 +275,7 @@ class AutoSchedule(RegisteredSchedule):
 
 
 class _InTurn(Collector):
-    """Runs two schedules in turn, step by step, so that a machine that gets faster or slower affects both alike."""
+    """Alternates two schedules step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(
         self, runtime: AutoSchedule, first: Schedule, second: Schedule, times: int, done: Callable[[Records], None]
@@ -309,7 +309,7 @@ def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:
 
 
 def find_memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
-    """By rank what it may hold, in the unit of `costs.activations`: the limit, or None for 1F1B's memory."""
-    # At least what one microbatch alone takes: it has run.
+    """Memory limit of each rank in the unit of `costs.activations`. Without `limit`, 1F1B's memory."""
+    # At least the memory of one microbatch, which has already run.
     limits = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
     return tuple(map(max, limits, least_room(Placement.v(ranks), costs)))

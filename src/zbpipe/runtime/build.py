@@ -48,17 +48,17 @@ def build_pipeline_schedule(
     torch.Size([8, 8])
     >>> dist.destroy_process_group()
 
-    In a job, torchrun starts the ranks, `rank` and `num_ranks` are those of the pipeline's process group, the first
-    stage's rank gives the input to `step`, and the last stage's rank gives the target.
+    In a job, torchrun starts the ranks, and `rank` and `num_ranks` belong to the pipeline's process group. The first
+    stage's rank passes the input to `step`, and the last stage's rank the target.
 
     Args:
         schedule: zbpipe's name or torch's, in any case. torch's names give torch's own classes. Or a `Schedule` or
-            `Plan`, the same on all ranks (`zbpipe.from_first_rank`), which zbpipe's own class runs; the costs of a plan
-            place its receives.
+            `Plan`, the same on all ranks (`zbpipe.from_first_rank`), for zbpipe's own class. The costs of a plan place
+            its receives.
         stages: this rank's stages, which `zbpipe.stage_indices` names; a single stage needs no list.
         n_microbatches: the number of microbatches into which a batch is split.
         loss_fn: `(output, target) -> loss`.
-        options: what the class takes besides, such as `scale_grads`, or `split_backward` for zbpipe's schedules; see
+        options: further arguments of the class, such as `scale_grads`, or `split_backward` for zbpipe's schedules; see
             `zbpipe.runtime.schedules.RegisteredSchedule`.
 
     Raises:
@@ -105,7 +105,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
 def from_first_rank(
     make: Callable[[], Made], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> Made:
-    """What `make` gives on the first rank, on all of them: one rank plans, and no file has to be seen by all.
+    """The first rank's result of `make` on all ranks: one rank plans, and no shared file is needed.
 
         schedule = zbpipe.from_first_rank(lambda: zbpipe.plan(num_ranks, 16, costs))
         indices = zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
@@ -124,7 +124,7 @@ def from_first_rank(
         device: through which the backend sends; default: the CPU, or with NCCL the current GPU.
 
     Raises:
-        ValueError: on all ranks, if `make` fails or gives something else than a Schedule or a Plan.
+        ValueError: on all ranks, if `make` fails or returns anything but a Schedule or a Plan.
     """
     made: list[Any] = [None]
     if dist.get_rank(group) == 0:
@@ -132,7 +132,7 @@ def from_first_rank(
             made = [make()]
             if not isinstance(made[0], (Schedule, Plan)):
                 made = [f"it made {made[0]!r}, not a zbpipe.Schedule or a zbpipe.Plan"]
-        except Exception as error:  # the other ranks wait for an answer, whatever it is
+        except Exception as error:  # the other ranks wait for any answer
             made = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
@@ -142,7 +142,7 @@ def from_first_rank(
 
 
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
-    """Refuse options that the schedule does not have with the installed torch."""
+    """Refuse options that the schedule lacks with the installed torch."""
     if algorithm.source == "torch":
         checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:

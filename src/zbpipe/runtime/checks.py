@@ -1,4 +1,4 @@
-"""What is refused before it runs: options, stages, orders and batches that do not fit a schedule."""
+"""Checks before a run: options, stages, orders and batches that do not fit a schedule are refused."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 
 Spell = Callable[[str], str]
-"""Takes the name of an option, and gives it as the user wrote it."""
+"""Maps the name of an option to its form in the user's interface."""
 
 _LONGEST_FINDING = 300
-"""In characters: a circle of messages can have as many as a step."""
+"""Limit in characters: a cycle of messages can be as long as a step."""
 _WAY_OUT = (
     "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True), or give"
     " step(microbatches=) on all ranks"
@@ -36,11 +36,11 @@ _WAY_OUT = (
 
 
 def require_writable(file: str | Path) -> None:
-    """Refuse, before the job runs, a file that it could not write later; makes the folder if there is none."""
+    """Refuse an unwritable file before the job runs; creates the folder if it is missing."""
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opening it to append leaves an existing file as it is.
+        # Opening in append mode does not change an existing file.
         existed = path.exists()
         path.open("a").close()
         if not existed:
@@ -50,15 +50,15 @@ def require_writable(file: str | Path) -> None:
 
 
 def require_options(name: str, options: Iterable[str], build: Callable[..., Any], more: Iterable[str] = ()) -> None:
-    """Refuse options that a schedule does not have with the installed torch: no arguments of `build`, nor in `more`."""
+    """Refuse options that a schedule lacks with the installed torch: neither arguments of `build` nor in `more`."""
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
     arguments.require_known(f"{name} on this torch", options, known)
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
-    """Refuse a job's own number of stages, `cut`, if the schedule called `name` has another one."""
-    # None leaves it to the schedule. `field` is the part of the job's config that cuts.
+    """Refuse a job's own number of stages, `cut`, if the schedule `name` has another number."""
+    # None leaves it to the schedule. `field` is the config field with the number.
     if cut is not None and cut != placement.num_stages:
         raise ValueError(
             f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
@@ -76,7 +76,7 @@ def require_parts(name: str, placement: Placement, num_parts: int) -> None:
 
 
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> int:
-    """The number of microbatches as Python's own. One that is none is refused, and so is a loss_fn."""
+    """The number of microbatches as a Python int. Anything else is refused, such as a loss_fn."""
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
     (n_microbatches,) = require_whole(1, n_microbatches=n_microbatches)
@@ -84,7 +84,7 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
 
 
 def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
-    """The stages in ascending order: torch's first step passes shapes from stage to stage in the order of the list."""
+    """The stages in ascending order, because torch's first step passes shapes from stage to stage in list order."""
     given: Any = () if stages is None else stages
     listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
@@ -101,7 +101,8 @@ def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> l
 def place_stages(
     stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
 ) -> tuple[list[PipelineStage], Placement]:
-    """A rank's stages in ascending order, and the placement of all stages, with as many a rank as there are here."""
+    """A rank's stages in ascending order, and the placement of all stages. Every rank has as many stages as this
+    one."""
     name, ordered = algorithm.name, sort_stages(stages, algorithm.name)
     groups = [(stage.group_rank, stage.group_size) for stage in ordered]
     if len(set(groups)) > 1:
@@ -122,9 +123,9 @@ def place_stages(
 
 def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
     """Refuse torch's late receives where they do not match the sends."""
-    # On a V, messages of F and I go the same way between two ranks, so a rank can receive one for the other (torch
-    # 2.15). Elsewhere a rank can wait for a message that the other rank sends only after it has received one of this
-    # rank.
+    # On a V, messages of F and I go in the same direction between two ranks, so a rank can receive one for the other
+    # (torch 2.15). In other placements a rank can wait for a message that its peer sends only after it has received one
+    # from this rank.
     if not options.get("defer_pp_recv") or not isinstance(runtime, pipelining.ScheduleRuntime):
         return
     rows = pipelining.rows_of(runtime)
@@ -144,7 +145,8 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
 
 
 def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
-    """Refuse a training step without a loss, an empty batch, and a target that makes no equal microbatches."""
+    """Refuse a training step without a loss, an empty batch, and a target that does not split into equal
+    microbatches."""
     if pipelining.trains(runtime) and pipelining.loss_fn_of(runtime) is None:
         raise ValueError(
             "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
@@ -170,7 +172,7 @@ def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable
 
 
 def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
-    """Refuse to train parameters that autograd does not know."""
+    """Refuse to train parameters without autograd."""
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
             if parameter.requires_grad and parameter.is_inference():
@@ -183,7 +185,7 @@ def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
 def require_microbatches_alike(
     runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any
 ) -> None:
-    """Refuse the microbatches of a step if some are missing, or of another shape than the others."""
+    """Refuse the microbatches of a step if some are missing, or differ in shape."""
     n_microbatches = pipelining.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
@@ -204,7 +206,7 @@ def require_microbatches_alike(
 
 
 def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> None:
-    """Refuse microbatches, which are alike, of other shapes than those for which messages are set up."""
+    """Refuse microbatches, all of one shape, whose shapes differ from the messages' setup."""
     stage = hooks.stages_of(runtime)[0]
     expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
     if not stage.is_first or not inputs or expected is None:
@@ -221,7 +223,7 @@ def _list_shapes(microbatch: Iterable[Any]) -> list[torch.Size]:
 
 
 def describe_inputs(inputs: Iterable[Any]) -> list[Any]:
-    """What the first of these microbatches gives stage 0: shapes and types."""
+    """Shapes and types of stage 0's inputs in the first of these microbatches."""
     first = next(iter(inputs), ())
     return [(tuple(_find_local_shape(each)), each.dtype) for each in first if isinstance(each, Tensor)]
 
@@ -235,7 +237,7 @@ def _describe(shapes: Iterable[torch.Size]) -> str:
 
 
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
-    """Refuse a parameter that two stages share: torch would divide its gradient by the microbatches once for each."""
+    """Refuse a parameter that two stages share: torch would scale its gradient once per stage."""
     stages = hooks.stages_of(runtime)
     if not runtime.scale_grads or all(map(is_split, stages)):
         return
@@ -252,7 +254,7 @@ def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None
 
 
 def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
-    """Refuse a schedule whose sends and receives do not match, or make ranks wait for each other."""
+    """Refuse a schedule whose sends and receives do not match, or deadlock."""
     if are_sound(rows, schedule):
         return
     findings = validate_lowered(rows) or find_blocked_queues(rows)
@@ -264,16 +266,16 @@ def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
 
 
 def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -> Receives | None:
-    """When the user wants receives to be posted; None leaves it to zbpipe."""
-    # With `max_outstanding_sends` torch places its waits between its own early receives, so that option means early
-    # ones.
+    """The user's choice of when to post receives; None leaves it to zbpipe."""
+    # With `max_outstanding_sends` torch places its waits between its own early receives, so that option implies early
+    # receives.
     if receives is not None:
         return Receives.parse(receives)
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:
-    """Refuse to adopt a schedule for other stages than those that run."""
+    """Refuse to adopt a schedule for stages other than the running ones."""
     if schedule.placement != placement:
         raise ValueError(
             f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
@@ -311,7 +313,7 @@ def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> Non
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Refuse what torch could not run, before anything is launched."""
+    """Refuse a schedule that torch cannot run, before anything is launched."""
     require_valid(schedule)
     last = schedule.placement.num_stages - 1
     forwards = [op.microbatch for op in schedule.ops[schedule.placement.rank_of[last]] if op[:2] == (last, OpKind.F)]

@@ -2,7 +2,7 @@
 
     schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
 
-Each is a `RegisteredSchedule` and takes its arguments; the lean ones adapt to the activation checkpointing (see
+Each is a `RegisteredSchedule` and takes its arguments. The lean schedules adapt to the activation checkpointing (see
 `LeanSchedule`). `zbpipe.algorithms` has their definitions.
 """
 
@@ -17,7 +17,7 @@ from zbpipe.schedule.registry import Algorithm, resolve
 
 
 def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
-    """The class that runs one of zbpipe's schedules, or another package's; always the same class for a name."""
+    """The class that runs a schedule of zbpipe or another package. A name always has the same class."""
     algorithm = resolve(schedule)
     return _find_class(algorithm) if algorithm.table is None else _make_class(algorithm)
 

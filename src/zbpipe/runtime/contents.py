@@ -1,7 +1,7 @@
-"""What modules hold besides parameters and buffers: counters in containers and objects, and tensors in those.
+"""Module state besides parameters and buffers: counters in containers and objects, and tensors in those.
 
-A forward may count in a dict, a list, a deque or an object of its own. To run it once more from the same state, all of
-them get their contents back, in place: whoever else holds a container sees the same one.
+A forward may count in a dict, a list, a deque or a custom object. To rerun it from the same state, their contents are
+restored in place, so that other references stay valid.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from torch import Tensor, nn
 
 _MOST = 10_000
-"""Containers with more entries get their entries back, but not what is in these."""
+"""Containers with more entries get their entries back, but not the contents of these."""
 _MOST_OBJECTS = 100_000
-"""What lies deeper is left alone."""
+"""Limit of visited objects; the rest is not restored."""
 _MOST_BYTES = 1 << 24
-"""Larger arrays are data sets rather than counters."""
+"""Limit of an array's bytes: larger ones are data sets rather than counters."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 
 PutBack = Callable[[], object]
 
 
 class Contents:
-    """The contents, at one moment, of all that modules hold. Found from their attributes, however deep it is."""
+    """Snapshot of all module contents, found from their attributes at any depth."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = list(modules)
         self.tensors: list[Tensor] = []
-        """Those that lie in attributes and containers; whoever asks keeps their values."""
+        """Tensors in attributes and containers. The caller keeps their values."""
         self._put_back: list[PutBack] = []
         self._packages = {_find_package(type(part)) for part in parts}
-        # They hold what it has seen, so that no id is used again meanwhile.
+        # Keeps visited objects alive, so that no id is reused meanwhile.
         self._seen: dict[int, object] = {id(part): part for part in parts}
         waiting: list[object] = []
         for part in parts:
@@ -58,7 +58,7 @@ class Contents:
             each()
 
     def _keep(self, value: Any) -> Iterable[object]:
-        """Remember what `value` holds; returns what there is to remember in it."""
+        """Record the contents of `value`; returns the objects in it."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors.append(value)
@@ -78,7 +78,7 @@ class Contents:
         return ()
 
     def _is_users(self, kind: type) -> bool:
-        """Whether a class is of the user's own code, or of the package of one of the modules."""
+        """Whether a class belongs to user code, or to the package of one of the modules."""
         # An object of another package, such as a logger, may be in use by other threads.
         package = _find_package(kind)
         if package in ("torch", "zbpipe") or package in sys.stdlib_module_names:
@@ -101,7 +101,7 @@ class Contents:
         if type(own) is dict:
             _, put_back = _keep_mapping(own)
             self._put_back.append(put_back)
-            is_module = isinstance(value, nn.Module)  # one that no other module has as its own
+            is_module = isinstance(value, nn.Module)  # a module that no other module registers
             yield from (held for name, held in own.items() if not (is_module and name == "_parameters"))
 
     def _keep_class(self, kind: type) -> Iterator[object]:
@@ -113,7 +113,7 @@ class Contents:
 
 
 _KEPT_ELSEWHERE = {"_parameters", "_buffers", "_modules"}
-"""FSDP swaps parameters between F and I, and `State` keeps buffers."""
+"""Attributes restored elsewhere: FSDP swaps parameters between F and I, and `State` keeps buffers."""
 
 
 def _find_package(kind: type) -> str:
@@ -126,11 +126,11 @@ def _put_attribute(owner: type, name: str, value: object) -> None:
 
 
 Kept = tuple[list[object], PutBack]
-"""What is in a container, and how to put it back."""
+"""The contents of a container, and a function that restores them."""
 
 
 def _keep_mapping(value: Any) -> Kept:
-    # Not by methods of a subclass: `Counter.update` adds, and one of the user's may do anything.
+    # Not through methods of a subclass: `Counter.update` adds, and a user's may do anything.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     before = list(kind.items(value))
 
@@ -164,7 +164,7 @@ _CONTAINERS: dict[type, Callable[[Any], Kept]] = {
 
 
 def _are_same(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Whether both give the very same objects."""
+    """Whether both yield identical objects."""
     return [*map(id, one)] == [*map(id, other)]
 
 
@@ -178,7 +178,7 @@ def _keep_array(value: Any) -> PutBack | None:
 
 
 def _keep_generator(value: Any) -> PutBack | None:
-    """For sources of random numbers that a module has of its own."""
+    """The function that restores a module's own random number generator; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
@@ -192,7 +192,7 @@ def _keep_generator(value: Any) -> PutBack | None:
 
 
 def keep_shared_generators() -> Iterator[PutBack]:
-    """Those of Python and numpy that every module may use."""
+    """Functions that restore the global generators of Python and numpy."""
     yield partial(random.setstate, random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
         yield partial(numpy.random.set_state, numpy.random.get_state())

@@ -1,4 +1,4 @@
-"""A schedule as a job asks for it: by name, with zbpipe's options besides the job's own config."""
+"""Schedules for jobs: by name, with zbpipe's options in addition to the job's own config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
     """Refuse options that do not fit the schedule, or name a file that cannot be written."""
-    # A job without a pipeline (not `will_run`) writes no files.
+    # A job without a pipeline (not `will_run`) writes no file.
     name, is_auto = algorithm.name, algorithm is AutoSchedule.algorithm
     require_options(algorithm, options.select_for("torch"))
     if options.memory_limit is not None:
@@ -70,7 +70,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
 def require_size(
     algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: checks.Spell
 ) -> None:
-    """Refuse options that do not fit a job of this size; `steps` are None if their number is not known.
+    """Refuse options that do not fit a job of this size. `steps` is None if the number is unknown.
 
     Raises:
         ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
@@ -79,7 +79,8 @@ def require_size(
     placement = algorithm.place(num_ranks)
     known = None if algorithm.any_stages_per_rank else read_costs(options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
-        # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
+        # Without a cost file, only a limit below the activations is refused. Working memory is known when the schedule
+        # is built.
         costs = known.on(placement) if known else CostModel.uniform(placement)
         with limit.explain(costs, num_ranks, n_microbatches):
             require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
@@ -156,7 +157,7 @@ def _require_files(options: Options, spell: checks.Spell) -> None:
                 costs_file.require_ending(file)
             if option == "plan_out" and not file.lower().endswith(".csv"):
                 raise ValueError(f"{file!r} is no name of a schedule: give one that ends in .csv")
-            # Only the first rank writes; the others may be on machines without that folder.
+            # Only the first rank writes. The others may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)
         except ValueError as error:
@@ -171,7 +172,7 @@ def build(
     options: Options,
     **more: Any,
 ) -> pipelining.PipelineSchedule:
-    """The schedule with `options`; the job's own arguments, `more`, win over them."""
+    """The schedule with `options`. The job's own arguments, `more`, take precedence."""
     own = options.select_for("torch", "zbpipe")
     if options.costs_file is not None:
         _, placement = checks.place_stages(stages, algorithm)
@@ -185,7 +186,7 @@ def build(
 
 
 def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
-    """Attach what `options` ask for: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
+    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
@@ -201,7 +202,7 @@ def write_costs(costs: JobCosts, file: str | None) -> None:
     log_visibly(logger, "measured costs:\n%s", report.costs(costs))
     if not file:
         return
-    try:  # the job does not depend on it
+    try:  # the job does not depend on the file
         costs_file.dump_costs(costs, file)
     except OSError as error:
         logger.warning("the measured costs cannot be written: %s", error)

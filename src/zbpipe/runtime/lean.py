@@ -1,4 +1,4 @@
-"""The lean schedules as classes on torch's executor: they adapt to the checkpointing that they find."""
+"""The lean schedules as classes on torch's executor: they adapt to the job's activation checkpointing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class LeanSchedule(RegisteredSchedule):
-    """A schedule in which W waits only where there is room for it. How much waits depends on the checkpointing.
+    """A schedule that defers W only where memory permits. The amount depends on the checkpointing.
 
         schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
 
-    It takes what all of zbpipe's schedules take, and
+    It takes the arguments of all zbpipe schedules, and
 
     Args:
         stages: all stages of this rank, already wrapped for checkpointing.
-        checkpointing: "none", "selective" or "full", the same on all ranks. By default what the modules show (see
-            `checkpointing_of`); before the first step all ranks take the one of those found that keeps least.
-        costs: measured ones, instead of those that are typical for the checkpointing; the same on all ranks.
+        checkpointing: "none", "selective" or "full", the same on all ranks. By default detected in the modules (see
+            `checkpointing_of`). Before the first step all ranks agree on the detected one that keeps least.
+        costs: measured costs, the same on all ranks, instead of typical costs for the checkpointing.
 
     Raises:
         ValueError: as for every schedule, or an unknown checkpointing.
@@ -58,12 +58,12 @@ class LeanSchedule(RegisteredSchedule):
             costs = usual_costs(placement, found)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
         self.checkpointing = found
-        """That the schedule is made for; None if it is made for measured costs."""
+        """Checkpointing for which the schedule is made; None with measured costs."""
         self._unsure = None if is_sure else self.schedule
-        """What the other ranks may not have made."""
+        """A schedule that other ranks may not have made."""
 
     def settle(self) -> None:
-        """All ranks have to run one schedule, and a rank may have nothing but an embedding."""
+        """Agree on the checkpointing with all ranks, because a rank may have nothing but an embedding."""
         unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
@@ -72,10 +72,10 @@ class LeanSchedule(RegisteredSchedule):
         words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
-        self.make_for(agreed)  # not before: a rank that refuses this step asks again in the next one
+        self.make_for(agreed)  # only now: a rank that refuses this step asks again in the next one
 
     def make_for(self, checkpointing: Checkpointing, tensor: int = 1) -> None:
-        """Make the schedule anew for what all ranks know, unless it is made for measured costs.
+        """Remake the schedule for the checkpointing of all ranks, unless it is made for measured costs.
 
         `tensor` is the degree of tensor parallelism.
         """
@@ -88,9 +88,9 @@ class LeanSchedule(RegisteredSchedule):
 def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
     """The activation checkpointing of these stages, from torch's `checkpoint_wrapper` around their layers.
 
-    It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped; otherwise it
-    is full. Models of transformers say it themselves (`gradient_checkpointing`). What else calls
-    `torch.utils.checkpoint` in its forward is not seen: then say it (`checkpointing=`).
+    It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped. Otherwise it
+    is full. Models of the transformers library declare it (`gradient_checkpointing`). Other calls of
+    `torch.utils.checkpoint` in a forward are not detected: pass `checkpointing=`.
     """
     modules = [module for stage in stages for module in stage.submod.modules()]
     parts = [part for stage in stages for part in checkpoints.find_checkpointed(stage.submod)]

@@ -1,4 +1,4 @@
-"""Logging helpers: what a job logs where its user sees it, and ranks in words."""
+"""Logging helpers: messages where the user sees them, and ranks in words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Value = TypeVar("Value")
 
 
 def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
-    """Log it as information, or as a warning in a job that shows no information, as Python does by default."""
+    """Log a message as information, or as a warning if the job does not show information, Python's default."""
     logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
 def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """The ranks with each of these `values`, which are given by rank."""
+    """The ranks with each value, from `values` by rank."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -23,7 +23,7 @@ def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "ranks 0-2, 5", for ranks in ascending order: a job may have thousands of them."""
+    """Ranks in words, such as "ranks 0-2, 5", from ranks in ascending order. A job may have thousands."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][-1] + 1:

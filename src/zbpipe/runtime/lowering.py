@@ -1,4 +1,4 @@
-"""Schedules as torch runs them: with sends and receives, lowered once and kept; what these messages wait for."""
+"""Schedules as torch runs them, with sends and receives, lowered once and kept; and the transport of their messages."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Lowered:
     lists: pipelining.Lists
     receives: Receives
     is_agreed: bool = False
-    """Whether all ranks have been seen to have the same lists."""
+    """Whether all ranks are known to have the same lists."""
     _cut: RunAhead | None = None
 
     def cut(self, runtime: pipelining.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
-        """Its lists cut for the validation of an optimizer step; None if no rank runs anything before that."""
-        # Copies to the host would have to be undone.
+        """The lists cut at the validation of an optimizer step; None if no rank runs any op before it."""
+        # Copies to the host cannot be undone.
         if self.schedule.has_copies:
             return None
         if self._cut is None:
@@ -51,18 +51,18 @@ class Lowering:
     """Has torch lower schedules, and keeps the results."""
 
     receives: Receives | None
-    """When ranks post them; None for what gives the shortest step."""
+    """When ranks post receives; None for the shortest simulated step."""
     transport: Transport
     frees_sends_early: bool
     """Whether sent tensors are freed as soon as they have surely been received."""
     _known: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
 
     def forget(self) -> None:
-        """Lower everything anew, because the costs have changed."""
+        """Discard lowered schedules, because the costs have changed."""
         self._known.clear()
 
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
-        """The schedule as `runtime` runs it, whose own lists may be others afterwards; `costs` place receives."""
+        """The schedule as `runtime` runs it. `costs` place receives. This may replace the lists of `runtime`."""
         if schedule in self._known:
             return self._known[schedule]
         checks.require_runnable(schedule)
@@ -81,7 +81,7 @@ class Lowering:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Within, Python looks for no garbage: lists are tens of thousands of objects, which would make it look at all."""
+    """Context without garbage collection, which tens of thousands of list objects would trigger."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -92,9 +92,9 @@ def without_collections() -> Iterator[None]:
 
 
 def find_usual_transport(stage: pipelining.Stage) -> Transport:
-    """What messages between `stage` and others usually wait for on its device."""
-    # NCCL has one queue for all messages of a process group; torch >= 2.15 can give each edge of the pipeline a group
-    # of its own. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
+    """Usual transport of messages between `stage` and others on its device."""
+    # NCCL has one queue for all messages of a process group. torch >= 2.15 can give each edge of the pipeline its own
+    # group. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
     if pipelining.device_of(stage).type == "cpu":
         return Transport.IDEAL
     if ON_ROCM:
@@ -103,7 +103,7 @@ def find_usual_transport(stage: pipelining.Stage) -> Transport:
 
 
 def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Receives]:
-    """What the messages wait for, and when ranks post receives, in one of zbpipe's schedules or torch's."""
+    """Transport of the messages, and when ranks post receives, in a schedule of zbpipe or torch."""
     usual = find_usual_transport(hooks.stages_of(schedule)[0])
     by_torch = Receives.LATE if pipelining.receives_late(schedule) else Receives.EARLY
     return getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch)

@@ -1,4 +1,4 @@
-"""The options of a job, each defined once: a field of `Options` with its help text and how a command line takes it."""
+"""The options of a job, each defined once: a field of `Options` with its help text and its command line form."""
 
 # ruff: noqa: RUF009 -- `_option` is `dataclasses.field` with this project's metadata
 
@@ -21,23 +21,23 @@ from zbpipe.schedule.user_code import import_modules
 from zbpipe.simulator.offloading import Offload
 
 OptimizerSteps = Literal["synchronous", "validated"]
-"""How a job steps its optimizer: all ranks wait for the norm of all gradients, or go on and validate it later."""
+"""Optimizer steps of a job: all ranks wait for the norm of all gradients, or continue and validate it later."""
 
 _Taker = Literal["torch", "zbpipe", "auto", "job", "job of zbpipe", "trainer"]
-"""Who takes an option: torch's schedules and zbpipe's, zbpipe's alone, `Auto` alone, `zbpipe.runtime.job`, which builds
-the schedule and attaches what watches it (some options only for zbpipe's), or a plug that has the job's trainer. The
-order of the fields is that of docs/options.md."""
+"""Taker of an option: torch's and zbpipe's schedules, zbpipe's alone, `Auto` alone, `zbpipe.runtime.job`, or a plug
+with the job's trainer. `zbpipe.runtime.job` builds the schedule and attaches its tools, some only to zbpipe's
+schedules. docs/options.md has the fields in this order."""
 
 
 def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
     """A field of `Options`.
 
     Args:
-        taker: who takes it.
-        text: for the command line and docs/options.md, with `{prefix}` before names of options.
-        default: of the field.
+        taker: see `_Taker`.
+        text: help for the command line and docs/options.md, with `{prefix}` before names of options.
+        default: default of the field.
         check: called with name and value; raises ValueError.
-        how: for argparse.
+        how: arguments for argparse.
     """
     return field(default=default, metadata={"taker": taker, "text": text, "check": check, "how": how})
 
@@ -92,11 +92,11 @@ _STEPS: Mapping[str, Any] = {"metavar": "N", "type": _parse_positive, "check": _
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a job's schedule, besides the schedule's name; None leaves the schedule's default.
+    """The options of a job's schedule, besides the schedule's name. None selects the schedule's default.
 
     Raises:
         TypeError: a value of another type.
-        ValueError: a value of the wrong kind. torch judges the values of its own options when the schedule is built.
+        ValueError: an invalid value. torch checks the values of its own options when the schedule is built.
     """
 
     split_backward: SplitBackward = _zbpipes(
@@ -190,19 +190,19 @@ class Options:
         set_fields(self, memory_limit=limit)
 
     def select_for(self, *takers: _Taker) -> dict[str, Any]:
-        """The keyword arguments that these take, as far as they are not the default."""
+        """The non-default keyword arguments for these takers."""
         taken = (each for each in fields(self) if each.metadata["taker"] in takers)
         given = {each.name: (getattr(self, each.name), each.default) for each in taken}
         return {name: value for name, (value, default) in given.items() if value != default}
 
 
 def list_options(*, steps_optimizer: bool) -> Iterator[Field[Any]]:
-    """The options, as fields; those of a plug that steps the job's optimizer only if it does."""
+    """The options as fields. Trainer options are included only if the plug steps the job's optimizer."""
     return (each for each in fields(Options) if steps_optimizer or each.metadata["taker"] != "trainer")
 
 
 def help_of(option: Field[Any], prefix: str) -> str:
-    """The sentences on an option, and its default."""
+    """Help text of an option, with its default."""
     default = f" Default: {option.default}." if option.default not in (None, False) else ""
     return str(option.metadata["text"]).format(prefix=prefix) + default
 
@@ -227,8 +227,8 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_
 
 
 def from_arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> Options:
-    """The options among the `values` that a parser with `add_arguments` found; imports the modules that they name."""
-    # What cannot be ends the program with an error.
+    """The options among a parser's `values` (see `add_arguments`). Modules that they name are imported."""
+    # Invalid values end the program with an error.
     try:
         import_modules(values["imported"])
         return Options(**{each.name: values[each.name] for each in fields(Options) if each.name in values})

@@ -1,7 +1,7 @@
-"""Run a microbatch once more on its stage: the same forward from the same state, then one ordinary full backward.
+"""Rerun of a microbatch on its stage: the same forward from the same state, then one ordinary full backward.
 
-Afterwards gradients, weights, buffers, attributes and random numbers are as they were before. Hooks that run after a
-gradient was accumulated do not run. Hooks on tensors and modules do, because they may change a gradient.
+Gradients, weights, buffers, attributes and random states are restored afterwards. Post-accumulate hooks do not run.
+Hooks on tensors and modules run, because they may change a gradient.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zbpipe.runtime.split.layers import deferrals
 
 
 class State:
-    """What the forward of a module depends on besides its inputs, at one moment.
+    """Snapshot of the state that a module's forward depends on besides its inputs.
 
-    Parameters, buffers and other tensors by value, attributes of the modules (such as counters) by assignment, the
-    contents of containers and objects in these (see `Contents`), and random numbers: torch's on the CPU and on
-    `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without `weights` it
-    leaves out parameters, which saves a copy of them where nothing will write to them.
+    Parameters, buffers and other tensors are kept by value, attributes of the modules (such as counters) by assignment.
+    It also keeps the contents of containers and objects in these (see `Contents`), and random states: torch's on the
+    CPU and on `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without
+    `weights` parameters are not copied, for callers that do not write to them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class State:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors whose values it keeps."""
+        """Tensors whose values are kept."""
         return [local for _, local, _ in self._values]
 
     def put_back(self) -> None:
@@ -65,8 +65,8 @@ class State:
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
         self._contents.put_back()
         for _, local, copy in self._values:
-            # Write only what differs: the graph of another microbatch may need the tensor unchanged. A parameter that
-            # FSDP2 has resharded since has no memory.
+            # Write only differences: another microbatch's graph may need the tensor unchanged. A parameter that FSDP2
+            # has resharded since has no memory.
             if local.untyped_storage().size() and not torch.equal(local, copy):
                 local.copy_(copy)
         self._random.restore()
@@ -75,18 +75,18 @@ class State:
 
 
 class Gradients(NamedTuple):
-    """The gradients of one backward: detached, and for DTensors this rank's part of them."""
+    """Gradients of one backward, detached; for DTensors this rank's part."""
 
     parameters: Mapping[str, Tensor]
     inputs: Sequence[Tensor | None]
-    """In the order of the tensors among the inputs."""
+    """Input gradients, in the order of the tensors among the inputs."""
 
 
 class Microbatch:
-    """All that is needed to run one microbatch of a stage once more.
+    """Everything needed to rerun one microbatch of a stage.
 
-    With `defers_loss`, the backward adds what the loss deferred by the product that W uses. Only then does FSDP2 have
-    it in the same place as after W, neither reduced too early nor on other ranks.
+    With `defers_loss`, the backward adds the loss's deferred gradients with the same product as W. Only then does FSDP2
+    have them in the same place as after W, neither reduced too early nor on other ranks.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Microbatch:
         self.stage = stage
         self.index = index
         self.state = State(stage.submod, pipelining.device_of(stage), like)
-        """As it was before F."""
+        """State before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -104,15 +104,15 @@ class Microbatch:
         self._ran_eagerly: set[nn.Module] = set()
         """Compiled modules that F called without the compiler."""
         self._copies: dict[int, Tensor] = {}
-        """Of the inputs, by their ids, which are valid as long as the stage holds the inputs."""
+        """Copies of the inputs, by their ids, which are valid while the stage holds the inputs."""
         self._inputs: list[Any] = []
         self._outputs: list[tuple[Tensor, int]] = []
-        """Of F, each with the number of its changes in place."""
+        """Outputs of F, each with its number of in-place changes."""
         self.repeats = True
-        """Whether its forward gives the same output once more from the same state; known after `compute_gradients`."""
+        """Whether the forward repeats its output from the same state; known after `compute_gradients`."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the stage's forward, `call`, and remember its inputs and which modules ran without the compiler."""
+        """Run the stage's forward, `call`, and record its inputs and the modules that ran without the compiler."""
         self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
         with ExitStack() as watched:
             for module, (compiled, eager) in _list_regions(self.stage.submod):
@@ -131,17 +131,17 @@ class Microbatch:
         return eager(*args, **kwargs)
 
     def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the loss, `call`, and remember all of its arguments but the output."""
+        """Run the loss, `call`, and record all its arguments except the output."""
         self._loss = lambda again: call(again, *args, **kwargs)
         return call(output, *args, **kwargs)
 
     def remember_backward(self, tensors: Mapping[str, Any]) -> None:
-        """Remember what the stage's backward starts from (see `_torch.hooks.route_calls`)."""
+        """Record the start of the stage's backward (see `_torch.hooks.route_calls`)."""
         self._output_grads = autograd.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def compute_gradients(self) -> Gradients:
-        """The gradients of one ordinary backward; afterwards everything is as it was."""
+        """Gradients of one ordinary backward. All state is restored afterwards."""
         module = self.stage.submod
         now = State(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
@@ -157,7 +157,7 @@ class Microbatch:
                 now.put_back()
 
     def _is_as_in_f(self, output: Any) -> bool:
-        """Whether a second forward gave the outputs of F, as far as nobody has changed those since."""
+        """Whether a second forward repeated the outputs of F. Outputs changed since then are not compared."""
         again = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         return len(again) == len(self._outputs) and all(
             autograd.version_of(one) != version or _are_close(one, other)
@@ -165,8 +165,8 @@ class Microbatch:
         )
 
     def _repeats_with_the_split(self) -> bool:
-        """Whether the very same forward gives what it gave: if not, it depends on more than can be put back."""
-        # It runs twice: something that alternates may be back where it was.
+        """Whether the unchanged forward repeats its outputs. If not, it depends on state that cannot be restored."""
+        # It runs twice: an alternating state may be back at its start.
         for _ in range(2):
             self.state.put_back()
             if not self._is_as_in_f(pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)):
@@ -174,7 +174,7 @@ class Microbatch:
         return True
 
     def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
-        """The output of the module, and the gradients of its inputs."""
+        """Run the module forward and backward; returns its output and the gradients of its inputs."""
         plain = partial(_plain, self.stage.submod, self._ran_eagerly)
         with plain():
             output = of_module = pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)
@@ -186,7 +186,7 @@ class Microbatch:
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Apart from roundings, which are smaller than any change that could be noticed in a gradient."""
+    """Equality up to rounding, which is below any noticeable change of a gradient."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point() and not one.is_complex():
@@ -200,7 +200,7 @@ _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, to
 
 
 def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients so far, in at least float32; for DTensors this rank's part."""
+    """Copies of the current gradients, in at least float32; for DTensors this rank's part."""
     return {each.name: widen(each.gradient, each.parameter) for each in fsdp.iterate_accumulated(module)}
 
 
@@ -218,7 +218,7 @@ def widen(gradient: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
-    """Within, layers and compiled regions run as if zbpipe had never prepared them."""
+    """Context in which layers and compiled regions run as if zbpipe had never prepared them."""
     # Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
     with ExitStack() as plain:
         for deferral in deferrals(module).values():

@@ -56,39 +56,39 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     Args:
         stages: all stages of this rank, which `zbpipe.stage_indices` names.
-        n_microbatches: any number from 1 on.
+        n_microbatches: the number of microbatches, at least 1.
         loss_fn: `(output, target) -> loss`; without it there is only `eval`.
         split_backward: with "deferred", I is one ordinary backward and W computes the weight gradients (see
-            `zbpipe.runtime.split.layers`); a stage without a layer that can defer is a warning in the log. With
-            "strict" it is an error. "autograd" is torch's own split, for comparison.
-        defer_loss: whether weight gradients of backwards that the loss runs itself during F, as TorchTitan's chunked
-            loss does with the LM head, are deferred to W, too. The gradients of all logits of a microbatch then stay in
+            `zbpipe.runtime.split.layers`). A stage without a layer that can defer logs a warning. With "strict" it is
+            an error. "autograd" is torch's own split, for comparison.
+        defer_loss: whether to defer to W also the weight gradients of backwards that the loss runs during F, such as
+            those of the LM head in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in
             memory until W.
-        costs: for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
-        memory_limit: for schedules that fit themselves to one (ZBVLean, ZBH1Lean, Auto), see
+        costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
+        memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
-        offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs"
-            (deferred gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule
-            that has copies already, such as a plan's, runs them without this.
+        offload: tensors copied to the host's memory and back, as far as that costs no time: "pairs" (deferred
+            gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule that already has
+            copies, such as a plan's, runs them without this option.
         receives: when ranks post their receives: "early", "late", "timed", "nearest" or "rendezvous" (see
-            `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the
+            `zbpipe.costs.transport.Receives`). By default the choice with the shortest step, simulated with the
             transport and `costs`, or with equal times of F, I and W.
-        transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.transport.Transport`). By default what is usual on the device: "ideal" on the CPU, "shared
-            with compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
-        options: the other arguments of torch's multi-stage schedules that the installed torch has: `scale_grads`,
-            `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
-            `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one, zbpipe frees sent
-            tensors as soon as they have surely been received.
+        transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
+            `zbpipe.costs.transport.Transport`). By default the device's usual one: "ideal" on the CPU, "shared with
+            compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
+        options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
+            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
+            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
+            zbpipe frees sent tensors as soon as they have surely been received.
 
     Raises:
-        ValueError: stages that do not fit the schedule, an option that the installed torch lacks, or a stage whose
-            backward cannot be split.
+        ValueError: the stages do not fit the schedule, the installed torch lacks an option, or a stage's backward
+        cannot be split.
     """
 
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
-    """Whether it may run other lists later than the first ones."""
+    """Whether the schedule may switch to other lists later."""
     _optimizer_step: OptimizerStep | None = None
     _copies: Copies | None = None
     _models_are_checked = False
@@ -96,7 +96,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """Whether the compiler has seen the stages."""
 
     def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
-        """Itself; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
+        """A new schedule; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
         if pipelining.are_mocks(stages):
             return list_for_visualizer(cls.algorithm, stages, n_microbatches)
         return super().__new__(cls)
@@ -131,7 +131,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
         self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
-        """Lets I and W share the backward; None once they do."""
+        """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"
         """Whether backwards in the loss defer their weight gradients to W."""
         if self.defers_loss and loss_fn is not None:
@@ -146,12 +146,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @property
     def schedule(self) -> Schedule:
-        """What the next step runs."""
+        """The schedule of the next step."""
         return self._running.schedule
 
     @property
     def receives(self) -> Receives:
-        """When ranks post their receives, in the schedule that runs."""
+        """When ranks post their receives in the running schedule."""
         return self._running.receives
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
@@ -162,13 +162,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         The next step begins with a check that all ranks have the same schedule.
 
         Args:
-            schedule: one, or a plan, with the placement of the one that runs. Steps with its number of microbatches
-                run it, the others run what they ran before.
-            costs: to place receives from now on, the same on all ranks; default: those of the plan, or those known so
+            schedule: a schedule or a plan with the placement of the running one. Steps with its number of microbatches
+                run it. Other steps keep their schedules.
+            costs: costs that place receives from now on, the same on all ranks. Default: the plan's, or those known so
                 far.
 
         Raises:
-            ValueError: it has another placement, or cannot run.
+            ValueError: the schedule has another placement, or cannot run.
         """
         if isinstance(schedule, Plan):
             costs = costs or schedule.timeline.costs
@@ -189,14 +189,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
     def prepare(self, *microbatches: int) -> None:
-        """Make the lists of steps with this number of microbatches, so that the first of them does not wait for them.
+        """Make the lists for these numbers of microbatches in advance, so that the first such step does not wait.
 
             schedule.prepare(8, 12)
 
-        Each rank may do it by itself: it sends no message.
+        Ranks may call it independently: it sends no message.
 
         Raises:
-            ValueError: numbers below 1, or there is no schedule for a number (see `adopt`).
+            ValueError: a number below 1, or without a schedule (see `adopt`).
         """
         before = pipelining.num_microbatches(self)
         try:
@@ -206,15 +206,15 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._take_microbatches(before)
 
     def remake(self, costs: CostModel) -> None:
-        """Make what was not adopted anew, for these costs. All ranks have to call this."""
+        """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
         self._use_costs(costs)
         self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
-        """The schedule of a step with this number of microbatches: the adopted one, else one made for it.
+        """The schedule for steps with this number of microbatches: the adopted one, else one made for it.
 
         Raises:
-            ValueError: there is no such schedule, for example because the one that runs is a table.
+            ValueError: there is no such schedule, for example because the running one is a table.
         """
         return self.by_size.of(number, self.make_for_microbatches)
 
@@ -228,7 +228,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @without_collections()
     def _take_microbatches(self, number: int) -> None:
-        """Make the next step one of this number of microbatches."""
+        """Switch the next step to this number of microbatches."""
         (number,) = require_whole(1, microbatches=number)
         before = pipelining.num_microbatches(self)
         if number == before:
@@ -243,7 +243,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             raise
 
     def _use(self, schedule: Schedule) -> None:
-        """Run it from the next step on; it has the number of microbatches of that step."""
+        """Run a schedule from the next step on. It has that step's number of microbatches."""
         stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
         lowered = self._lowering.lower(self, schedule, costs)
         if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
@@ -257,14 +257,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         pipelining.use_lists(self, lowered.lists)
 
     def settle(self) -> None:
-        """Before the first step, on all ranks at once: adopt another schedule if the ranks know more together."""
+        """Adopt another schedule before the first step, if the ranks know more together. Called on all ranks."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step, on all ranks at once: learn shapes, and compile."""
+        """Infer shapes and compile before the first step, on all ranks at once."""
         if pipelining.is_set_up(self):
             return
         with ExitStack() as kept:
-            # A loss or a layer that calls `backward` itself leaves gradients of what is in memory.
+            # A loss or a layer that calls `backward` itself leaves gradients of uninitialized data.
             for stage in hooks.stages_of(self):
                 kept.enter_context(fsdp.without_gradients(stage.submod))
             super().initialize_stages(*args, **kwargs)
@@ -279,17 +279,17 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """One training step, with torch's arguments; the batch is split into equal microbatches.
 
         Args:
-            args: torch's, as `kwargs`.
-            target: of the batch, on the rank with the last stage.
-            microbatches: in how many this step splits its batch, if not in `n_microbatches`; the same on all ranks.
-                Microbatches may then have other shapes than those of the first step, too. The ranks compare both
-                before such a step. Microbatches that are split already (torch's `kwarg_mbs`) say their number.
+            args: torch's arguments, like `kwargs`.
+            target: target of the batch, on the rank with the last stage.
+            microbatches: number of microbatches of this step, if not `n_microbatches`; the same on all ranks.
+                Microbatches may then also have other shapes than in the first step. The ranks compare both before such
+                a step. Already split microbatches (torch's `kwarg_mbs`) determine the number themselves.
 
         Raises:
-            ValueError: before anything is sent, for a batch that the number of microbatches does not divide, other
-                shapes than those of the first step without `microbatches=`, no input for stage 0, no target for the
-                last stage, no loss_fn, or a `microbatches` that is not the same on all ranks.
-            PipelineError: this step, or an earlier one, failed on this rank or on another one.
+            ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
+            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, or a `microbatches`
+            that differs between ranks. PipelineError: this step, or an earlier one, failed on this rank or on another
+            one.
         """
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
@@ -305,7 +305,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """One step, of microbatches that are split already: what cannot run is refused, what fails is explained."""
+        """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
         stages = hooks.stages_of(self)
         checks.require_microbatches_alike(self, args, kwargs, targets)
         if self.sizes.agree(self, args):
@@ -326,17 +326,17 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._run_lists(args, kwargs, targets, *more, **more_by_name)
 
     def _run_lists(self, *args: Any, **kwargs: Any) -> None:
-        """Run what all ranks have agreed on."""
+        """Run the lists that all ranks have agreed on."""
         self._board.pass_on_unfreezing(self)
         run = partial(super().run_microbatches, *args, **kwargs)
         with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
             self._run_ahead(run)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
-        """Run a step ahead of the last optimizer step's validation, if that is pending; again if that did not count."""
+        """Run a step ahead of a pending validation of the last optimizer step. Repeat it if that step did not count."""
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
-        if self.scale_grads and trains:  # then the end of the step divides the gradients of earlier steps, too
+        if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
             pending = set(map(id, last.pending_gradients)) if last else set()
             found = fsdp.find_kept_gradients(stage.submod for stage in stages)
             kept = [gradient for gradient in found if id(gradient) not in pending]
@@ -354,14 +354,15 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @contextmanager
     def _refuse_with_all(self) -> Iterator[None]:
-        """If this rank refuses the step within, before its messages begin, the others refuse it, too."""
+        """Context in which this rank's refusal of a step, before its messages begin, makes the others refuse it
+        also."""
         try:
             yield
         except (PipelineError, RefusedStepError):
             raise
         except Exception as error:
             board = self._board
-            # Where all ranks compare the step's size, they learn of it there.
+            # If all ranks compare the step's size, they learn of it there.
             if not board.is_alone and (board.has_answered or not board.is_compared):
                 self._refuse(error)
             raise
@@ -376,7 +377,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             agreement.refuse(stage.group, stage.device)
         elif abandoned.can_send_marks(stage):
             self.abandoned_by = error
-            del error  # it comes back with a traceback that holds this frame
+            del error  # its traceback refers to this frame
             self.leave_out_all()
             with suppress(Exception), self._failures.explain_failures(self, name):
                 self._run_lists(None, None, None)
@@ -385,7 +386,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @property
     def _begins_with_agreement(self) -> bool:
-        """Whether all ranks compare what they run before the messages of the next step: before torch sets up any."""
+        """Whether all ranks compare their lists before the next step's messages, because torch has set up none yet."""
         return not (self._running.is_agreed and pipelining.is_set_up(self))
 
     def tell_why_abandoned(self, error: Exception) -> None:
@@ -395,23 +396,23 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         return self._failures.find_why_abandoned()
 
     def run_ahead_of(self, optimizer_step: OptimizerStep) -> None:
-        """From now on begin steps while the validation of the last optimizer step is pending."""
+        """Begin steps from now on while the validation of the last optimizer step is pending."""
         self._optimizer_step = optimizer_step
         if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:
             self.adopt(schedule)
 
     @property
     def optimizer_steps(self) -> dict[str, int]:
-        """How many of each kind `zbpipe.OptimizerStep` has made; empty without it."""
+        """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether any rank runs a part of its list before the last optimizer step is validated."""
+        """Whether any rank runs a part of its list before the validation of the last optimizer step."""
         return self._cut() is not None
 
     def gain_of_running_ahead(self) -> float:
-        """The share of a step that this saves, as simulated; none with copies to the host, which cannot be undone."""
+        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
         schedule = self.by_size.make_to_run_ahead(self.schedule)
         return 0.0 if schedule.has_copies else gain(schedule, self.by_size.simulated_costs)
 
@@ -425,8 +426,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
 
 def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> pipelining.ScheduleRuntime:
-    """What torch's schedule visualizer shows of a schedule, on mocks of its stages. It cannot run."""
-    # There are at least two mocks a rank whatever the schedule has, unless the class is for one.
+    """The schedule for torch's schedule visualizer, on mocks of its stages. It cannot run."""
+    # There are at least two mocks per rank for any schedule, unless the class is for one stage.
     stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
     is_asked = algorithm.any_stages_per_rank or len(stages) > 2
     made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)

@@ -1,4 +1,4 @@
-"""Which schedule a step runs: the one adopted for its number of microbatches, else one made from the name."""
+"""The schedule of a step: the one adopted for its number of microbatches, else one made from the name."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from zbpipe.simulator.offloading import offload as offloaded
 
 @dataclass(eq=False)
 class SchedulesBySize:
-    """Makes and keeps the schedules of one job, by their number of microbatches; the same on all ranks."""
+    """Makes and keeps the schedules of one job by number of microbatches, the same on all ranks."""
 
     algorithm: Algorithm
     placement: Placement
     costs: CostModel | None
-    """For the next schedules that are made; None where none are known."""
+    """Costs for the next schedules; None if unknown."""
     limit: MemoryLimit | None
-    """What a rank may hold; None for the algorithm's own limit."""
+    """Memory limit of a rank; None for the algorithm's own limit."""
     offload: Offload | None
     transport: Transport
-    """What messages wait for."""
+    """Transport of messages."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
 
     @property
     def simulated_costs(self) -> CostModel:
-        """The costs, or equal times where none are known."""
+        """The costs, or equal times if unknown."""
         return self.costs or passes.default_costs(self.placement)
 
     def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
-        """The schedule of steps with `number` microbatches; `make` makes it if none was adopted or made before."""
+        """The schedule for `number` microbatches. `make` makes it if none was adopted or made before."""
         if number in self._adopted:
             return self._adopted[number]
         if number not in self._made:
@@ -45,16 +45,17 @@ class SchedulesBySize:
         return self._made[number]
 
     def adopt(self, schedule: Schedule) -> None:
-        """From now on, steps with its number of microbatches run `schedule`."""
+        """Run `schedule` from now on in steps with its number of microbatches."""
         self._adopted[schedule.num_microbatches] = schedule
 
     def use_costs(self, costs: CostModel) -> None:
-        """Make schedules for these costs from now on; those that were adopted stay."""
+        """Make schedules for these costs from now on. Adopted schedules stay."""
         self.costs = costs
         self._made.clear()
 
     def make(self, number: int, *, runs_ahead: bool = False) -> Schedule:
-        """One for the known costs, perhaps for steps with `zbpipe.OptimizerStep`; ValueError if there is none."""
+        """Make a schedule for the known costs, optionally to run ahead of `zbpipe.OptimizerStep`; ValueError if there
+        is none."""
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,
@@ -67,7 +68,7 @@ class SchedulesBySize:
         return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 
     def make_to_run_ahead(self, running: Schedule) -> Schedule:
-        """`running` made for steps that run ahead; itself if it was adopted, or cannot be made for that."""
+        """`running` remade to run ahead; unchanged if it was adopted, or cannot be made for that."""
         number = running.num_microbatches
         if "runs_ahead" in self.algorithm.keywords and running == self.make(number):
             return self.make(number, runs_ahead=True)

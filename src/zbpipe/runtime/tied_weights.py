@@ -1,6 +1,6 @@
-"""A warning for tied weights that the pipeline has parted: embedding and head on different ranks.
+"""A warning for tied weights that the pipeline separates: embedding and head on different ranks.
 
-If one rank has the first and the last stage, a tied weight is one tensor, and all is well. Otherwise each of the two
+If one rank has the first and the last stage, a tied weight is one tensor, which is correct. Otherwise each of the two
 ranks has a copy, and each copy gets only its own part of the gradient. They begin equal and drift apart. No rank can
 see that alone.
 """
@@ -22,7 +22,7 @@ from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.schedule.ir import Placement
 
 _SAMPLES = 32
-"""The number of rows, and of columns, of a weight that are compared: no two weights are equal there by chance."""
+"""Number of compared rows and columns of a weight: no two weights agree there by chance."""
 _NOT_KEPT = "training will not keep them equal, since each rank adds only its own gradients"
 _WAY_OUT = (
     "use a V schedule (ZBV, VHalf, VMin), which puts both on rank 0, and tie them there, or untie them, or sum their"
@@ -33,22 +33,22 @@ logger = logging.getLogger(__name__)
 
 
 _Weights = dict[bytes, tuple[str, bool]]
-"""By digest of shape, dtype and some values, the name of a matrix within its stage, and whether it trains."""
+"""Name of a matrix within its stage and whether it trains, by digest of shape, dtype and some values."""
 
 
 class _Description(NamedTuple):
-    """A rank's part of the model, as it describes it to the others."""
+    """A rank's description of its part of the model, for the others."""
 
     embeddings: _Weights
-    """Those of stage 0."""
+    """Weights of stage 0."""
     heads: _Weights
-    """Those of the last stage that could be tied to them."""
+    """Weights of the last stage that could be tied to them."""
     is_tied: bool
-    """Whether a config in one of these two stages says so, as Hugging Face's do."""
+    """Whether a config in one of these two stages declares tied weights, as Hugging Face's do."""
 
 
 def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> None:
-    """Warn on the ranks with the first and the last stage if they have a tied weight; all ranks have to call this."""
+    """Warn on the ranks with the first and the last stage if they have a tied weight. All ranks have to call this."""
     # Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
     if first == last or dist.get_backend(group) == "fake":
@@ -93,7 +93,7 @@ def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Wei
 
 @torch.no_grad()
 def _compute_digest(weight: Tensor) -> bytes | None:
-    """None for a weight that shows nothing: without values, or with all of them equal, as after an initialization."""
+    """The digest of a weight; None if it has no values, or all are equal, as after an initialization."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0 or local.dim() != 2:
         return None

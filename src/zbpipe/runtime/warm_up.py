@@ -1,10 +1,10 @@
-"""All ranks compile their stages at the same time, before the first message.
+"""Compilation of the stages on all ranks at the same time, before the first message.
 
 Otherwise stage k+1 compiles when the first output of stage k arrives. The compile times of all stages add up, forward
-and backward, and a deep pipeline runs into the process group's timeout. So each rank first runs one forward and one
-backward of each of its compiled stages, on zeros in the shapes that torch has inferred.
+and backward, and a deep pipeline exceeds the process group's timeout. So each rank first runs one forward and one
+backward of each compiled stage, on zeros in torch's inferred shapes.
 
-Only what was compiled stays. Gradients, buffers and random numbers are afterwards as they were before.
+Only the compiled code stays. Gradients, buffers and random states are restored.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def warm_up(
     loss_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Run every stage of this rank that has compiled modules, forward and backward."""
-    # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. It leaves out
-    # stages whose inputs torch does not know, and the last stage where torch (before 2.13) has no target yet. The
-    # arguments are those of the first microbatch, as torch hands them to the stage and to the loss.
+    # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. Stages with
+    # unknown inputs are left out, as is the last stage if torch (before 2.13) has no target yet. The arguments are the
+    # first microbatch's, as torch passes them to the stage and to the loss.
     for stage in hooks.stages_of(schedule):
         if not any(map(compiler.is_compiled, stage.submod.modules())):
             continue

@@ -11,24 +11,24 @@ _plugged: list[Options] = []
 
 
 def plug_in(options: Options | None = None) -> None:
-    """Make zbpipe's schedules known to TorchTitan in this process, for programs that start its `Trainer` themselves.
+    """Make zbpipe's schedules known to TorchTitan in this process, for programs that start its `Trainer` directly.
 
         options, rest = zbpipe.frameworks.titan.command_line.parse(["--zbpipe.trace", "trace.json"])
         zbpipe.titan.plug_in(options)
 
-    Then `parallelism.pipeline_parallel_schedule` takes zbpipe's names, CSV files and `Auto` as well as torch's names.
+    Afterwards `parallelism.pipeline_parallel_schedule` also takes zbpipe's names, CSV files and `Auto`.
     Call it once on every rank, before the `Trainer` is constructed. On a machine without an accelerator it also makes
     TorchTitan run on the CPU, if TorchTitan has not been imported yet.
 
-    With torchtitan 0.2, settings that cannot run are refused before the model is cut into stages (or earlier, by
-    TorchTitan's `ConfigManager`, if the program uses it). With 0.3 the program has to use `ConfigManager`.
+    With torchtitan 0.2, settings that cannot run are refused before the model is cut into stages. TorchTitan's
+    `ConfigManager`, if used, refuses them earlier. With 0.3 the program has to use `ConfigManager`.
 
     Args:
-        options: besides TorchTitan's config, as `zbpipe.frameworks.titan.command_line.parse` makes them.
+        options: zbpipe's options, as returned by `zbpipe.frameworks.titan.command_line.parse`.
 
     Raises:
-        ImportError: TorchTitan is not installed, it lacks a name that zbpipe takes from it, or torch is too old for it.
-        ValueError: the options are something else.
+        ImportError: TorchTitan is not installed, it lacks a name that zbpipe uses, or torch is too old for it.
+        ValueError: `options` has another type.
         RuntimeError: it was called before.
     """
     import os

@@ -1,11 +1,12 @@
-"""`python -m zbpipe.titan.check_clone`: whether zbpipe works with the TorchTitan on Python's path, in about a minute.
+"""`python -m zbpipe.titan.check_clone`: check that zbpipe works with the TorchTitan on Python's path, in about a
+minute.
 
 For a clone of TorchTitan, whose main branch changes every day:
 
     PYTHONPATH=/path/to/torchtitan python -m zbpipe.titan.check_clone
 
-It looks for the names that zbpipe takes from TorchTitan, and trains TorchTitan's debug model for three steps on two CPU
-processes, with 1F1B and with ZBV, from the same weights. Losses and norms of gradients have to be equal.
+It looks for the names that zbpipe uses from TorchTitan. Then it trains TorchTitan's debug model for three steps on two
+CPU processes, with 1F1B and with ZBV, from the same weights. Losses and gradient norms have to be equal.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from zbpipe.frameworks.titan import cpu, interface, versions
 
 _RANKS = 2
 _SECONDS = 300.0
-"""For one job."""
+"""Timeout of one job."""
 _LINES = 40
-"""Of the log of a job that fails."""
+"""Number of log lines shown of a failed job."""
 _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
-"""Relative; float32 differs by the order of its sums."""
+"""Relative tolerances: float32 sums depend on their order."""
 
 
 def main() -> int:
-    """Check, and print what was found; returns the exit code."""
+    """Run the check and print the findings; returns the exit code."""
     try:
         version = versions.find_installed()
         print(f"{versions.describe_installed()}: zbpipe takes it for {version.name}", flush=True)
@@ -75,7 +76,7 @@ def _train(name: str, folder: Path, *arguments: str, ranks: int) -> JobOutcome:
 
 
 def find_difference(expected: JobOutcome, found: JobOutcome) -> str | None:
-    """In words, the first metric of a step that differs; None if none does."""
+    """The first differing metric of a step, in words; None if all agree."""
     if len(found.steps) != len(expected.steps):
         return f"ZBV has {len(found.steps)} steps and 1F1B {len(expected.steps)}"
     for one, other in zip(expected.steps, found.steps, strict=True):

@@ -1,11 +1,11 @@
 """`python -m zbpipe.titan.train`: TorchTitan's trainer, whose schedule field also takes zbpipe's names.
 
-It takes the arguments of `torchtitan.train`, and zbpipe's own, which `--help` shows:
+It takes the arguments of `torchtitan.train` and zbpipe's own, which `--help` shows:
 
     torchrun ... -m zbpipe.titan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBV ...
 
-With torchtitan 0.2.2 these are `--job.config_file FILE` or `--model.name llama3`, and the same after that.
+torchtitan 0.2.2 takes `--job.config_file FILE` or `--model.name llama3` instead of module and config.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _train() -> None:
 
     with share_with_other_ranks():
         plug.train()
-    # TorchTitan turns the collection off and leaves its trainer in circles. The interpreter would free the process
-    # groups while it ends, which aborts the process now and then.
+    # TorchTitan turns garbage collection off and leaves its trainer in reference cycles. The interpreter would free the
+    # process groups at its end, which sometimes aborts the process.
     gc.collect()
 
 

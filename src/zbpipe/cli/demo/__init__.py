@@ -1,1 +1,1 @@
-"""What `zbpipe demo` runs: TorchTitan's debug models on this machine's CPU, under several schedules."""
+"""`zbpipe demo`: TorchTitan's debug models on this machine's CPU, under several schedules."""

@@ -1,4 +1,4 @@
-"""`demo`: short training runs with each of three schedules, and 8 ranks of stages that sleep, on this machine's CPU."""
+"""`demo`: short training runs with three schedules, and 8 ranks of sleeping stages, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from zbpipe.cli.base import OutputFile, in_one_line
 def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path | None) -> None:
     """Train TorchTitan's Llama on this machine's CPU, with torch's schedules and with zbpipe's.
 
-    First, TorchTitan's Llama 3 debug model learns the source text of Python's standard library, on 2 pipeline ranks,
-    with TorchTitan's default selective activation checkpointing, with each of 1F1B and ZBVZeroBubble (torch) and ZBV
-    (zbpipe) in turns, from the same weights and on the same data. Then 1F1B and ZBV run on 8 ranks whose stages sleep
-    in place of computing: the more ranks, the more bubble there is to fill. Takes some minutes.
+    First, TorchTitan's Llama 3 debug model learns the source text of Python's standard library on 2 pipeline ranks. It
+    uses TorchTitan's default selective activation checkpointing. 1F1B and ZBVZeroBubble (torch) and ZBV (zbpipe) train
+    alternately, from the same weights and on the same data. Then 1F1B and ZBV run on 8 ranks whose stages sleep instead
+    of computing: more ranks have more bubble to fill. Takes some minutes.
     """
     from zbpipe.cli.demo.comparison import as_json, run_demo
     from zbpipe.cli.demo.console import ConsoleProgress, announce_emulated, print_emulated, print_table

@@ -18,9 +18,9 @@ SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
 RANKS = 2
 ACTIVATION_CHECKPOINT = "selective"  # TorchTitan's default
 ROUNDS = 2
-"""How often each schedule trains, in turns, so that a machine that gets faster or slower affects all alike."""
+"""Rounds of training. Schedules alternate, so that a machine that gets faster or slower affects all alike."""
 WARM_UP = 2
-"""Steps of a job that set everything up, and are left out of speed and bubble."""
+"""Warm-up steps of a job, excluded from speed and bubble."""
 _TIMEOUT = 300.0
 
 
@@ -32,17 +32,17 @@ class Run:
     source: Literal["torch", "zbpipe"]
     activation_checkpoint: str
     losses: list[float]
-    """Of the first round."""
+    """Losses of the first round."""
     tokens_per_second: float | None
-    """Of the whole job: the median of all rounds' steps after `WARM_UP`."""
+    """Tokens per second of the whole job: median over all rounds' steps after `WARM_UP`."""
     bubble: float | None
-    """The share of both ranks' time in which they wait, measured: the median of the same steps."""
+    """Measured share of both ranks' time spent waiting: median over the same steps."""
     status: Literal["ok", "failed"]
     error: str | None
 
 
 class Progress(Protocol):
-    """Shows how far the demo is."""
+    """Progress display of the demo."""
 
     def start(self, what: str, steps: int) -> None: ...
 
@@ -52,7 +52,7 @@ class Progress(Protocol):
 
 
 def run_demo(steps: int, progress: Progress, folder: Path | None = None, rounds: int = ROUNDS) -> list[Run]:
-    """Train with each of `SCHEDULES` in turns, on `RANKS` processes, all from one seed checkpoint.
+    """Train with `SCHEDULES` alternately, on `RANKS` processes, all from one seed checkpoint.
 
     Checkpoints and logs go to `folder`, by default a temporary one. A schedule that fails is not trained again.
     DemoError if the installed TorchTitan cannot be used, or the seed checkpoint failed.
@@ -121,11 +121,11 @@ def _summary(schedule: str, rounds: Sequence[JobOutcome]) -> Run:
 
 
 BUBBLE = "zbpipe/bubble(%)"
-"""Among the metrics of a job."""
+"""Key of the bubble in a job's metrics."""
 
 
 def largest_difference(runs: list[Run]) -> float | None:
-    """The largest relative difference between the losses of the runs that ended well; None if fewer than two did."""
+    """Largest relative difference between the losses of successful runs; None for fewer than two."""
     losses = [run.losses for run in runs if run.status == "ok"]
     if len(losses) < 2:
         return None
@@ -133,5 +133,5 @@ def largest_difference(runs: list[Run]) -> float | None:
 
 
 def as_json(runs: list[Run], emulated: list[Emulated]) -> dict[str, Any]:
-    """What `zbpipe demo --json FILE` writes."""
+    """Records that `zbpipe demo --json FILE` writes."""
     return {"runs": [asdict(run) for run in runs], "emulated": [each.figures() for each in emulated]}

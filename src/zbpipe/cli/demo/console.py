@@ -25,7 +25,7 @@ from zbpipe.views.style import number, percent
 
 
 class ConsoleProgress:
-    """On a terminal a moving bar for each run; elsewhere lines."""
+    """A progress bar per run on a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -57,7 +57,7 @@ class ConsoleProgress:
         self._say(f"  step {step}: loss {loss:.4f}")
 
     def count(self, steps: int) -> None:
-        """Show how many of the steps with stages that sleep have run."""
+        """Show the number of finished steps with sleeping stages."""
         self._bars.update(self._task, completed=steps, note="")
 
     def end(self, failed: bool) -> None:
@@ -110,7 +110,7 @@ def _print(table: Table) -> None:
 
 
 def announce_emulated() -> None:
-    """Say what is real in the second part."""
+    """Print which parts of the second run are real."""
     Console(highlight=False).print(
         f"\nThe more ranks, the more bubble there is to fill. Here are {RANKS_THAT_SLEEP} ranks and {MICROBATCHES}"
         " microbatches: the processes, the messages and torch's executor are real, the computing is emulated. On each"
@@ -119,7 +119,7 @@ def announce_emulated() -> None:
 
 
 def print_emulated(emulated: Sequence[Emulated]) -> None:
-    """A table by the clock and as simulated, and the last schedule's picture: planned above measured."""
+    """Print a table of measured and simulated times, and the last schedule's picture: planned above measured."""
     console = Console(highlight=False)
     table = Table("schedule", "from", box=None, padding=(0, 2, 0, 0))
     for name in ("step", "faster", "bubble", "simulated step", "faster", "bubble"):

@@ -1,6 +1,6 @@
-"""The demo's second part: 1F1B and ZBV on 8 ranks, with real processes and messages, and stages that sleep.
+"""The demo's second part: 1F1B and ZBV on 8 ranks, with real processes and messages, and sleeping stages.
 
-Two pipeline ranks have hardly a bubble to fill, and a laptop has no 8 GPUs. So F, I and W sleep here; all else is real.
+Two pipeline ranks have almost no bubble, and a laptop does not have 8 GPUs. So F, I and W sleep here. All else is real.
 `emulate` starts this file as a program, which imports torch once and forks the ranks. The module itself imports no
 torch.
 """
@@ -27,7 +27,7 @@ from zbpipe.simulator.timeline import Span, Timeline
 SCHEDULES = ("1F1B", "ZBV")
 RANKS, MICROBATCHES = 8, 16
 SECONDS = 0.06
-"""That a rank sleeps for F, for I and for W of a microbatch."""
+"""Time that a rank sleeps for each F, I and W of a microbatch."""
 ROUNDS = 3
 _TIMEOUT = 120.0
 
@@ -38,19 +38,19 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Emulated:
-    """One schedule, by the clock and as simulated."""
+    """One schedule, measured and simulated."""
 
     schedule: str
     source: str
     seconds: float
-    """Of a step: the median of the rounds."""
+    """Median step time over the rounds."""
     planned: Timeline = field(repr=False)
-    """Simulated with the times that the stages sleep; messages take none."""
+    """Simulated with the times that the stages sleep. Messages take no time."""
     measured: Timeline = field(repr=False)
-    """The step that took about the median."""
+    """The step closest to the median."""
 
     def figures(self) -> dict[str, Any]:
-        """What the demo writes of it as JSON; times in seconds."""
+        """Figures for the demo's JSON file; times in seconds."""
         return {
             "schedule": self.schedule,
             "source": self.source,
@@ -68,10 +68,10 @@ def emulate(
     rounds: int = ROUNDS,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> list[Emulated]:
-    """Run `SCHEDULES` in turns, each `rounds` times, on `ranks` processes that sleep `seconds` for each F, I and W.
+    """Run `SCHEDULES` alternately, each `rounds` times, on `ranks` processes that sleep `seconds` per F, I and W.
 
-    `on_step` is called with the number of measured steps so far. DemoError, with the end of what the ranks wrote, if
-    one failed or they took longer than two minutes.
+    `on_step` is called with the number of measured steps so far. If a rank fails or the run takes over two minutes, a
+    DemoError has the end of the ranks' output.
     """
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
         steps = _run(Path(folder), (ranks, microbatches, seconds, rounds), on_step)
@@ -82,7 +82,7 @@ def emulate(
 
 
 def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
-    """What the stages sleep, and nothing for messages."""
+    """Sleep times of the stages, and no time for messages."""
     return CostModel.uniform(resolve(name).place(ranks), seconds, seconds, seconds)
 
 
@@ -96,7 +96,7 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
 
 
 def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:
-    """The steps in their order."""
+    """Steps in the order in which they ran."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
     code = run_watched(command, folder / "log", 1, _TIMEOUT, lambda: on_step(len(list(folder.glob("step-*")))))
     if code != 0:
@@ -106,11 +106,11 @@ def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], No
     return [json.loads(step.read_text()) for step in sorted(folder.glob("step-*"))]
 
 
-# What runs in the processes.
+# Code that runs in the processes.
 
 
 def main() -> None:
-    """Fork the ranks, and wait for them; the first failure ends them all."""
+    """Fork the ranks and wait for them. The first failure ends them all."""
     from torch.multiprocessing.spawn import start_processes
 
     from zbpipe.cli.demo import sleeping  # noqa: F401

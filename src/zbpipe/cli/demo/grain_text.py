@@ -17,7 +17,7 @@ from zbpipe.cli.demo.python_text import FOLDER, list_files, read
 
 
 class PythonFiles(Configurable):  # type: ignore[misc]
-    """One file a sample."""
+    """One file per sample."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class PythonFiles(Configurable):  # type: ignore[misc]
 
 
 def make_dataloader_config() -> GrainDataLoader.Config:
-    """Of a loader that reads the files in their order, cut into sequences without padding."""
+    """Config of a loader that reads the files in order, cut into sequences without padding."""
     files = SingleDatasetConfig(
         source=PythonFiles.Config(), processor=TextProcessor.Config(), post_filters=(_has_text,)
     )

@@ -10,7 +10,7 @@ from torchtitan.components.metrics import BaseLogger
 
 
 class JsonLines(BaseLogger):  # type: ignore[misc]
-    """Passes TorchTitan's metrics to `logger`, and appends one JSON object a step to `file`."""
+    """Passes TorchTitan's metrics to `logger`, and appends one JSON object per step to `file`."""
 
     def __init__(self, logger: BaseLogger, file: Path) -> None:
         self.logger = logger

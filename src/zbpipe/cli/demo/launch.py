@@ -17,16 +17,16 @@ from typing import Any
 from zbpipe.frameworks.titan.versions import find_installed
 
 METRICS = "metrics.jsonl"
-"""The file in the job's folder to which the demo's models write their metrics, one JSON object a step."""
+"""The file in the job's folder to which the demo's models write their metrics, one JSON object per step."""
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended."""
+    """Outcome of a job."""
 
     steps: tuple[dict[str, Any], ...]
-    """TorchTitan's metrics, one dict a step."""
+    """TorchTitan's metrics, one dict per step."""
     error: str | None
     """One line from the rank that failed first; None if all ranks finished."""
 
@@ -47,10 +47,10 @@ def train_on_cpu(
     """Train a model of the demo on `num_ranks` processes, without an accelerator.
 
     Args:
-        arguments: those of `torchtitan.train`, besides the ones that name the model.
+        arguments: arguments of `torchtitan.train`, except those that name the model.
         num_ranks: processes; they share the cores evenly.
-        folder: for all output: `metrics.jsonl`, `output.log` with what the ranks print, and checkpoints.
-        timeout: seconds after which this ends the job.
+        folder: folder for all output: `metrics.jsonl`, `output.log` with the ranks' output, and checkpoints.
+        timeout: seconds after which the job is ended.
         model: its name in `zbpipe.cli.demo.models03`, or for torchtitan 0.2 in `zbpipe.cli.demo.models02`.
         on_step: called with the metrics of each step.
     """
@@ -74,9 +74,10 @@ def train_on_cpu(
 def run_watched(
     command: Sequence[str], log: Path, threads: int, timeout: float, look: Callable[[], None]
 ) -> int | None:
-    """The exit code of a command that sees no accelerator; None if it took too long. All its processes are gone then.
+    """Run a command without an accelerator; returns its exit code, or None after a timeout. All its processes have
+    ended.
 
-    All that it prints goes to `log`. `look` is called while it runs, and when it is over.
+    Its output goes to `log`. `look` is called repeatedly while it runs, and once after its end.
     """
     settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:
@@ -139,7 +140,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_error(folder: Path) -> str:
-    """The error that came first: under torchrun every rank writes its exception, with the time, to a file."""
+    """The earliest error: under torchrun every rank writes its exception, with the time, to a file."""
     messages = [json.loads(file.read_text())["message"] for file in (folder / "errors").rglob("error.json")]
     if messages:
         first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))

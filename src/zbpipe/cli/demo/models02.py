@@ -23,7 +23,7 @@ from zbpipe.frameworks.titan import plug
 
 
 def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, **kwargs: Any) -> MetricsProcessor:
-    """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
+    """TorchTitan's metrics. The rank with the loss also writes them to a file, one JSON object per step."""
     processor = MetricsProcessor(job_config, parallel_dims)
     name = job_config.parallelism.pipeline_parallel_schedule
     if dist.get_rank() == plug.rank_with_loss(parallel_dims, name):

@@ -23,7 +23,7 @@ from zbpipe.frameworks.titan import batches, plug
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
-    """TorchTitan's metrics; the rank with the loss also writes them to a file, one JSON object a step."""
+    """TorchTitan's metrics. The rank with the loss also writes them to a file, one JSON object per step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
@@ -39,7 +39,7 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ByteTokenizer(python_text.ByteTokenizer):
-    """With a config, as TorchTitan 0.3 wants it."""
+    """The tokenizer with a config, as TorchTitan 0.3 expects."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -76,11 +76,11 @@ def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
 
 
 _LENGTH = 256
-"""Tokens of a sequence."""
+"""Tokens per sequence."""
 
 
 def make_dataloader_config() -> Any:
-    """Of TorchTitan's loader for the text of the standard library."""
+    """Config of TorchTitan's loader for the text of the standard library."""
     if find_spec("torchtitan.components.data") is not None:
         from zbpipe.cli.demo import grain_text
 

@@ -1,6 +1,6 @@
 """A text that every machine has: the source code of Python's standard library, byte by byte.
 
-`zbpipe.cli.demo.hugging_face_text` and `zbpipe.cli.demo.grain_text` give it to TorchTitan.
+`zbpipe.cli.demo.hugging_face_text` and `zbpipe.cli.demo.grain_text` pass it to TorchTitan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTES = 256
 
 
 def list_files(folder: str) -> list[str]:
-    """All sources below a folder like that of the standard library; a ValueError if there are none."""
+    """All source files below a folder like the standard library's; ValueError if there are none."""
     parts = [part for part in Path(folder).iterdir() if part.name != "site-packages"]
     files = sorted(str(file) for part in parts for file in _find_sources(part))
     if not files:
@@ -27,7 +27,7 @@ def list_files(folder: str) -> list[str]:
 
 
 def read(file: str) -> dict[str, str]:
-    """A sample, as TorchTitan's data sets have them."""
+    """A sample in the format of TorchTitan's data sets."""
     return {"text": Path(file).read_text(encoding="utf-8", errors="replace")}
 
 
@@ -38,7 +38,7 @@ def _find_sources(part: Path) -> Iterator[Path]:
 
 
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """The bytes of UTF-8 as tokens, and two more tokens for the beginning and the end of a document."""
+    """UTF-8 bytes as tokens, and two more tokens for the beginning and the end of a document."""
 
     def __init__(self, *unused: Any, **also_unused: Any) -> None:
         super().__init__()

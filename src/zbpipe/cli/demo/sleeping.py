@@ -1,7 +1,7 @@
-"""Stages that sleep in place of computing: how long a step takes by the clock does not depend on the machine's cores.
+"""Stages that sleep instead of computing: the time of a step does not depend on the machine's cores.
 
 A stage holds one number and sleeps for the times of its F, I and W. All else is real: the processes, gloo's messages,
-torch's executor, and both ways to split the backward.
+torch's executor, and both backward splits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _METHODS = {
     OpKind.W: "backward_weight_one_chunk",
 }
 _LATE = 1e-4
-"""Seconds by which `time.sleep` usually comes back late. More than that is not spent awake, for the cores are few."""
+"""Usual delay of `time.sleep` in seconds. Spinning takes no longer than that, because cores are few."""
 
 
 def sleep_until(end: float) -> None:
@@ -40,10 +40,10 @@ def sleep_until(end: float) -> None:
 
 
 class SleepingLayer(nn.Linear):
-    """One number times a weight. F sleeps in the forward, I and W on the ways of dX and dW.
+    """One number times a weight. F sleeps in the forward, I and W where autograd computes dX and dW.
 
-    So each sleeps in the action that computes its gradient, whoever splits the backward: I and W both in torch's B,
-    one after the other in torch's split, and in zbpipe's, which runs the linear layer's own deferral.
+    So each sleeps in the action that computes its gradient, with any split. In torch's B both sleep. In torch's split
+    and in zbpipe's, I and W sleep one after the other; zbpipe's runs the linear layer's deferral.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SleepingLayer(nn.Linear):
         return F.linear(self._sleep_in_backward(x, OpKind.I), self._sleep_in_backward(self.weight, OpKind.W))
 
     def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
-        """`tensor`, with a sleep before its gradient. The I of a deferral hands on None where W will compute dW."""
+        """`tensor`, with a sleep before its gradient. The I of a deferral passes None where W will compute dW."""
         view = tensor.view_as(tensor)
         # torch has no types for it.
         view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))  # type: ignore[no-untyped-call]
@@ -77,11 +77,11 @@ class Ran(NamedTuple):
     start: float
     end: float
     slept: tuple[tuple[OpKind, float], ...]
-    """Of which kind (F, I, W), and how many seconds."""
+    """Kind (F, I, W) and seconds of each sleep."""
 
 
 def follow(stage: PipelineStage, ran: list[Ran]) -> None:
-    """Add to `ran` what `stage` runs from now on."""
+    """Record in `ran` each op that `stage` runs from now on."""
     layer = cast(SleepingLayer, stage.submod)
 
     def run_followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def follow(stage: PipelineStage, ran: list[Ran]) -> None:
 
 
 def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
-    """Raise unless exactly `ops` ran, in this order, and slept for what belongs to them, once and long enough.
+    """Raise unless exactly `ops` ran, in this order, and each slept for its own kinds, once and long enough.
 
     With torch's split the first stage, whose input needs no gradient, runs its whole backward in W.
     """
@@ -112,7 +112,7 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
 
 
 class Runner:
-    """One schedule on this rank, by its name or the path of a CSV file, ready to run steps; costs are in seconds."""
+    """One schedule on this rank, named or from a CSV file, ready to run steps. Costs are in seconds."""
 
     def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
@@ -142,7 +142,7 @@ class Runner:
         """Run one step; returns the seconds from a common start to the end of the last rank."""
         self.ran.clear()
         gc.collect()
-        gc.disable()  # as trainers do, who collect garbage between steps
+        gc.disable()  # as trainers do: they collect garbage between steps
         self.start = start = _common_start()
         sleep_until(start)
         self._run()

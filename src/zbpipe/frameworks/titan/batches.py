@@ -14,7 +14,7 @@ def counts_tokens(config: Any) -> bool:
 
 
 def microbatches(config: Any) -> int:
-    """Microbatches of a pipeline's step."""
+    """Number of microbatches in a pipeline's step."""
     if counts_tokens(config):
         return int(config.parallelism.num_pp_microbatches)
     return int(config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)
@@ -33,19 +33,19 @@ def require_whole_microbatches(config: Any) -> None:
 
 
 def batch_option(config: Any) -> tuple[str, int]:
-    """TorchTitan's option for the batch of a pipeline's step, and how much of it a microbatch takes."""
+    """TorchTitan's option for the batch of a pipeline's step, and one microbatch's share of it."""
     if counts_tokens(config):
         return "--parallelism.num_pp_microbatches", 1
     return "--training.local_batch_size", config.parallelism.pipeline_parallel_microbatch_size
 
 
 def length(training: Any) -> int:
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     return int(training.max_context_length if hasattr(training, "max_context_length") else training.seq_len)
 
 
 def shape(config: Any) -> tuple[int, ...]:
-    """Of the token ids of a microbatch: (sequences, length), or (tokens,)."""
+    """Shape of a microbatch's token ids: (sequences, length), or (tokens,)."""
     if counts_tokens(config):
         return (int(config.training.num_tokens_per_microbatch_per_dp_rank),)
     return (int(config.parallelism.pipeline_parallel_microbatch_size), length(config.training))

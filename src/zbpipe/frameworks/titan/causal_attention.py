@@ -12,12 +12,12 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 
 
 class CausalAttentionInRow(ScaledDotProductAttention):  # type: ignore[misc]
-    """TorchTitan's, for tokens in one row, of which every `length` are a sequence."""
+    """TorchTitan's causal attention, for tokens in one row with a new sequence every `length` tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
         length: int = 0
-        """Tokens of a sequence, as in the job's config."""
+        """Tokens per sequence, as in the job's config."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

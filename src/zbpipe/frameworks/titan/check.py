@@ -1,4 +1,4 @@
-"""What is refused in a TorchTitan job before any process group exists. Imports no torchtitan."""
+"""Checks of a TorchTitan job before any process group exists. Imports no torchtitan."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _warn_of_idle_ranks(config: Any) -> None:
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
-    """While other ranks compile their stages, a rank waits, and TorchTitan's limit for the first step runs."""
+    """Warn if TorchTitan's timeout of the first step may end while ranks wait for others that compile."""
     seconds, placement = config.comm.init_timeout_seconds, algorithm.place(config.parallelism.pipeline_parallel_degree)
     # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.warm_up`.
     in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)

@@ -1,4 +1,4 @@
-"""zbpipe's own command line arguments, besides TorchTitan's: all begin with `--zbpipe.`."""
+"""zbpipe's command line arguments, in addition to TorchTitan's. All begin with `--zbpipe.`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFIX = "--zbpipe."
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """zbpipe's options, and the arguments that are left for TorchTitan.
+    """zbpipe's options, and the remaining arguments for TorchTitan.
 
     >>> options, rest = parse(["--training.steps", "10", "--zbpipe.trace", "step.json"])
     >>> options.trace, rest

@@ -1,4 +1,4 @@
-"""TorchTitan on a machine without an accelerator: it asks for one everywhere, and here the CPU answers.
+"""TorchTitan on a machine without an accelerator: the CPU stands in for it.
 
 For trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because FlexAttention has
 no backward on the CPU (documents packed into one sequence see each other).

@@ -1,6 +1,7 @@
-"""The names that zbpipe takes from TorchTitan, with the parameters that it gives. Imports no torchtitan before it asks.
+"""The names that zbpipe uses from TorchTitan, with the parameters that it passes. Imports torchtitan only to look them
+up.
 
-One list for all versions: a name with " or " has moved, and so has a parameter.
+One list for all versions: " or " separates the old and the new place of a name or a parameter.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from zbpipe.frameworks.titan.versions import KNOWN, WAY_WITHOUT_NAMES, describe_
 
 
 class Needed(NamedTuple):
-    """A name of TorchTitan's."""
+    """A name in TorchTitan."""
 
     place: str
-    """Below `torchtitan`, as module:attribute."""
+    """Path below `torchtitan`, as module:attribute."""
     parameters: tuple[str, ...] = ()
-    """Of a function; the fields of a dataclass."""
+    """Parameters of a function, or fields of a dataclass."""
 
     def find(self) -> Any:
-        """What has this name; None if nothing has. The ImportError of another package passes."""
+        """The object with this name; None if there is none. The ImportError of another package passes."""
         for place in self.place.split(OR):
             try:
                 return resolve_name(f"torchtitan.{place}")
@@ -33,7 +34,7 @@ class Needed(NamedTuple):
         return None
 
     def list_missing(self) -> list[str]:
-        """In words, what TorchTitan has not; empty if it has everything."""
+        """Names that TorchTitan lacks, in words; empty if it has everything."""
         found = self.find()
         if found is None:
             return [self.place.replace(":", ".")]
@@ -100,7 +101,7 @@ def require_names() -> None:
     """Refuse a TorchTitan that lacks something of `NEEDED`.
 
     Raises:
-        ImportError: with the ways out. A package that TorchTitan needs may be missing, too.
+        ImportError: TorchTitan, or a package that it needs, lacks a name. The message says what to install.
     """
     try:
         missing = [words for each in NEEDED for words in each.list_missing()]

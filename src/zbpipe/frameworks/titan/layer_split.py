@@ -1,8 +1,8 @@
-"""Where a TorchTitan model is cut into stages if its user does not say: so that all ranks have about the same work.
+"""Split of a TorchTitan model into stages if the user gives none: all ranks get about the same work.
 
 TorchTitan counts the embedding as one block, and norm and head together as one. The head of a model with a large
-vocabulary costs two or three blocks, and the embedding next to nothing; in a V both are on rank 0. Here they count as
-what they multiply. Imports no torchtitan.
+vocabulary costs two or three blocks, and the embedding almost nothing. In a V both are on rank 0. Here each counts with
+the multiplications that it does. Imports no torchtitan.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.schedule.ir import Placement
 
 Cut = Callable[..., list[list[str]]]
-"""TorchTitan's function: of stages, blocks, and the blocks as which embedding and head count, the modules by stage."""
+"""TorchTitan's function: takes the numbers of stages, of blocks, and of blocks for which embedding and head count;
+returns the modules by stage."""
 
 logger = logging.getLogger(__name__)
 
 
 class Model(NamedTuple):
-    """What TorchTitan is about to cut."""
+    """The model that TorchTitan is about to cut."""
 
     module: nn.Module
-    """Whole; it may be on the meta device."""
+    """The whole model, perhaps on the meta device."""
     config: Any
-    """TorchTitan's."""
+    """TorchTitan's config of the model."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
 
 
 def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, how: Checkpointing) -> Cut:
-    """A function that replaces TorchTitan's, and cuts as TorchTitan does where its user has said how."""
+    """Replacement for TorchTitan's function. It cuts as TorchTitan does if the user chose a cut."""
 
     def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
         if ends_of_user(parallelism) is not None:
@@ -54,7 +55,7 @@ def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, 
         *blocks, head = (layer.seconds for layer in costs.layers[1:])
         average = sum(blocks) / len(blocks)
         ends = {"+".join(others[-1].modules): head}
-        # Where TorchTitan puts encoders of images. One patch for each token.
+        # TorchTitan puts image encoders here. One patch per token.
         ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in besides.items() if each}
         counted = ", ".join(f"{name} counts as {each / (average or 1):.2g} blocks" for name, each in ends.items())
         _log(parts, f"by work; {counted}")
@@ -70,7 +71,7 @@ def _in_all_stages(titans: Cut, num_layers: int) -> list[str]:
 
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
-    """As how many blocks embedding and head count, if the user has said how to cut evenly; None for a cut by work."""
+    """Numbers of blocks for which embedding and head count in the user's even cut; None for a cut by work."""
     ends = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
@@ -87,7 +88,7 @@ def _log(parts: Sequence[Sequence[str]], how: str) -> None:
 
 
 def describe(names: Sequence[str]) -> str:
-    """A stage's modules, with blocks that follow each other as a range.
+    """A stage's modules, with consecutive blocks as a range.
 
     >>> describe(["tok_embeddings", "layers.0", "layers.1", "layers.2"]), describe(["layers.3", "norm", "lm_head"])
     ('tok_embeddings layers.0-2', 'layers.3 norm lm_head')
@@ -103,10 +104,10 @@ _BLOCKS = "layers."
 
 
 def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Checkpointing) -> tuple[Layer, ...]:
-    """What the planner calls layers: what comes before the blocks, each block, and what comes after them.
+    """Layers for the planner: all modules before the blocks, each block, and all modules after them.
 
-    `names` are those of the modules, in their order; `attention` is the multiplications for each token in that of one
-    block.
+    `names` are the modules' names, in order. `attention` is the number of multiplications per token in one block's
+    attention.
     """
     first = next(number for number, name in enumerate(names) if name.startswith(_BLOCKS))
     behind = next(number for number, name in enumerate(names) if number > first and not name.startswith(_BLOCKS))
@@ -123,7 +124,7 @@ def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Che
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """What TorchTitan gives to stages by name: the children of a model, and the blocks of its containers.
+    """Modules that TorchTitan assigns to stages by name: the children of a model, and the blocks of its containers.
 
     >>> list(modules_of(nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "norm": nn.ReLU()})))
     ['layers.0', 'layers.1', 'norm']
@@ -138,13 +139,13 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointing.NONE) -> Layer:
-    """A layer with these multiplications in F for each token, as many in I and W, and in I the recomputed ones."""
+    """A layer with these multiplications per token in F, as many in I and in W, and in I also the recomputed ones."""
     again = LLAMA_3_8B.recomputed(how)
     return Layer(tuple(names), forward, forward * (1 + again), forward, 0.0)
 
 
 def products(module: nn.Module) -> float:
-    """The elements of weights with which each token is multiplied; of experts those to which it goes.
+    """Number of weight elements with which each token is multiplied. Only the experts that a token visits count.
 
     >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
     128.0
@@ -163,19 +164,19 @@ def products(module: nn.Module) -> float:
 
 
 _GROUPED = 3
-"""Dimensions of the weights of experts: theirs come first."""
+"""Dimensions of expert weights, with the experts first."""
 
 
 def attention_products(model: Model) -> float:
-    """Multiplications for each token in the attention of all blocks, which sees half of the sequence on the average.
+    """Multiplications per token in the attention of all blocks, which sees half of the sequence on average.
 
-    TorchTitan's own estimate of floating-point operations has 12 for each, and one for the whole sequence. A model of
-    the user's own may have no estimate: then attention counts for nothing.
+    TorchTitan's FLOP estimate has 12 operations per multiplication, and counts the whole sequence. A custom model may
+    have no estimate. Its attention counts as zero.
     """
     if not hasattr(model.config, "get_nparams_and_flops"):
         return 0.0
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)  # some models log what they count
+    logging.disable(logging.INFO)  # some models log their counts
     try:
         (_, with_attention), (_, without) = (
             model.config.get_nparams_and_flops(model.module, length) for length in (model.seq_len, 0)

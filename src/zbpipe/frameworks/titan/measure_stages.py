@@ -1,8 +1,8 @@
 """`zbpipe measure`: the stages of a TorchTitan job, one after the other on this machine's one device.
 
-Each stage is built as the job would build it (checkpointing, compiler, mixed precision), trains a few steps as a
-pipeline of one rank and one stage, and goes. What comes from its neighbours is made up: an input, and the gradient of
-its output. So times lack what neighbours on the same machine would take from each other, and there are no links.
+Each stage is built as the job would build it (checkpointing, compiler, mixed precision). It trains a few steps as a
+pipeline of one rank and one stage, and is freed. Its input and the gradient of its output are synthetic. So the times
+exclude contention with neighbours on the same machine, and no links are measured.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from zbpipe.schedule.registry import resolve
 logger = logging.getLogger(__name__)
 
 _MICROBATCHES = 4
-"""Of a step."""
+"""Microbatches per step."""
 _WARM_UP = 2
 _SCHEDULES = ("ZBH1", "1F1B")
-"""I and W apart, and together."""
+"""Schedules with I and W apart, and with I and W together."""
 
 
 def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
     """Costs of all stages of a job's schedule, measured here without any other rank.
 
     Args:
-        arguments: TorchTitan's; tensor parallelism and data parallelism are left out.
-        steps: to time, for each stage and schedule.
+        arguments: TorchTitan's arguments. Tensor parallelism and data parallelism are ignored.
+        steps: number of steps to time, per stage and schedule.
 
     Raises:
         ImportError: TorchTitan is not installed, or it is 0.2.
-        ValueError: what TorchTitan or zbpipe refuses.
+        ValueError: TorchTitan or zbpipe refuses the job.
     """
     found = parse(arguments)
-    from zbpipe.frameworks.titan import models, plug  # not before: TorchTitan chooses its device when it is imported
+    from zbpipe.frameworks.titan import models, plug  # imported here, because TorchTitan chooses its device at import
 
     if plug.HAS_JOB_CONFIG:
         raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
@@ -71,7 +71,7 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
 
 @contextmanager
 def _process_group() -> Iterator[torch.device]:
-    """A process group of this process, and its device."""
+    """A process group with this process alone, and its device."""
     device = torch.device("cpu") if cpu.is_needed() else torch.accelerator.current_accelerator()
     assert device is not None, "there is one, or the CPU is needed"
     backend = dist.get_default_backend_for_device(device)
@@ -83,7 +83,7 @@ def _process_group() -> Iterator[torch.device]:
 
 
 def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankTable:
-    """What one stage takes."""
+    """Costs of one stage."""
     is_first, is_last = stage == 0, stage == len(split) - 1
     logger.info("measuring stage %d of %d", stage, len(split))
     records = [_records(built, name, is_first, is_last, steps) for name in _SCHEDULES]
@@ -94,7 +94,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
         return {(stage, str(op.kind)): size for op, size in values.items()}
 
     width, dtype = built.hidden
-    # The mean: what a step of many ops takes has their slow ones in it.
+    # The mean, because the time of a step with many ops includes the slow ones.
     seconds = average_by_kind(timed, fmean)
     return RankTable(
         seconds={(stage, kind): each for (_, kind), each in seconds.items()},
@@ -106,7 +106,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
 
 
 def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
-    """The records of a step for memory, and of some for times."""
+    """The record of one step for memory, and of several for times."""
     made: list[StepRecord] = []
     schedule = build_pipeline_schedule(
         name,
@@ -139,7 +139,7 @@ def _tokens(built: StageUnderTest) -> Tensor:
 
 
 class _Given(torch.autograd.Function):
-    """A loss that costs nothing, with a gradient as it would come from the next stage."""
+    """A loss without cost, whose gradient stands in for the next stage's."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The jobs of TorchTitan's command lines and their models, for what trains nothing."""
+"""Jobs of TorchTitan's command lines and their models, for tools that do not train."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
 _SIZES = {"bfloat16": 2, "float32": 4}
-"""Bytes."""
+"""Bytes per number."""
 
 STYLE_OF_BLOCKS = {"fused_qkv": not HAS_JOB_CONFIG, "keeps_scattered": HAS_JOB_CONFIG}
-"""How a Llama block differs between versions; see `zbpipe.costs.transformer.Block`."""
+"""Differences of a Llama block between versions; see `zbpipe.costs.transformer.Block`."""
 HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
-"""The modules behind the blocks."""
+"""The modules after the blocks."""
 
 
 def parse_config(arguments: list[str]) -> Any:
-    """TorchTitan's config from its command line. What its parser prints goes to standard error."""
+    """TorchTitan's config from its command line. Its parser's output goes to standard error."""
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
-        arguments = [_NO_CUDA_GRAPHS, *arguments]  # which it refuses in a pipeline, and which make no difference here
+        arguments = [_NO_CUDA_GRAPHS, *arguments]  # CUDA graphs are refused in a pipeline, and make no difference here
     try:
         return ConfigManager().parse_args(arguments)
     except SystemExit:
@@ -70,15 +70,15 @@ class Sizes(NamedTuple):
     """Bytes of numbers on a GPU."""
 
     computed: int
-    """Of an activation."""
+    """Bytes per number of an activation."""
     parameters: ParameterBytes
 
 
 def sizes(config: Any, fsdp: int) -> Sizes:
-    """What a job computes in and stores, where each parameter is shared by `fsdp` GPUs.
+    """Number sizes of a job's computation and storage, with each parameter sharded over `fsdp` GPUs.
 
-    A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"), and FSDP2 adds the
-    gradients up in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
+    A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"). FSDP2 accumulates
+    gradients in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
     """
     training = config.training
     stored = _SIZES[training.dtype]
@@ -95,7 +95,7 @@ def sizes(config: Any, fsdp: int) -> Sizes:
 
 
 def build_on_meta(config: Any) -> Model:
-    """The whole model of a job, as its `Trainer` would build it, without any weight."""
+    """The whole model of a job, as its `Trainer` would build it, without memory for weights."""
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
         model_config = config.model_spec.model
@@ -120,7 +120,7 @@ def build_on_meta(config: Any) -> Model:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Report what TorchTitan refuses in a job as a ValueError."""
+    """Convert TorchTitan's errors about a job into ValueErrors."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -128,7 +128,7 @@ def _refusals() -> Iterator[None]:
 
 
 def require_decoder(model: nn.Module) -> None:
-    """A ValueError for a model that is no stack of blocks between an embedding and a head."""
+    """Refuse a model that is no stack of blocks between an embedding and a head, with a ValueError."""
     parts = ("tok_embeddings", "layers", *HEAD)
     if missing := [name for name in parts if getattr(model, name, None) is None]:
         raise ValueError(
@@ -143,7 +143,7 @@ def compiles_blocks(config: Any) -> bool:
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would; a ValueError where the compiler decides what is kept."""
+    """Wrap the blocks of a model as the job would; ValueError if the compiler decides what is kept."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):
@@ -157,17 +157,17 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 
 
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
-    """What a block's forward takes besides its input."""
+    """Arguments of a block's forward after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
 
 
 def chunks_of_loss(config: Any) -> int:
-    """The number of parts in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
+    """Number of chunks in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
     return 0 if HAS_JOB_CONFIG else getattr(config.loss, "num_chunks", 0)
 
 
 def stage_under_test(config: Any, names: list[str], device: torch.device) -> StageUnderTest:
-    """One stage of a `Trainer.Config`, with these modules of the model, as its `Trainer` builds it for one GPU."""
+    """One stage of a `Trainer.Config` with these modules, as its `Trainer` builds it for one GPU."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     parallelism = replace(
@@ -215,7 +215,7 @@ def stage_under_test(config: Any, names: list[str], device: torch.device) -> Sta
 
 
 def _prune(model: Any, names: list[str]) -> None:
-    """Leave these modules alone, as TorchTitan cuts its models."""
+    """Keep only these modules, as TorchTitan does when it cuts a model."""
     for name, child in list(model.named_children()):
         if isinstance(child, torch.nn.ModuleDict):
             for block in [each for each in child if f"{name}.{each}" not in names]:
@@ -225,7 +225,7 @@ def _prune(model: Any, names: list[str]) -> None:
 
 
 def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.device) -> dict[str, Any]:
-    """Positions, and a mask where the attention takes one."""
+    """Keyword arguments of the model: positions, and a mask if the attention takes one."""
     positions = torch.arange(prod(sizes), device=device).remainder(length).reshape(sizes)
     try:
         masks = model.get_attention_masks(positions)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineMetrics(Watcher):
-    """The metrics of the steps that TorchTitan logs; all other steps run as they are."""
+    """Metrics of the steps that TorchTitan logs. Other steps are not recorded."""
 
     def __init__(self, schedule: pipelining.PipelineSchedule, armed: bool) -> None:
         self.armed = armed
@@ -39,7 +39,7 @@ class PipelineMetrics(Watcher):
         self._record = record
 
     def collect(self) -> dict[str, Any]:
-        """The metrics of the last recorded step. All ranks of the pipeline have to call this."""
+        """Metrics of the last recorded step. All ranks of the pipeline have to call this."""
         schedule = self._schedule()
         if self._record is None or schedule is None:
             return {}
@@ -62,13 +62,13 @@ class _Reported(NamedTuple):
     """The pipeline whose metrics TorchTitan logs."""
 
     pipeline: ref[PipelineMetrics]
-    """Of the schedule, which has to go before the interpreter does."""
+    """Metrics of the schedule, referred to weakly: the schedule has to be freed before the interpreter ends."""
     rank_with_loss: Callable[[Any], int]
-    """By TorchTitan's `ParallelDims`, the rank that logs."""
+    """Maps TorchTitan's `ParallelDims` to the rank that logs."""
 
 
 _reported: dict[type, _Reported] = {}
-"""By TorchTitan's class of metrics, which is wrapped once: the pipeline that was built last."""
+"""The pipeline built last, per TorchTitan metrics class. Each class is wrapped once."""
 
 
 def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:

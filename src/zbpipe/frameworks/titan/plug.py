@@ -1,4 +1,4 @@
-"""zbpipe in TorchTitan: the few things besides `zbpipe.install` that its trainer has to be told.
+"""zbpipe in TorchTitan: the patches that its trainer needs in addition to `zbpipe.install`.
 
 TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
 functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
@@ -58,8 +58,8 @@ HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
 """Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
 
 PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
-"""Cuts a model. Returns the schedule, or what runs it, the model parts, and whether this rank has the first stage, and
-the last."""
+"""Cuts a model. Returns the schedule or its runner, the model parts, and whether this rank has the first and the last
+stage."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             if on_cpu and HAS_JOB_CONFIG:
                 # torch's DualPipeV would overlap by streams of a GPU, also without expert parallelism.
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
-            # Now, before the ranks meet.
+            # Before the ranks meet.
             if number := os.environ.get("WORLD_SIZE"):
                 require_processes(config, int(number))
             check(config, options)
@@ -143,7 +143,7 @@ def _replace_train_specs(options: Options, on_cpu: bool) -> None:
 
 
 class _Job(NamedTuple):
-    """What TorchTitan gives a function that cuts a model."""
+    """TorchTitan's arguments of a function that cuts a model."""
 
     parallelism: Any
     training: Any
@@ -162,7 +162,7 @@ class _Job(NamedTuple):
 
 
 def checkpointing_of(config: Any) -> Checkpointing:
-    """What a job's config says. A budget, or a policy of the user's own, keeps some activations and not others."""
+    """Checkpointing in a job's config. A budget or a custom policy counts as selective."""
     if config is None:
         return Checkpointing.NONE
     mode = getattr(config, "mode", None)  # in 0.2; in 0.3 each kind has a class
@@ -181,7 +181,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
     def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         job = _Job.of(args, kwargs)
         if HAS_JOB_CONFIG:
-            check(args[1], options)  # in a trainer that another program has started nobody has called this yet
+            check(args[1], options)  # nobody has called this yet if another program started the trainer
         name = job.parallelism.pipeline_parallel_schedule
         algorithm = installation.find_algorithm(name)
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
@@ -206,7 +206,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
 
 
 def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
-    """Refuse zbpipe's schedules and options for a function that says by its signature that it runs no schedule."""
+    """Refuse zbpipe's schedules and options for a function whose signature shows that it runs no schedule."""
     algorithm, result = installation.find_algorithm(name), _schedule_of(pipelining_fn)
     asks_for_zbpipe = options != Options() or (algorithm is not None and algorithm.source == "zbpipe")
     if asks_for_zbpipe and not issubclass(result, pipelining.PipelineSchedule):
@@ -218,10 +218,10 @@ def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: O
 
 
 def _schedule_of(pipelining_fn: PipeliningFunction) -> type[Any]:
-    """The class that it returns in place of a schedule, if its signature says so."""
+    """The class that the function returns instead of a schedule, if its signature names one."""
     try:
         result = get_args(inspect.signature(pipelining_fn, eval_str=True).return_annotation)
-    except (NameError, TypeError, ValueError):  # annotations may name what only type checkers import
+    except (NameError, TypeError, ValueError):  # annotations may use names that only type checkers import
         result = ()
     return result[0] if result and isinstance(result[0], type) else pipelining.PipelineSchedule
 
@@ -231,9 +231,9 @@ def _name_of(function: Any) -> str:
 
 
 def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
-    """Where the functions may be that `pipelining_fn` calls to cut a model and to place its stages.
+    """Modules with the functions that `pipelining_fn` may call to cut a model and to place its stages.
 
-    A model with a function of its own may have such functions, too, or may have imported TorchTitan's by name.
+    A model with its own function may also define these functions, or may have imported TorchTitan's by name.
     """
     own = sys.modules.get(getattr(pipelining_fn, "__module__", ""), pipeline_parallel)
     return [pipeline_parallel] if own is pipeline_parallel else [pipeline_parallel, own]
@@ -242,9 +242,9 @@ def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
 def _helpers(
     pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job
 ) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
-    """By module, functions that replace its own, to cut the model and to place the stages as the schedule says.
+    """Replacements of each module's functions, which cut the model and place the stages as the schedule requires.
 
-    ValueError if the user cuts the model into another number of stages, or leaves out a module.
+    ValueError if the user's cut has another number of stages, or lacks a module.
     """
     placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
     by_hand = job.parallelism.module_fqns_per_model_part
@@ -271,14 +271,14 @@ def _helpers(
 
 
 def _call_with(function: Callable[..., Any], first: int, _: int, *more: Any) -> Any:
-    """Call a function with another first argument."""
+    """Call a function with its first argument replaced."""
     return function(first, *more)
 
 
 def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
     """A function in place of `original` that is `original` again while one with the same `inside` runs.
 
-    A model's own function may call that of TorchTitan, and both are replaced.
+    A model's own function may call TorchTitan's, and both are replaced.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], in
 
 
 def _find_names(module: ModuleType, name: str) -> list[str]:
-    """The name of a function of TorchTitan's in `module`, if it is there; since 0.3 it is private."""
+    """The name of TorchTitan's function in `module`, if it is there. Since 0.3 it is private."""
     return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
@@ -310,7 +310,7 @@ def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _
 
 
 def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
-    """Refuse a list that leaves out a module with weights: TorchTitan would train without it."""
+    """Refuse a list that lacks a module with weights: TorchTitan would train without it."""
     named = {name for part in modules for name in part}
     known = layer_split.modules_of(model)
     unknown = named - known.keys()
@@ -327,7 +327,7 @@ def _make_split(
 ) -> Callable[..., Any]:
     """TorchTitan's function that builds the stages of a rank, for stages in any placement.
 
-    It may call what is in `modules`.
+    It may call functions in `modules`.
     """
     as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
 
@@ -358,19 +358,19 @@ def _make_split(
 
 
 def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
-    """A mesh of the pipeline in which each stage has a rank of its own, seen from the rank of `stage`.
+    """A pipeline mesh with one rank per stage, seen from the rank of `stage`.
 
-    So TorchTitan builds this stage and no other, whatever the rank.
+    With it TorchTitan builds exactly this stage on any rank.
     """
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-"""Replaces TorchTitan's logger while it takes a stage for a rank, and would log the wrong rank."""
+"""Replaces TorchTitan's logger while a stage stands in for a rank: the logged rank would be wrong."""
 
 
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
-    """Fit the schedule of this rank to TorchTitan, compare those of all ranks, and log TorchTitan's metrics of it.
+    """Adapt this rank's schedule to TorchTitan, compare the schedules of all ranks, and add the pipeline's metrics.
 
     PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
     """
@@ -389,12 +389,12 @@ def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
     name = schedule.algorithm.name
     logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
     if isinstance(schedule, LeanSchedule):
-        # The config says it, not what each rank sees in its own modules: all ranks have to have one schedule now.
+        # From the config, not from each rank's modules: all ranks need one schedule now.
         tensor = job.parallelism.tensor_parallel_degree
         schedule.make_for(job.checkpointing, tensor)
         degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
         logger.info("%s is made for %s activation checkpointing%s", name, job.checkpointing, degree)
-    schedule.sizes.keywords_are_alike = True  # TorchTitan gives the positions of all tokens to all ranks
+    schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
     logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
 
 
@@ -402,7 +402,7 @@ def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
 
 
 def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
-    """The rank that reports loss and metrics: the first of all ranks with the last stage, by `ParallelDims`."""
+    """The rank that reports loss and metrics: the first rank with the last stage, from `ParallelDims`."""
     if not parallel_dims.pp_enabled:
         return 0
     algorithm = installation.find_algorithm(pp_schedule)
@@ -419,7 +419,7 @@ def _report_loss_where_it_is() -> None:
         return rank_with_loss(parallel_dims, pp_schedule or job_config.parallelism.pipeline_parallel_schedule)
 
     def ensure_pp_loss_visible(*args: Any, **kwargs: Any) -> None:
-        """Its arguments are those above, and a color."""
+        """Takes the arguments of `rank_with_loss`, and a color."""
         given = inspect.signature(ensure_visible).bind(*args, **kwargs).arguments
         del given["color"]
         if get_metrics_rank(**given) > 0:
@@ -433,7 +433,7 @@ def _report_loss_where_it_is() -> None:
 
 
 def adapt_to_cpu(config: Any) -> None:
-    """Change the `Trainer.Config` of a job to what the CPU can run, in place."""
+    """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
         from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
@@ -445,7 +445,7 @@ def adapt_to_cpu(config: Any) -> None:
 
 
 def _train_spec_on_cpu(spec: Any) -> Any:
-    """The `TrainSpec` of a model, changed to what the CPU can run."""
+    """The `TrainSpec` of a model, changed so that the CPU can run it."""
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -455,7 +455,7 @@ def _train_spec_on_cpu(spec: Any) -> Any:
 
 
 def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.histc`, with which experts count their tokens; on the CPU torch has it for floating point only."""
+    """`torch.histc`, with which experts count their tokens. On the CPU torch has it for floating point only."""
     return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
 
 
@@ -463,7 +463,7 @@ _titans_histogram = torch.histc
 
 
 def ask_for_causal_attention(args: Any) -> Any:
-    """A model's arguments with attention that the CPU and meta tensors have."""
+    """A model's arguments with attention that supports the CPU and meta tensors."""
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         return args
     changed = copy(args)

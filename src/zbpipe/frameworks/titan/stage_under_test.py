@@ -18,8 +18,8 @@ class StageUnderTest(NamedTuple):
     """The shape of a microbatch's token ids."""
     vocabulary: int
     hidden: tuple[int, torch.dtype]
-    """The width and the dtype of what stages hand on."""
+    """Width and dtype of the stages' outputs."""
     keywords: Mapping[str, Any]
-    """Of its forward."""
+    """Keyword arguments of its forward."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """Of the model's last stage."""
+    """Loss of the model's last stage."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any], float]) -> None:
-    """Make the trainer step when a rank is done, and validate the norm of the gradients later.
+    """Make each rank's trainer step when the rank is done, and validate the norm of the gradients later.
 
     The methods `train` and `train_step` of TorchTitan's `Trainer` are replaced. `dist_utils` is TorchTitan's module
     with the function `clip_grad_norm_`, and `max_norm` the norm to which a trainer clips.
@@ -32,7 +32,7 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
         save = self.checkpointer.save
 
         def save_finished(step: int, last_step: bool = False) -> Any:
-            # Others save in places of their own.
+            # Others save in other places.
             is_due = getattr(self.checkpointer, "_should_save", lambda *args: True)
             if self.checkpointer.enable and is_due(step, last_step):
                 steps.step.finish()
@@ -55,19 +55,19 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
 
 
 def require_own_steps(trainer_class: type[Any]) -> None:
-    """Refuse a class that trains by methods of its own: what `validate_steps` has replaced would never run."""
+    """Refuse a trainer class with its own training methods: the replacements of `validate_steps` would never run."""
     for name in ("train", "train_step"):
         method = inspect.unwrap(getattr(trainer_class, name))
-        # One that adds something calls that of its base class.
+        # An override that only adds something calls the base class's method.
         if method.__module__ != __name__ and "super" not in method.__code__.co_names:
             raise ValueError(
                 "--zbpipe.optimizer-step validated has no effect in"
-                f" {trainer_class.__module__}.{trainer_class.__qualname__}, which has a {name} of its own: leave it out"
+                f" {trainer_class.__module__}.{trainer_class.__qualname__}, which overrides {name}: omit the option"
             )
 
 
 class _Steps:
-    """The optimizer steps of a `Trainer`: it clips, steps and sets gradients to None by this object."""
+    """The optimizer steps of a `Trainer`, which clips, steps and sets gradients to None through this object."""
 
     def __init__(self, trainer: Any, dist_utils: Any, max_norm: float) -> None:
         self._trainer = ref(trainer)
@@ -83,7 +83,7 @@ class _Steps:
         )
 
     def train_step(self, run: Callable[[], None]) -> None:
-        """Run TorchTitan's own step, which calls one after the other what this does at once."""
+        """Run TorchTitan's own step, which makes the calls of this object one by one."""
         trainer, clip, norms = self._trainer(), self._dist_utils.clip_grad_norm_, []
         assert trainer is not None
 

@@ -1,7 +1,7 @@
-"""Which TorchTitan is installed, by the names in its source files. Imports neither torch nor torchtitan.
+"""The installed TorchTitan, identified by names in its source files. Imports neither torch nor torchtitan.
 
-The number of a version says little: a clone of TorchTitan's main branch calls itself 0.2.2. The names that the plug
-takes from TorchTitan are in `zbpipe.frameworks.titan.interface`.
+The version number is not reliable: a clone of TorchTitan's main branch calls itself 0.2.2. The names that the plug uses
+from TorchTitan are in `zbpipe.frameworks.titan.interface`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ class Version:
 
     name: str
     shown_by: tuple[str, str]
-    """A source file, and a name that it has in no other version."""
+    """A source file, and a name in it that no other version has."""
     torch: tuple[int, int]
-    """The oldest torch that it runs on."""
+    """Oldest torch that it supports."""
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
     batch: tuple[str, ...]
-    """Its arguments for the size of a pipeline's step, with {m} for microbatches of one sequence, and {length}."""
+    """Its arguments for the size of a pipeline's step, with {m} for the microbatches of one sequence, and {length}."""
     accumulated: tuple[str, ...] = ()
-    """Further ones for a job without a pipeline, with {tokens} for those of a step."""
+    """Further arguments for a job without a pipeline, with {tokens} for the tokens per step."""
 
     def checkpoint(self, kind: str) -> list[str]:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
     def size(self, microbatches: int, length: int, data_ranks: int | None = None) -> list[str]:
-        """Its arguments for a pipeline's step of sequences with `length` tokens; a microbatch has one of them.
+        """Its arguments for a pipeline's step of sequences with `length` tokens, one sequence per microbatch.
 
-        With `data_ranks`, those of a job without a pipeline that takes the same step on so many data-parallel ranks.
+        With `data_ranks`, arguments of a job without a pipeline that takes the same step on that many data-parallel
+        ranks.
         """
         arguments = (*self.batch, *(() if data_ranks is None else self.accumulated))
         tokens = microbatches * length * (data_ranks or 1)
@@ -49,7 +50,7 @@ class Version:
 
 
 def find_installed() -> Version:
-    """The version of TorchTitan that an import would find; an ImportError with the way out if zbpipe cannot use it."""
+    """The version of TorchTitan that an import would find; an ImportError with the remedy if zbpipe cannot use it."""
     found, torch = _find(), version("torch")
     titan = next((each for each in KNOWN if found.has(*each.shown_by)), None)
     if titan is None:
@@ -63,7 +64,7 @@ def find_installed() -> Version:
 
 
 def describe_installed() -> str:
-    """The TorchTitan that an import would find, with the number that it gives itself and its folder."""
+    """The TorchTitan that an import would find, with its version number and its folder."""
     return str(_find())
 
 

@@ -1,4 +1,4 @@
-"""What a TorchTitan config trains, for `zbpipe.estimate`: operations counted on meta tensors, bytes, and parameters."""
+"""Workload of a TorchTitan config for `zbpipe.estimate`: operations counted on meta tensors, bytes, and parameters."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from zbpipe.frameworks.titan import models
 
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
-"""What modules raise that look at values, which meta tensors have not."""
+"""Errors of modules that read values, which meta tensors lack."""
 _IN_BLOCK = 4
 """Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
-"""Of these, how many I repeats: selective checkpointing keeps what was scattered."""
+"""Number of these that I repeats: selective checkpointing keeps the scattered results."""
 
 
 def read(arguments: Sequence[str], gpus: int) -> Workload:
-    """The workload of a TorchTitan job, as its command line says it; `Workload.on` has it on other degrees.
+    """The workload of a TorchTitan job, from its command line. `Workload.on` returns it for other degrees.
 
         job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
         workload = zbpipe.frameworks.titan.workload.read(job, gpus=64)
         zbpipe.estimate(workload, "MI300X")
 
     Args:
-        arguments: TorchTitan's, with 0.2 for example ["--job.config_file", "job.toml"]; zbpipe's own are left out.
-        gpus: of the whole job; FSDP uses those that the other degrees leave.
+        arguments: TorchTitan's arguments, without zbpipe's. For 0.2, for example ["--job.config_file", "job.toml"].
+        gpus: GPUs of the whole job. FSDP uses those that the other degrees leave.
 
     Raises:
         ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
-        ValueError: what TorchTitan or zbpipe refuses: an unknown module or config, GPUs that are not a multiple of the
-            degrees, a checkpointing that the compiler chooses.
+        ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
+        the degrees, a checkpointing that the compiler chooses.
     """
     found = parse(arguments)
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
@@ -58,7 +58,7 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """TorchTitan's config of a command line, whose module may be in the current folder; see `read` for its errors."""
+    """TorchTitan's config of a command line, whose module may be in the current folder. See `read` for its errors."""
     import_from_here()
     find_installed()
     if cpu.is_needed():
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def degrees_of(config: Any, num_gpus: int) -> Degrees:
-    """Those of the config; FSDP uses the GPUs that the others leave."""
+    """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
     parallelism = config.parallelism
     pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
     each = pipeline * tensor * parallelism.data_parallel_replicate_degree
@@ -93,17 +93,17 @@ def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer without tensor parallelism, of one microbatch."""
+    """A layer's work for one microbatch without tensor parallelism."""
 
     modules: tuple[str, ...]
     operations: Operations
     parameters: int
     products: float = 0.0
-    """Weights with which each token is multiplied; of experts those to which it goes."""
+    """Number of weights with which each token is multiplied. Only the experts that a token visits count."""
     bytes: LayerBytes | None = None
-    """None where it was not run."""
+    """None if the layer was not run."""
     heads_share: float = 0.5
-    """Heads of keys and values for each head of queries."""
+    """Key-value heads per query head."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,13 @@ class _Counted:
     head: _Layer
     """Norm and head."""
     chunks: int
-    """In how many parts the loss runs the head's whole backward in F; 0 if the head runs as any other layer."""
+    """Number of chunks in which the loss runs the head's whole backward in F; 0 if the head runs like any other
+    layer."""
     dim: int
-    """Of the hidden states."""
+    """Dimension of the hidden states."""
     checkpointing: Checkpointing
     operations: float
-    """Of the model, for each token, as TorchTitan counts them for MFU."""
+    """Operations of the model per token, as TorchTitan counts them for MFU."""
 
     @property
     def layers(self) -> tuple[_Layer, ...]:
@@ -159,14 +160,14 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
 
 
 def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
-    """Layers by stage, where the config names the modules of each."""
+    """Layers by stage, if the config names each stage's modules."""
     if not parts:
         return None
     return tuple(sum(layer[0] in part for layer in layers) for part in parts)
 
 
 def _words(counted: _Counted, degrees: Degrees) -> str:
-    """Where operations and bytes come from."""
+    """Sources of operations and bytes, in words."""
     counts = "operations of F, I and W counted on meta tensors" if counted.on_meta else "operations from the weights"
     how = counted.checkpointing
     how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
@@ -190,28 +191,30 @@ class _OnOneGpu:
         return [self._embedding(), *map(self._block, self.counted.blocks), head]
 
     def _embedding(self) -> LayerBytes:
-        """What it gives belongs to the first block. Its gradient is made whole in I, and cannot wait."""
+        """Bytes of the embedding. Its output counts for the first block. I computes its whole gradient, which cannot be
+        deferred."""
         gradient = self._gradient(self.counted.embedding)
         return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
-        """The counted bytes, shared by tensor parallelism like a Llama block of that width; else that block's."""
+        """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
+        block's bytes."""
         alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
         return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama)
 
     def _head_in_chunks(self) -> LayerBytes:
-        """F runs the head's whole backward, for a part of the tokens at a time.
+        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time.
 
-        F leaves the norm's input, its result, which all GPUs of TP have whole, and the result's gradient, which it adds
-        up in float32. I begins with that gradient.
+        F keeps the norm's input, the norm's result, which is whole on all GPUs of TP, and the result's gradient. It
+        accumulates that gradient in float32. I begins with it.
         """
         result, logits = self._hidden, self._num_logits // self.counted.chunks
         kept = result // self.tensor + 2 * result
-        # The cross-entropy of torch, or that of TorchTitan over the parts of TP.
+        # torch's cross-entropy, or TorchTitan's over the shards of TP.
         each = self.sizes.computed + (3 if self.tensor == 1 else 4) * _FP32
-        # While the head's weight gradient is made, there are the logits and their gradient.
+        # The logits and their gradient are alive while the head's weight gradient is computed.
         most = max(each * logits, 2 * self.sizes.computed * logits + self._gradient(self.counted.head))
         accumulated = _FP32 * self.tokens * self.counted.dim
         return LayerBytes(
@@ -219,14 +222,16 @@ class _OnOneGpu:
         )
 
     def _head_in_one(self) -> LayerBytes:
-        """F leaves the norm's input and result, all logits, and their log-softmax in float32.
+        """Bytes of a head that runs like any other layer.
 
-        The head's dW waits like that of any other linear layer, with its x and the logits' gradient.
+        F keeps the norm's input and result, all logits, and their log-softmax in float32. The head's dW is deferred
+        like any linear layer's, with its x and the logits' gradient.
         """
         result, logits = self._hidden, self._num_logits
         kept_by_f = result // self.tensor + result + (self.sizes.computed + _FP32) * logits
         kept_by_i = result + self.sizes.computed * logits
-        # Logits in float32; two gradients of such. The last of these goes, then come those of head and norm.
+        # Logits in float32, and two gradients of that size. The last one is freed before the gradients of head and
+        # norm.
         in_f, in_i = _FP32 * logits, 2 * _FP32 * logits
         in_b = max(in_i, self._gradient(self.counted.head))
         return LayerBytes(kept_by_f, kept_by_i, {OpKind.F: in_f, OpKind.I: in_i, OpKind.B: in_b})
@@ -241,7 +246,7 @@ class _OnOneGpu:
         return int(self.tokens * self.counted.head.products / self.counted.dim / self.tensor)
 
     def _gradient(self, layer: _Layer) -> int:
-        """Bytes of the gradient of embedding or head, as it is computed and while it is added up."""
+        """Bytes of the embedding's or head's gradient, both as computed and as accumulated."""
         return int((self.sizes.computed + self.sizes.parameters.summed) * layer.parameters / self.tensor)
 
 
@@ -249,7 +254,7 @@ _FP32 = 4
 
 
 def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
-    """What was counted on one GPU, on one of those that share a block of which this one has `whole` and `shared`."""
+    """Bytes counted on one GPU, scaled to one GPU of TP: `whole` and `shared` are a Llama block's bytes on each."""
 
     def scaled(size: int, whole: int, shared: int) -> int:
         return size * shared // whole if whole else 0
@@ -260,7 +265,7 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerB
 
 
 def _as_llama(dim: int, layer: _Layer) -> Block:
-    """A Llama block as wide, with as many weights for each token."""
+    """A Llama block of the same width, with as many weights per token."""
     from zbpipe.frameworks.titan import models
 
     keys_and_values = round(2 * dim * layer.heads_share)
@@ -269,7 +274,7 @@ def _as_llama(dim: int, layer: _Layer) -> Block:
 
 
 def _heads_share(block: nn.Module) -> float:
-    """Heads of keys and values for each head of queries; where the block does not show it, as in Llama."""
+    """Key-value heads per query head; Llama's ratio if the block does not show it."""
     for module in block.modules():
         keys, queries, queries_a_key = (plain_attribute(module, name) for name in ("n_kv_heads", "n_heads", _FUSED))
         if queries_a_key:
@@ -280,7 +285,7 @@ def _heads_share(block: nn.Module) -> float:
 
 
 _FUSED = "heads_per_kv"
-"""Of the one product for queries, keys and values in TorchTitan 0.3."""
+"""Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
 
 
 def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) -> LayerBytes:
@@ -289,7 +294,7 @@ def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) ->
 
 
 def _tokens(config: Any) -> int:
-    """Tokens of a microbatch."""
+    """Tokens per microbatch."""
     return prod(batches.shape(config))
 
 
@@ -311,7 +316,7 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
 
 
 def _count(config: Any) -> _Counted:
-    """The embedding, each block, and norm with head. Blocks that look alike are counted once."""
+    """Count the embedding, each block, and norm with head. Identical blocks are counted once."""
     from zbpipe.frameworks.titan import models
 
     whole = models.build_on_meta(config)
@@ -346,7 +351,7 @@ def _count(config: Any) -> _Counted:
 
 
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:
-    """None if the block cannot run on meta tensors."""
+    """Counts on meta tensors; None if the block cannot run there."""
     try:
         return count_operations(block, x, *args), count_bytes(block, x, *args)
     except _ON_META:
@@ -354,7 +359,7 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
 
 
 def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
-    """Two operations for each weight with which a token is multiplied."""
+    """Operations counted by products: two per weight with which a token is multiplied."""
     layer = layer_split.layer(["block"], 2 * products * tokens, how)
     return Operations(layer.f, layer.i, layer.w)
 

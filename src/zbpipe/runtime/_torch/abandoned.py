@@ -1,8 +1,8 @@
-"""Steps that a rank abandons: messages go on, with a mark in place of values.
+"""Steps that a rank abandons: messages continue, with a mark instead of values.
 
 Ranks wait for each other's messages and match them by their order. So a rank that refuses a step, or fails in it, still
-sends and receives all that its list has, and computes nothing. A rank that receives a mark asks why, and abandons the
-step, too. In the end no rank waits, no message is left over, and the next step begins on all ranks.
+sends and receives everything in its list, but computes nothing. A rank that receives a mark asks for the reason, and
+also abandons the step. In the end no rank waits, no message is left over, and the next step begins on all ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _BYTE = 0xFF
 
 
 def can_send_marks(stage: _PipelineStageBase) -> bool:
-    """Whether its neighbours can tell a mark from values; on an accelerator each look would stop the host."""
+    """Whether the stage's neighbours can distinguish marks from values. On an accelerator each check would block the
+    host."""
     return torch.device(stage.device).type == "cpu" and stage.group_size > 1
 
 
 def is_marked(stage: _PipelineStageBase, kind: str, microbatch: int) -> bool:
     """Whether what `stage` has received for this F, I or B is a mark."""
-    # Values can look like one, such as a mask of integers that are all -1, so ask the other ranks then.
+    # Values can look like a mark, such as a mask of integers that are all -1. So the other ranks are asked.
     if kind == "W":
         return False
     received = (stage.args_recv_info if kind == "F" else stage.grad_recv_info).get(microbatch, ())
@@ -36,7 +37,7 @@ def is_marked(stage: _PipelineStageBase, kind: str, microbatch: int) -> bool:
 def _is_mark(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel():
         return False
-    # The first byte nearly always settles it, in a microsecond.
+    # The first byte is almost always enough, and takes a microsecond.
     if string_at(tensor.data_ptr(), 1)[0] != _BYTE:
         return False
     return bool((tensor.detach().contiguous().view(-1).view(torch.uint8) == _BYTE).all())
@@ -53,7 +54,7 @@ def mark_outputs(stage: _PipelineStageBase) -> tuple[Tensor, ...]:
 
 
 def mark_input_gradients(stage: _PipelineStageBase) -> tuple[Tensor | None, ...]:
-    """A mark for each gradient that the stage before gets."""
+    """A mark for each gradient that the previous stage receives."""
     received = stage.args_recv_info[0]
     if hasattr(stage, "_get_grad_send_meta"):
         metas = [None if info.is_root_arg else stage._get_grad_send_meta(n) for n, info in enumerate(received)]

@@ -21,7 +21,7 @@ tree_map_only = _pytree.tree_map_only
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place."""
+    """Number of in-place changes of the tensor."""
     return tensor._version
 
 
@@ -36,7 +36,7 @@ _TYPED: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
 
 
 def register_types() -> None:
-    """Tell spmd_types about zbpipe's Functions, if a job has imported it: only then does anybody check types."""
+    """Register zbpipe's Functions with spmd_types if the job has imported it. Types are checked only then."""
     register = getattr(sys.modules.get("spmd_types"), "register_decomposition", None)
     while register is not None and _TYPED:
         register(*_TYPED.popitem())
@@ -44,10 +44,10 @@ def register_types() -> None:
 
 def without_base(output: Tensor) -> Tensor:
     """An autograd Function's output that can be changed in place."""
-    # Before torch 2.15 `F.linear` gives a view of its product for inputs of three dimensions with a bias, and autograd
-    # refuses to change a view that a Function made.
+    # Before torch 2.15 `F.linear` returns a view for three-dimensional inputs with a bias. Autograd refuses in-place
+    # changes of a Function's view.
     if torch.compiler.is_compiling():
-        # The same memory, but no view for autograd; compiled code does nothing for it.
+        # The same memory, but not a view for autograd. In compiled code this is a no-op.
         return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
     return output.data if output._is_view() else output
 
@@ -63,13 +63,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def profiler_is_on() -> bool:
-    """Whether torch's profiler runs in this process now."""
+    """Whether torch's profiler is running in this process."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def list_allocations(seen: torch.profiler.profile, mark: str) -> list[tuple[str, list[int]]]:
-    """In order, the names that begin with `mark` of each `record_function`, and the bytes that it allocated."""
-    # Bytes that it freed are negative.
+    """Names of `record_function` that begin with `mark`, in order, each with the bytes that it allocated."""
+    # Freed bytes are negative.
     found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
     events: list[Any] = sorted(found, key=lambda event: event.start_ns())
     memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
@@ -88,7 +88,7 @@ def has_hooks(weight: Tensor) -> bool:
 
 
 def has_hooks_on_node(weight: Tensor) -> bool:
-    """Whether there are hooks on the node with which autograd adds to `weight.grad`."""
+    """Whether the node with which autograd adds to `weight.grad` has hooks."""
     node = get_gradient_edge(weight).node
     # torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
     for register in (node.register_hook, node.register_prehook):
@@ -101,8 +101,8 @@ def has_hooks_on_node(weight: Tensor) -> bool:
 
 
 def will_run(node: Node) -> bool | None:
-    """Within a backward, whether it will run `node`: `torch.autograd.grad` runs only what its inputs need."""
-    # None if `node` is itself one of those inputs; then the gradient belongs to the caller of `torch.autograd.grad`.
+    """Whether the current backward will run `node`: `torch.autograd.grad` runs only nodes that its inputs need."""
+    # None if `node` is itself one of those inputs: the gradient then belongs to the caller of `torch.autograd.grad`.
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -139,20 +139,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same numbers as integers, in which NaN is a number like others."""
+    """The bits of a tensor as integers, so that NaN is an ordinary number."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
-    # In a sum of 64 bits the signs of an even number of elements would cancel each other.
+    # In a 64-bit sum the signs of an even number of elements would cancel out.
     return bits ^ (bits >> 31) if bits.dtype is torch.int64 else bits
 
 
 HIDDEN = -(1 << 63)
-"""The fingerprint of tensors that do not show their content, such as results of collectives under way."""
+"""The fingerprint of tensors with hidden content, such as results of pending collectives."""
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that changes if the content does, on the device; `HIDDEN` for tensors that do not show theirs."""
+    """A number on the device that changes with the content; `HIDDEN` for tensors with hidden content."""
     tensor = _local(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
@@ -162,7 +162,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         by_place = torch.cat([columns, bits.sum(-1, dtype=torch.int64).flatten()])
     else:
         by_place = bits.flatten().long()
-    # Another factor for each row and each column, so that numbers that change places count.
+    # A different factor per row and per column detects numbers that change places.
     factors = torch.arange(1, len(by_place) + 1, device=tensor.device) * -7046029254386353131
     return (by_place * (factors ^ (factors >> 29))).sum()
 
@@ -173,14 +173,15 @@ def same_content(one: Tensor, other: Tensor) -> bool:
 
 
 def is_torchs_own(tensor: Tensor) -> bool:
-    """Whether nobody outside of torch was given its memory, such as NumPy, or has given it."""
+    """Whether only torch has the tensor's memory: it is neither lent to nor borrowed from others, such as NumPy."""
     tensor = _local(tensor)
     return type(tensor) is not Tensor or tensor.untyped_storage().resizable()
 
 
 def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
-    """The storage of a tensor, how many tensors it counts for there (a view keeps its base alive), and its bytes."""
-    # No storage for tensors that do not show theirs, such as results of collectives under way.
+    """The storage of a tensor, the number of tensors that it counts for there, and the storage's bytes."""
+    # A view keeps its base alive, so it counts for two.
+    # No storage for tensors that hide it, such as results of pending collectives.
     tensor = _local(tensor)
     number = 1 if tensor._base is None else 2
     if type(tensor) is not Tensor:
@@ -190,14 +191,14 @@ def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
 
 
 def list_holders(tensor: Tensor) -> list[Tensor]:
-    """Those that hold the memory of `tensor`: itself and what it is a view of; none for others than plain tensors."""
+    """Tensors that hold the memory of `tensor`: itself and its base. Empty unless it is a plain tensor."""
     if type(tensor) is not Tensor:
         return []
     return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
-"""The storages of some tensors, by weak references: an address alone would soon be used again."""
+"""Weak references to storages: an address alone would soon be reused."""
 
 
 def refer_to_memory(tensors: Iterable[Tensor]) -> Memory:
@@ -206,7 +207,7 @@ def refer_to_memory(tensors: Iterable[Tensor]) -> Memory:
 
 
 def count_holders(storage: int) -> int:
-    """How many tensors lie in the storage that `find_memory` gave."""
+    """Number of tensors in a storage returned by `find_memory`."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -225,7 +226,7 @@ def has_hooks_after_accumulation(weight: Tensor) -> bool:
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Within, autograd does not notice writes to `tensors`; the caller restores their values."""
+    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
     counted = tuple(each for each in tensors if not each.is_inference())
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
@@ -241,12 +242,12 @@ PASS_ON = {
     "_ToTorchTensorBackward",
     "_UnsafeViewBackward0",
 }
-"""Nodes that save no tensors of the forward, so that a second backward can run them, at next to no cost."""
+"""Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
 
 
 def find_leaf(tensor: Tensor | GradientEdge) -> Tensor | None:
     """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
-    # For an edge, the leaf to which a gradient goes that is given there.
+    # For an edge, the leaf that receives a gradient passed to the edge.
     if isinstance(tensor, Tensor) and tensor.is_leaf:
         return tensor
     *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
@@ -254,7 +255,7 @@ def find_leaf(tensor: Tensor | GradientEdge) -> Tensor | None:
 
 
 def _pass_nodes(node: Node | None) -> list[Node | None]:
-    """`node`, and all behind it up to the first that does more than pass a gradient on; None if there is none."""
+    """`node` and its successors, up to the first that does more than pass a gradient on; None if there is none."""
     nodes = [node]
     while node is not None and node.name() in PASS_ON:
         node = node.next_functions[0][0]
@@ -263,7 +264,7 @@ def _pass_nodes(node: Node | None) -> list[Node | None]:
 
 
 def find_permutation(tensor: Tensor) -> tuple[int, ...] | None:
-    """The leaf's dimensions in the order of `tensor`; None if `tensor` is more than a cast and a permutation."""
+    """The leaf's dimensions in the order of `tensor`; None unless `tensor` is only a cast and a permutation."""
     order = list(range(tensor.dim()))
     *steps, _ = _pass_nodes(tensor.grad_fn)
     for step in reversed(cast(list[Node], steps)):
@@ -286,20 +287,20 @@ def _sign(number: int) -> int:
 
 
 def find_edge(tensor: Tensor) -> GradientEdge | None:
-    """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None for a leaf with hooks."""
+    """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None if the leaf has hooks."""
     leaf = find_leaf(tensor)
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
 def find_shape(weight: Tensor | GradientEdge) -> torch.Size:
-    """The shape of the gradients that `weight`, or the place of one, takes."""
+    """The shape of gradients for a weight, or for the edge of a weight."""
     if isinstance(weight, Tensor):
         return weight.shape
     return torch.Size(cast(Any, weight.node)._input_metadata[weight.output_nr].shape)
 
 
 grouped_mm = torch._grouped_mm
-"""Groups of rows, each times its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
+"""Groups of rows, each multiplied by its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
 
 _DISPATCHED = {getattr(torch.nn.functional, "grouped_mm", grouped_mm): grouped_mm}
 
@@ -310,8 +311,8 @@ def find_dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
-    """The dtype in which autograd would keep `gradient` of `weight`."""
-    # FSDP2 sets `grad_dtype` to get wider gradients; None means the gradient's own. torch before 2.13 has none.
+    """The dtype in which autograd would accumulate `gradient` of `weight`."""
+    # FSDP2 sets `grad_dtype` to get wider gradients. None means the gradient's own dtype. torch before 2.13 lacks it.
     return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
 
 

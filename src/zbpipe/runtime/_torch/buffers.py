@@ -1,8 +1,8 @@
-"""Memory of messages: what a rank receives lives from its receive to its last use, what it sends until it has arrived.
+"""Memory of messages: received tensors live from their receive to their last use, sent tensors until they arrive.
 
-torch 2.15 does that by itself. Before, torch allocates what all microbatches of a step receive at once and keeps it
-for the whole job, and keeps what it sends until the end of the step: with m microbatches up to 4 m messages each way
-on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts those of now.
+torch 2.15 does that by itself. Before, torch allocates the receive buffers of all microbatches at once and keeps them
+for the whole job. It keeps sent tensors until the end of the step. With m microbatches these are up to 4 m messages
+each way on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts the messages held with this module.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 
 class ReceivesOnDemand(_PipelineStageBase):
-    """A stage that allocates what it receives when it posts the receive, and releases it when it runs F, I or B."""
+    """A stage that allocates each receive buffer when it posts the receive, and releases it when it runs F, I or B."""
 
     def receive_on_demand(self) -> None:
-        """Release what is allocated. Call it once, after the stage's class has got these methods."""
+        """Release allocated buffers. Call it once, after these methods were added to the stage's class."""
         self.args_recv_info = _Received(self.args_recv_info)
         self.grad_recv_info = _Received(self.grad_recv_info)
 
     def forget_shapes(self) -> None:
-        """Know of no shapes, as before the first step."""
+        """Forget all shapes, as before the first step."""
         self._stage_meta = type(self._stage_meta)()
         self.args_recv_info, self.grad_recv_info = _Received({}), _Received({})
         self.act_send_info, self.grad_send_info = {}, None
 
     def forget_receives(self) -> None:
-        """Know of no messages, before torch sets up those of one step anew: it would use what is left of more."""
+        """Forget all messages before torch sets up a step's again: torch would reuse leftovers of a larger step."""
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.grad_send_info = None
 
     def is_without_gradients(self, side: Literal["inputs", "outputs"]) -> bool:
-        """Whether messages on this side were set up (from torch 2.13 on) without any gradient: all before is frozen."""
+        """Whether messages on this side were set up (from torch 2.13 on) without any gradient, because all earlier
+        stages are frozen."""
         if self.is_first if side == "inputs" else self.is_last:
             return False
         metas = self.metas(side)
         return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
 
     def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
-        """From now on have gradients of the messages on this side, which were set up without any."""
+        """Exchange gradients from now on for the messages on this side, which were set up without them."""
         known = self._stage_meta
         if any(hasattr(each, "placements") for each in getattr(known, side)):
             raise ValueError(
@@ -91,15 +92,15 @@ class ReceivesOnDemand(_PipelineStageBase):
 
     @property
     def infers_shapes(self) -> bool:
-        """Whether torch (from 2.13 on) infers them: then both ends of a message have what one of them has found."""
+        """Whether torch (from 2.13 on) infers shapes. Both ends of a message then have the same inferred shape."""
         return getattr(getattr(self, "_inference_mode", None), "name", "") == "DYNAMIC"
 
     def metas(self, kind: str) -> Sequence[Any]:
-        """What torch (from 2.13 on) has set up for the tensors of this kind, which are the same on both ends."""
+        """Metadata that torch (from 2.13 on) has for tensors of this kind, the same on both ends."""
         return getattr(getattr(self, "_stage_meta", None), kind, None) or ()
 
     def _make_contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
-        """These sends, contiguous as backends want them, in the order that the receiver takes them to be in."""
+        """The sends with tensors contiguous, as backends require, in the dimension order that the receiver expects."""
         for number, operation in enumerate(operations):
             order = memory_order(metas[number].shape, metas[number].stride) if self.infers_shapes else None
             tensor = operation.tensor if order is None else operation.tensor.permute(order)
@@ -107,7 +108,7 @@ class ReceivesOnDemand(_PipelineStageBase):
         return operations
 
     def _order_by_memory(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
-        """These receives, each into its buffer as a contiguous tensor."""
+        """The receives, each into its buffer as a contiguous tensor."""
         for operation in operations:
             buffer = operation.tensor
             if buffer.is_contiguous():
@@ -115,7 +116,7 @@ class ReceivesOnDemand(_PipelineStageBase):
             if self.infers_shapes and (order := memory_order(buffer.shape, buffer.stride())) is not None:
                 operation.tensor = buffer.permute(order)
                 continue
-            for info in infos:  # a buffer that torch 2.15 has made by itself
+            for info in infos:  # a buffer that torch 2.15 allocated by itself
                 if info.buffer is buffer:
                     info.buffer = operation.tensor = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         return operations
@@ -130,7 +131,7 @@ class ReceivesOnDemand(_PipelineStageBase):
         return inputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        # The next stage is on this rank and had no gradient to give, which torch replaces by zeros.
+        # The next stage is on this rank and had no gradient, which torch replaces by zeros.
         for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes):
             missing.zero_()
         gradients = super()._retrieve_recv_grads(bwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
@@ -142,7 +143,8 @@ class ReceivesOnDemand(_PipelineStageBase):
 
 
 def _make_error(stage: int, microbatch: int, what: str) -> RuntimeError:
-    """Where torch would go on with zeros, and the gradients of all stages before would be wrong."""
+    """The error for a missing gradient: torch would continue with zeros, and all earlier stages' gradients would be
+    wrong."""
     return RuntimeError(
         f"stage {stage} {what} in microbatch {microbatch}, although the stages were set up to pass it on: something was"
         " left from a step of another kind. Build the schedule anew, and please report this"
@@ -151,7 +153,7 @@ def _make_error(stage: int, microbatch: int, what: str) -> RuntimeError:
 
 @cache
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of a tensor in the order in which it is contiguous; None if it is so anyway, or in no order.
+    """Order of the dimensions in which a tensor is contiguous; None if it already is contiguous, or in no order.
 
     >>> memory_order((2, 3, 4), (3, 1, 6))
     (2, 0, 1)
@@ -160,13 +162,13 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     step = 1
     for dim in reversed(order):
         if shape[dim] != 1 and strides[dim] != step:
-            return None  # with gaps, or elements that are there twice
+            return None  # with gaps or overlapping elements
         step *= shape[dim]
     return None if order == tuple(range(len(shape))) else order
 
 
 class _Received(dict[int, tuple[Any, ...]]):
-    """By microbatch torch's descriptions of what a stage receives, each with a meta tensor instead of its buffer."""
+    """torch's descriptions of a stage's receives per microbatch, each with a meta tensor instead of its buffer."""
 
     def __init__(self, known: Mapping[int, tuple[Any, ...]]) -> None:
         super().__init__()
@@ -174,17 +176,17 @@ class _Received(dict[int, tuple[Any, ...]]):
             self[microbatch] = infos
 
     def __missing__(self, microbatch: int) -> tuple[Any, ...]:
-        """Steps may have more microbatches than the one for which torch has set this up."""
+        """Copy microbatch 0's descriptions: steps may have more microbatches than the step of torch's setup."""
         if not microbatch:
             raise KeyError(microbatch)
         infos = tuple(copy(info) for info in self[0])
-        _empty(infos)  # what microbatch 0 has received is its own
+        _empty(infos)  # microbatch 0 keeps its own received tensors
         self[microbatch] = infos
         return infos
 
     def __setitem__(self, microbatch: int, infos: tuple[Any, ...]) -> None:
         for info in infos:
-            # torch 2.15 has no buffer here yet, and what the user gives to stage 0 never has one.
+            # torch 2.15 has no buffer here yet. The user's input of stage 0 never has one.
             if isinstance(getattr(info, "buffer", None), Tensor):
                 info.buffer = info.placeholder = _make_like(info.buffer, "meta")
         super().__setitem__(microbatch, infos)
@@ -197,12 +199,12 @@ def _make_like(buffer: Tensor, device: torch.device | str, keeps_strides: bool =
         if has_order
         else torch.empty(buffer.size(), dtype=buffer.dtype, device=device)
     )
-    # torch 2.11 says so when it sets up the stage, later versions when F takes it.
+    # torch 2.11 reports this when it sets up the stage, later versions when F takes it.
     return empty.requires_grad_(buffer.requires_grad)
 
 
 def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: bool) -> list[Tensor]:
-    """Replace placeholders by buffers, perhaps with the same strides; returns the new ones."""
+    """Replace placeholders by buffers, optionally with the same strides; returns the new ones."""
     empty = [info for info in infos if info.buffer is not None and info.buffer is getattr(info, "placeholder", None)]
     for info in empty:
         info.buffer = _make_like(info.placeholder, device, keeps_strides)
@@ -210,7 +212,7 @@ def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: b
 
 
 def _empty(infos: Iterable[Any]) -> None:
-    """As before anything was received, also where torch (from 2.15 on) keeps the buffers itself."""
+    """Replace buffers by placeholders, also where torch (from 2.15 on) keeps the buffers itself."""
     for info in infos:
         if hasattr(info, "take_buffer"):
             info.buffer = None
@@ -224,7 +226,7 @@ def _let_go(infos: Iterable[Any]) -> None:
 
 
 def release_receives(stage: _PipelineStageBase) -> None:
-    """Release what `stage` has received and not used."""
+    """Release received tensors that `stage` has not used."""
     for received in (stage.args_recv_info, stage.grad_recv_info):
         for infos in received.values():
             _empty(infos)
@@ -241,11 +243,11 @@ _SEND_OF = {_Wait.WAIT_SEND_F: _ComputationType.SEND_F, _Wait.WAIT_SEND_B: _Comp
 WAITS_FOR_SENDS = _Wait.WAIT_SEND_F in {each.value for each in _ComputationType}
 """Whether the installed torch has these actions by itself."""
 WAIT_KINDS: dict[str, Any] = {each.value: each for each in _Wait}
-"""By name the kinds of waits for a schedule that was given `wait_for_sends`."""
+"""Kinds of waits by name, for a schedule with `wait_for_sends`."""
 
 
 def wait_for_sends(runtime: Any) -> None:
-    """Make `runtime` run actions of `WAIT_KINDS`, in place of torch's wait for all sends at the end of a step."""
+    """Make `runtime` run actions of `WAIT_KINDS`, instead of torch's wait for all sends at the end of a step."""
     runtime.sends_under_way = {}
     functions = dict.fromkeys(_SEND_OF.values(), _send) | dict.fromkeys(_SEND_OF, _wait)
     runtime._comp_type_to_function_map.update(functions)

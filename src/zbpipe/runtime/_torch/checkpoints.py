@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a model was wrapped with, and checkpoints that run a backward of their own."""
+"""Activation checkpointing: wrappers of a model, and checkpoints that run their own backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from zbpipe.runtime.attributes import replaced
 
 
 def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """What `checkpoint_wrapper` has wrapped, at any depth, and whether a policy (`context_fn`) keeps some of it."""
+    """Modules wrapped by `checkpoint_wrapper` at any depth, and whether a policy (`context_fn`) keeps some
+    activations."""
     wrappers = [each for each in module.modules() if isinstance(each, CheckpointWrapper)]
     return [
         (each._checkpoint_wrapped_module, "context_fn" in getattr(each.checkpoint_fn, "keywords", {}))
@@ -27,8 +28,8 @@ def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
-    """Within, torch can infer what `stage` hands on even if the stage has checkpoints with `use_reentrant=True`."""
-    # torch (from 2.13 on) infers it by `torch.autograd.grad`, which these refuse.
+    """Context in which torch can infer outputs of a `stage` that has checkpoints with `use_reentrant=True`."""
+    # torch (from 2.13 on) uses `torch.autograd.grad` for it, which these checkpoints refuse.
     infer = getattr(stage, "_compute_input_grads", None)
     if infer is None:
         return nullcontext()

@@ -29,16 +29,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_optimized(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile(module)` returns. It shows the attributes of the module inside as its own."""
+    """Whether this is a wrapper returned by `torch.compile(module)`. The wrapper exposes the inner module's
+    attributes."""
     return isinstance(module, OptimizedModule)
 
 
 def runs_in_cuda_graphs(module: nn.Module) -> bool:
-    """Whether a module will run in CUDA graphs: by its options, Inductor's configuration, or the compiler's backend."""
+    """Whether a module will run in CUDA graphs, according to its options, Inductor's configuration, or the compiler's
+    backend."""
     if not is_compiled(module):
         return False
     backend = _find_backend(module)
-    options = getattr(backend, "config", None)  # Inductor's, as far as the user gave some
+    options = getattr(backend, "config", None)  # Inductor's options, if the user gave some
     if options is None:
         return getattr(backend, "compiler_name", "") == "cudagraphs"
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
@@ -70,25 +72,25 @@ def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_compiled_call(module: nn.Module) -> Any:
-    """The callable that runs when a compiled module is called."""
+    """The callable behind a compiled module."""
     call = getattr(module, _call_name(module))
     return call.func if isinstance(call, partial) else call
 
 
 def find_diverted_calls(module: nn.Module) -> tuple[Call, Call] | None:
-    """The pair (compiled, eager) that the region of a diverted module gets; None for other modules."""
+    """The pair (compiled, eager) passed to the region of a diverted module; None for other modules."""
     call = getattr(module, _call_name(module)) if is_compiled(module) else None
     return call.args if isinstance(call, partial) else None
 
 
 def with_calls(module: nn.Module, compiled: Call, eager: Call) -> AbstractContextManager[None]:
-    """Within, the region of a diverted module gets these."""
+    """Context in which the region of a diverted module gets these calls."""
     name = _call_name(module)
     return replaced(module, **{name: partial(getattr(module, name).func, compiled, eager)})
 
 
 def without_region(module: nn.Module, call: Call) -> AbstractContextManager[None]:
-    """Within, a diverted module's calls run `call` instead of its region."""
+    """Context in which a diverted module's calls run `call` instead of its region."""
     return replaced(module, **{_call_name(module): call})
 
 
@@ -97,10 +99,10 @@ def _call_name(module: nn.Module) -> str:
 
 
 def make_slot_permit() -> Callable[[], str]:
-    """A function that a layer calls while it is compiled. Its answer becomes a constant of the graph.
+    """A function that a layer calls during its compilation. The answer becomes a constant of the graph.
 
-    "take": use the slots, and remove them. "borrow": use them without removing them, because a checkpointed part of a
-    graph may not change anything. "no": another product uses them, or this part of the graph may run several times.
+    "take": use the slots and remove them. "borrow": use them without removal, because a checkpointed part of a graph
+    must not change state. "no": another product uses them, or this part of the graph may run several times.
     """
     last_trace: Any = None
     was_borrowed = is_in_parts = False
@@ -122,13 +124,13 @@ def make_slot_permit() -> Callable[[], str]:
         was_borrowed = True
         return "borrow"
 
-    # A new function each time: the compiler treats functions with the same code as equal, and so reuses one block's
-    # graph for the next.
+    # A new function each time: the compiler treats functions with the same code as equal, and reuses one block's graph
+    # for the next.
     return cast(Callable[[], str], torch.compiler.assume_constant_result(ask))  # type: ignore[no-untyped-call]
 
 
 def _is_in_checkpoints_only(tracer: Any) -> bool:
-    """Whether no operator but activation checkpointing surrounds what is traced: a loop would run it several times."""
+    """Whether only activation checkpointing surrounds the traced code. A loop would run it several times."""
     while tracer.parent is not None:
         if tracer.source_target is not tag_activation_checkpoint:
             return False
@@ -137,12 +139,12 @@ def _is_in_checkpoints_only(tracer: Any) -> bool:
 
 
 def let_compiler_dispatch(function: Callable[..., Any]) -> None:
-    """Make the compiler call `__torch_function__` of the arguments of a function that is not public, as torch does."""
+    """Make the compiler call the arguments' `__torch_function__` for a non-public function, as torch does."""
     get_overridable_functions().add(function)
 
 
 def is_surely_same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether the shapes are equal, without a guard: a size that depends on data counts as different."""
+    """Whether the shapes are equal, without a guard. A data-dependent size counts as different."""
     return one.dim() == other.dim() and all(
         guard_or_false(size == wanted) for size, wanted in zip(one.shape, other.shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Where torch's executor is, or was when it failed, in words."""
+"""Description of the action that torch's executor runs, or failed in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from zbpipe.simulator.actions import Action, other_end
 
 
 def find_place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """The step of the schedule (from 0, as torch numbers them), the action and its message that raised `error`."""
+    """The step of the schedule (from 0, as torch numbers them), the action, and the message in which `error` was
+    raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
-    found = frames[executor].f_locals  # nothing else that leaves torch's executor says so
+    found = frames[executor].f_locals  # no other error of torch's executor says so
     if "time_step" not in found:
         return "before step 0"
     waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
@@ -27,7 +28,7 @@ def find_place_of(error: BaseException, runtime: _PipelineScheduleRuntime) -> st
 
 
 def find_place(runtime: OwnRuntime) -> str:
-    """The same for a step that another thread runs now."""
+    """The place (as in `find_place_of`) of a step that another thread is running."""
     place = runtime.place
     if place.action is None:
         return "before step 0"
@@ -46,7 +47,7 @@ def _describe_end(runtime: _PipelineScheduleRuntime) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """The cause of an `error` that a schedule raised, and the way out, if torch's message does not say it."""
+    """The cause of a schedule's `error`, and its remedy, if torch's message lacks them."""
     if "use_reentrant=True" in str(error):
         return (
             "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
@@ -61,7 +62,7 @@ _MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 
 
 def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
-    """The rank with which `action` communicates, and the op that it waits for."""
+    """The peer rank of `action`, and the op that it waits for."""
     kind, stage, microbatch = action.computation_type.value, action.stage_index, action.microbatch_index or 0
     kind = kind.removeprefix("WAIT_")
     if kind in _MESSAGES:
@@ -75,7 +76,7 @@ def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str
 
 
 def _find_rank(stage: int, runtime: _PipelineScheduleRuntime) -> int:
-    """The rank of a stage, among those of the whole job."""
+    """The global rank of a stage."""
     group = stages_of(runtime)[0].group
     rank = runtime.stage_index_to_group_rank[stage]
     return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,4 +1,4 @@
-"""FSDP2: where it keeps gradients, and which of them it has not reduced yet."""
+"""FSDP2: places of its gradients, and gradients that it has not reduced yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpipe.runtime._torch.autograd import has_hooks_after_accumulation
 
 @contextmanager
 def unshard(module: nn.Module) -> Iterator[None]:
-    """Within, all FSDP2 modules in `module` have gathered their weights, as between torch's UNSHARD and RESHARD."""
+    """Context in which all FSDP2 modules in `module` have gathered weights, as between torch's UNSHARD and RESHARD."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.unshard()
@@ -39,7 +39,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def owes_reduction(module: nn.Module) -> bool:
-    """Whether FSDP2 has gradients in `module` that it should reduce and has not reduced yet."""
+    """Whether FSDP2 still has to reduce gradients in `module`."""
     return any(
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
         for group in _list_groups(module)
@@ -49,9 +49,9 @@ def owes_reduction(module: nn.Module) -> bool:
 
 
 def settle_gradients(module: nn.Module) -> None:
-    """Make FSDP2 take over what W has added to the `.grad` of unsharded parameters."""
-    # Older versions (torch 2.13) do so only at the end of a backward. They keep the sum in an attribute of their own,
-    # in the dtype in which they will reduce it.
+    """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
+    # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
+    # the dtype of the reduction.
     if _SUMS_BESIDE_GRAD:
         for parameter in _list_parameters(module):
             parameter.accumulate_unsharded_grad_if_needed()
@@ -59,7 +59,7 @@ def settle_gradients(module: nn.Module) -> None:
 
 
 def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
-    """The sums that `settle_gradients` keeps outside of `.grad`, by the ids of the weights: W adds to them directly."""
+    """Sums that `settle_gradients` keeps outside `.grad`, by the ids of the weights. W adds to them directly."""
     if not _SUMS_BESIDE_GRAD:
         return {}
     sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module))
@@ -70,13 +70,13 @@ _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 def _list_parameters(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's objects for those parameters in `module` that have been unsharded at least once."""
+    """FSDP2's objects for the parameters in `module` that were unsharded at least once."""
     for group in _list_groups(module):
         yield from _list_unsharded(group)
 
 
 def _index_parameters(module: nn.Module) -> dict[int, Any]:
-    """The same, by the ids of the two parameters that each has."""
+    """FSDP2's objects in `module`, by the ids of each one's two parameters."""
     return {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
 
 
@@ -99,13 +99,13 @@ class Accumulated(NamedTuple):
     """The gradient of one parameter so far."""
 
     name: str
-    """Of the parameter; with `REDUCED` at the end for the part that data-parallel ranks have reduced already."""
+    """Name of the parameter. The suffix `REDUCED` marks the part that data-parallel ranks have already reduced."""
     parameter: Tensor
     gradient: Tensor
 
 
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
-    """The gradients so far, wherever they are. FSDP2 may have unreduced and reduced ones of the same parameter."""
+    """The gradients so far, wherever stored. FSDP2 may have both unreduced and reduced gradients of one parameter."""
     views = _index_parameters(module)
     beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _list_kept_beside_grad(module)}
     for name, parameter in module.named_parameters():
@@ -120,7 +120,7 @@ def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
 
 
 def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """What earlier steps have left in `.grad`, once for each parameter, whether FSDP2 has gathered it or not."""
+    """Gradients of earlier steps in `.grad`, one per parameter, whether FSDP2 has gathered it or not."""
     kept: dict[int, Tensor] = {}
     for module in modules:
         for each in (*module.parameters(), *(fsdp.sharded_param for fsdp in _list_parameters(module))):
@@ -130,7 +130,7 @@ def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def find_parameter_names(module: nn.Module) -> dict[int, str]:
-    """By the id of each parameter, its name; FSDP2 has two objects for each."""
+    """Parameter names by object id. FSDP2 has two objects per parameter."""
     views = _index_parameters(module)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -146,14 +146,14 @@ def _list_kept_beside_grad(module: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters have no gradients and no post-accumulate hooks; afterwards the same ones as before."""
+    """Context without gradients and post-accumulate hooks of the parameters. Both are restored afterwards."""
     unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
     beside = [(each, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module)]
     for parameter in parameters:
         parameter.grad = None
-        if has_hooks_after_accumulation(parameter):  # autograd holds on to this very dictionary
+        if has_hooks_after_accumulation(parameter):  # autograd keeps a reference to this dictionary
             parameter._post_accumulate_grad_hooks.clear()
     for fsdp, _ in beside:
         fsdp.unsharded_accumulated_grad = None

@@ -1,6 +1,6 @@
-"""The products with weights in autograd's graph, and what their weight gradients cost.
+"""Products with weights in autograd's graph, and the cost of their weight gradients.
 
-Only names, edges and shapes of nodes are read. Saved tensors are not: a checkpoint would compute them again.
+Only names, edges and shapes of nodes are read. Reading saved tensors would make a checkpoint recompute them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _FACTORS = {
     "MmBackward0": (0, 1),
     "MvBackward0": (0, 1),
 }
-"""By node, the places of a product's two factors."""
+"""Positions of a product's two factors, per node."""
 _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
-"""Nodes whose weight comes after x, and may be followed by a bias."""
+"""Nodes whose weight follows x, optionally with a bias after it."""
 _RECURRENT = ("Rnn", "Lstm", "Gru")
 _LOOKUPS = ("Embedding", "EmbeddingBag")
 _CHOICES = ("Index", "IndexSelect", "Gather")
 _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
 _MATRIX = 2
-"""Dimensions: of fewer, a choice of rows is a lookup, and a parameter is a bias or a gain."""
+"""Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
+gain."""
 _COMPILED = "CompiledFunction"
 
 
@@ -41,38 +42,38 @@ class GraphProduct(NamedTuple):
     """One product whose weight is a parameter, or made from parameters alone."""
 
     kind: str
-    """Of the node, without `Backward`."""
+    """Name of the node, without `Backward`."""
     deferral: object
-    """Of the layer, if the node is one of zbpipe's own."""
+    """Deferral of the layer, if the node is zbpipe's."""
     leaves: tuple[Tensor, ...]
     """The parameters behind the weight."""
     made_by: tuple[str, ...]
-    """What makes the weight from them, besides casts, transposes and views."""
+    """Operations that compute the weight from the leaves, except casts, transposes and views."""
     flops: float
-    """Of the weight gradient."""
+    """FLOPs of the weight gradient."""
 
     @property
     def is_region(self) -> bool:
-        """Whether the node is that of a whole compiled region, which does not show its products."""
+        """Whether the node is a whole compiled region, whose products are hidden."""
         return self.kind == _COMPILED
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one of torch's products of two matrices."""
+        """Whether this is one of torch's products of two matrices."""
         return f"{self.kind}Backward0" in _FACTORS or self.kind == "Linear"
 
 
 class _Weight(NamedTuple):
-    """A tensor that depends on parameters, and on no activation."""
+    """A tensor that depends on parameters only."""
 
     leaves: tuple[Tensor, ...]
     made_by: tuple[str, ...] = ()
     is_larger: bool = False
-    """Than the parameters: expanded, or chosen row by row."""
+    """Whether it is larger than the parameters: expanded, or selected row by row."""
 
 
 def find_products(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
-    """All products with weights on the way from `inputs`, or from the leaves, to `outputs`."""
+    """All products with weights on the paths from `inputs`, or from the leaves, to `outputs`."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = dict.fromkeys(find_nodes(inputs))
     for node in sort_nodes(find_nodes(outputs), known):
@@ -87,7 +88,7 @@ def find_nodes(tensors: Iterable[Any]) -> list[Node]:
 
 
 def sort_nodes(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
-    """Each node behind `roots` after those that it takes from; without `known` ones, and what is behind these alone."""
+    """Nodes reachable from `roots`, inputs first; without `known` nodes and those reachable only through them."""
     waiting, opened, done = list(roots), set[Node](), set(known)
     while waiting:
         node = waiting[-1]
@@ -103,11 +104,11 @@ def sort_nodes(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
 
 
 _Edge = tuple[_Weight | None, Node | None, int]
-"""What comes over it, from which node, and which of its results."""
+"""The edge's weight if any, its source node, and the number of that node's result."""
 
 
 def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _Weight | None:
-    """Add the products of `node` to `found`; returns what its result is."""
+    """Add the products of `node` to `found`; returns the node's result if it is a weight."""
     leaf = getattr(node, "variable", None)
     if leaf is not None:
         return _Weight((leaf,)) if isinstance(leaf, nn.Parameter) else None
@@ -117,7 +118,7 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     elif kind in _WEIGHT_SECOND:
         places = (1,)
     elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
-        # A Function may take the same weight twice; those of zbpipe take x first.
+        # A Function may take the same weight twice. zbpipe's Functions take x first.
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
         places = (1,) if _find_deferral(node) is not None else places
     else:
@@ -137,7 +138,7 @@ def _find_deferral(node: Node) -> object:
 
 
 def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
-    """Whether it is a Function of somebody's own that takes more than weights."""
+    """Whether the node is a custom Function that takes more than weights."""
     if not isinstance(cast(object, node), BackwardCFunction) or node.name() in PASS_ON:
         return False
     if _find_deferral(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
@@ -153,7 +154,7 @@ def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:
 
 
 def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
-    """What an operation other than a product makes of weights; None if an activation is in it."""
+    """The result of an operation on weights that is not a product; None if it involves an activation."""
     weights = [weight for weight, source, _ in edges if source is not None]
     if not weights or None in weights or kind in _LOOKUPS:
         return None
@@ -175,7 +176,7 @@ def _join(weights: Sequence[_Weight], kind: str) -> _Weight:
 
 
 def _shape_of(node: Node, number: int) -> tuple[int, ...]:
-    """Of one of the node's results; none for tensors that have no plain one, such as nested ones."""
+    """Shape of one of the node's results; empty for tensors without a plain shape, such as nested ones."""
     try:
         shape = tuple(cast(Any, node)._input_metadata[number].shape)
     except (IndexError, RuntimeError):
@@ -184,7 +185,7 @@ def _shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 
 def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
-    """Two for each multiplication."""
+    """FLOPs of a product: two per multiplication."""
     dy = _shape_of(node, 0)
     if kind == "Convolution":
         return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
@@ -198,9 +199,9 @@ def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...],
     activations = [
         _shape_of(source, number) for weight, source, number in edges if weight is None and source is not None
     ]
-    if len(weight) > _MATRIX and dy:  # a matrix for each group of rows
+    if len(weight) > _MATRIX and dy:  # one matrix per group of rows
         return 2.0 * prod(dy) * (activations[0][-1] if activations and activations[0] else weight[-2])
-    # A Function may give a loss: its x has more rows than its dY.
+    # A Function may return a loss: its x has more rows than its dY.
     return 2.0 * max((prod(shape[:-1]) for shape in (dy, *activations) if shape), default=1) * prod(weight)
 
 

@@ -1,4 +1,4 @@
-"""Hooks around what a rank computes, in one list with a defined order."""
+"""Hooks around a rank's computations, in one list with a defined order."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Around = Callable[[str, int, int, Callable[[], Any]], Any]
 
 
 class HookOrder(IntEnum):
-    """From the outermost hook to the innermost; an outer one sees what the inner ones add."""
+    """Order of hooks, from the outermost to the innermost. An outer hook sees the effects of inner ones."""
 
     ABANDON = 0
     """Skips the computations of a step that this rank has abandoned, and all other hooks."""
     SCALE = 1
     """Scales the gradients of earlier steps before the first computation that adds to them."""
     FOLLOW = 2
-    """Notes what the host has launched."""
+    """Records the computations that the host has launched."""
     CHECK = 3
-    """Runs a microbatch once more. The recorded times leave that out."""
+    """Runs a microbatch once more. The recorded times exclude it."""
     RECORD = 4
-    """Takes times and memory."""
+    """Measures times and memory."""
     COPY = 5
     """Issues copies to the host and back."""
 
 
 def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
-    """The stages of this rank; torch's schedules for one stage a rank keep it under another name."""
+    """The stages of this rank. torch's schedules with one stage per rank keep it under another name."""
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
 
 
 @contextmanager
 def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
-    """Within, every computation of this rank runs through `around`, the loss as one more F of the last stage.
+    """Context in which every computation of this rank runs through `around`, the loss as one more F of the last stage.
 
-    The wait for messages is outside of that. Hooks may end in any order.
+    Waits for messages are outside the hook. Hooks may end in any order.
     """
     hooks: _Hooks = vars(schedule).get("_hooks") or _Hooks(schedule)
     own = order, around
@@ -57,7 +57,7 @@ def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Itera
 
 
 class _Hooks:
-    """Those of one schedule, which has them as long as there are any."""
+    """Hooks of one schedule, attached while there are any."""
 
     def __init__(self, schedule: _PipelineSchedule) -> None:
         self._sorted: list[tuple[HookOrder, Around]] = []
@@ -98,16 +98,17 @@ class _Hooks:
 
 
 class Routed(partial[Any]):
-    """A function that gets a call, and the call."""
+    """A call, and the function that it is routed through."""
 
 
 @contextmanager
 def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
-    """Within, forwards, losses and backwards of this rank run through these functions, which get call and arguments.
+    """Context in which this rank's forwards, losses and backwards run through these functions, which get call and
+    arguments.
 
     Args:
         schedule: any of torch's.
-        forward: of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
+        forward: forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
         loss: `(call, output, target, **kwargs)`.
         backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
             last stage) and its "input_values"; their gradients are the first part of what it returns.

@@ -1,4 +1,4 @@
-"""Bytes of tensors that a piece of code leaves alive, and their peak: on the CPU, and on the meta device."""
+"""Bytes of tensors that a piece of code leaves alive, and their peak, on the CPU and the meta device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts from 0 at its entry; tensors that were there before count for nothing.
+    """Counts from 0 at its entry. Older tensors are not counted.
 
-    It sees the result of every operator, counts its storage once and subtracts it when the storage is freed. What a
-    kernel allocates and frees inside it does not see.
+    It sees the result of every operator, counts each storage once, and subtracts it when the storage is freed.
+    Temporary memory inside a kernel is not counted.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Results may be views of arguments or the arguments themselves, also of those older than this meter.
+        # Results may be arguments or views of arguments, also of arguments older than this meter.
         for storage in _list_storages((args, kwargs)):
             self._know(storage, 0)
         result = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Ops that are one on a GPU, as one on the meta device, too, and what attention computes."""
+"""Ops that are fused on a GPU, also fused on the meta device, and the operations of attention."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`, which on the meta device torch takes apart into products."""
+    """`F.scaled_dot_product_attention`, which torch decomposes into products on the meta device."""
     result: Tensor = _FORWARD(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
     return result
 
 
 def _forward(query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
-    """q times k, and the result times v; under a causal mask half of each."""
+    """FLOPs of q times k, and of the result times v; half of each under a causal mask."""
     batch, heads, length, width = query
     return int(batch * heads * length * key[2] * 2 * (width + value[3]) * _share(more, 3))
 
 
 def _backward(grad: Any, query: Any, key: Any, value: Any, *more: Any, **_: Any) -> int:
-    """The scores again, and two products for each of the forward's two."""
+    """FLOPs of recomputed scores, and of two products for each of the forward's two."""
     batch, heads, length, width = query
     return int(batch * heads * length * key[2] * 2 * (3 * width + 2 * value[3]) * _share(more, 7))
 
 
 def _share(more: tuple[Any, ...], place: int) -> float:
-    """Half where the argument at this place behind the value, `is_causal`, says so. torch leaves out defaults."""
+    """0.5 if `is_causal`, the argument at this place after the value, is set; else 1. torch omits defaults."""
     return 0.5 if len(more) > place and more[place] else 1.0
 
 
 ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
-"""For torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas know no causal mask."""
+"""FLOP formulas for torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas ignore causal masks."""
 
 
 class _Norm(torch.autograd.Function):
-    """The shapes of a fused RMSNorm, which saves its input and one number a row. It computes nothing."""
+    """Shapes of a fused RMSNorm, which saves its input and one number per row. It computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -66,13 +66,13 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """`F.rms_norm`, which on the meta device torch takes apart, and then keeps copies in float32."""
+    """`F.rms_norm`, which torch decomposes on the meta device, and then keeps copies in float32."""
     result: Tensor = _Norm.apply(input, weight)
     return result
 
 
 @contextmanager
 def fuse_on_meta() -> Iterator[None]:
-    """Within, attention and norms are one op each on the meta device, as they are on a GPU."""
+    """Context in which attention and norms are one op each on the meta device, as on a GPU."""
     with replaced(F, scaled_dot_product_attention=_attention, rms_norm=_norm):
         yield

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: its schedules and stages, and what they run."""
+"""torch.distributed.pipelining: its schedules, stages and actions."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ Stage = _PipelineStageBase
 
 _NO_OPTIONS = {"self", "stages", "n_microbatches", "defer_pp_recv"}
 SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - _NO_OPTIONS
-"""The keyword arguments of the installed torch's multi-stage schedules; zbpipe places the receives itself."""
+"""Keyword arguments of the installed torch's multi-stage schedules. zbpipe places the receives itself."""
 
 _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
-"""Whether torch (from 2.13 on) sets up messages again when training and evaluation take turns."""
+"""Whether torch (from 2.13 on) sets up messages again between training and evaluation."""
 
 
 class OwnRuntime(_PipelineScheduleRuntime):
-    """The base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
+    """Base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
     abandoned_by: BaseException | None
-    """Why this rank leaves out all computations of the step that runs; None if it does not, and between steps.
+    """Reason why this rank skips all computations of the running step; None otherwise, and between steps.
 
-    Its traceback holds the schedule, which must not hold it for longer.
+    Its traceback refers to the schedule, which must not keep it for longer.
     """
 
     def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
@@ -79,19 +79,19 @@ class OwnRuntime(_PipelineScheduleRuntime):
             wait_for_sends(self)
 
     def finish_optimizer_step(self) -> None:
-        """Wait for what an earlier step has left open."""
+        """Wait until an earlier optimizer step is complete."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Before the first step, and when training and evaluation take turns: torch runs stages to infer shapes."""
+        """Infer shapes by torch's run of the stages, before the first step and between training and evaluation."""
         if _SETS_UP_ANEW and self._stages_forward_initialized and not is_set_up(self):
             for stage in self.own_stages:
                 stage.forget_receives()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """Run one step, on microbatches that are split already."""
+        """Run one step on already split microbatches."""
         # If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
-        # `zbpipe.runtime._torch.abandoned`); then this raises what it was abandoned by.
+        # `zbpipe.runtime._torch.abandoned`). Then this raises the error.
         with ExitStack() as around:
             around.enter_context(self.place.follow(self))
             if can_send_marks(self._stages[0]):
@@ -105,17 +105,17 @@ class OwnRuntime(_PipelineScheduleRuntime):
             raise self.abandoned_by
 
     def leave_out_all(self) -> None:
-        """Leave out all computations of the step that begins, which this rank has abandoned."""
+        """Skip all computations of the step that begins, which this rank has abandoned."""
         for stage in self.own_stages:
             stage.has_backward = self._has_backward
             stage.forget_step()
             stage.is_left_out = True
 
     def tell_why_abandoned(self, error: Exception) -> None:
-        """An op failed by `error`: leave word for the other ranks, before they receive marks."""
+        """Tell the other ranks that an op failed with `error`, before they receive marks."""
 
     def ask_why_abandoned(self) -> Exception | None:
-        """What other ranks say of a message that has a mark; None if it only looks like one."""
+        """The reason that other ranks report for a message with a mark; None if values only look like one."""
         return None
 
     def _compute_or_leave_out(
@@ -150,7 +150,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.load_table(filename)
 
     def _dump_csv(self, filename: str, format: str = "compute_comms") -> None:
-        # torch before 2.15 would read a wait for a send as a W. Without waits it waits for all sends at the end.
+        # torch before 2.15 would read a wait for a send as a W. Without such actions it waits for all sends at the end.
         lists = self.pipeline_order_with_comms
         known = {rank: [each for each in row if isinstance(each[1], _ComputationType)] for rank, row in lists.items()}
         with replaced(self, pipeline_order_with_comms=known):
@@ -166,15 +166,15 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
 
 class OwnStage(ReceivesOnDemand):
-    """A stage that receives on demand, frees the loss's graph, sends nothing to its own rank, and evaluates in peace.
+    """A stage that receives on demand, frees the loss's graph, sends nothing to its own rank, and supports evaluation.
 
-    Goes before the class of an existing stage.
+    Mixed in before the class of an existing stage.
     """
 
     is_left_out = False
-    """Whether the step that runs leaves out its computations."""
+    """Whether the running step skips its computations."""
     frozen: tuple[tuple[dict[str, Any], str], ...] = ()
-    """The parameters, by dictionary and name, that were not to be trained when torch set up its messages."""
+    """Parameters, by dictionary and name, that were frozen when torch set up its messages."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
@@ -190,7 +190,7 @@ class OwnStage(ReceivesOnDemand):
         return output
 
     def leave_out(self, kind: str, microbatch: int) -> Any:
-        """In place of a computation: free what it received, and have marks to send. Returns the outputs of F."""
+        """Replace a computation: free received tensors and prepare marks to send. Returns the outputs of F."""
         if kind == "F":
             outputs = mark_outputs(self)
             if hasattr(self, "_make_forward_chunk_state"):  # torch from 2.15 on
@@ -204,7 +204,7 @@ class OwnStage(ReceivesOnDemand):
         return None
 
     def forget_step(self) -> None:
-        """Be as before a step that is abandoned."""
+        """Reset the stage to its state before an abandoned step."""
         self.clear_runtime_states()
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
@@ -220,14 +220,14 @@ class OwnStage(ReceivesOnDemand):
         if self.is_last and self.has_backward:
             _scalar(loss)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        # torch's schedule keeps every loss until the end of the step; its graph would keep the stage's input. (The I of
-        # torch's own split leaves the graph for W.)
+        # torch's schedule keeps every loss until the end of the step, and the loss's graph would keep the stage's
+        # input. (The I of torch's own split leaves the graph for W.)
         if full_backward and loss is not None and not loss._is_view():
             loss.detach_()
 
     @property
     def is_unfrozen(self) -> bool:
-        """Whether it trains a parameter that was frozen when torch set up its messages."""
+        """Whether the stage trains a parameter that was frozen when torch set up its messages."""
         return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self.frozen)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,13 +240,13 @@ class OwnStage(ReceivesOnDemand):
         return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
 
     def _to_tensor(self, arg: Any) -> Any:
-        """What torch infers shapes with; targets of single microbatches may be of any type."""
+        """The value from which torch infers shapes. Targets of single microbatches may have any type."""
         as_tensor = super()._to_tensor  # type: ignore[misc, unused-ignore]
         if isinstance(arg, Tensor) or hasattr(arg, "to_tensor"):
             return as_tensor(arg)
         return tree_map_only(Tensor, as_tensor, arg)
 
-    # torch's list of actions is the same in training and evaluation, which leaves gradients of earlier steps alone.
+    # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward and not self.is_left_out:
@@ -257,7 +257,8 @@ class OwnStage(ReceivesOnDemand):
             super().scale_grads(grad_scale_factor)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Before torch 2.14 a pipeline begins with a message to every neighbour; gloo cannot send one to itself."""
+        """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo cannot send one to the same
+        rank."""
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
         return [operation for operation in operations if operation.peer != dist.get_rank()]
 
@@ -274,7 +275,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def own(stage: _PipelineStageBase) -> None:
-    """Give `stage` the methods of `OwnStage`, if it has them not."""
+    """Give `stage` the methods of `OwnStage`, unless it has them."""
     if not isinstance(stage, OwnStage):
         # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
         stage.__class__ = _own_class(type(stage))
@@ -287,17 +288,17 @@ def _own_class(stage_class: type[_PipelineStageBase]) -> type[_PipelineStageBase
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
-    """torch keeps it as it was given: perhaps as a name."""
+    """The device of a stage, which torch may keep as a name."""
     return torch.device(stage.device)
 
 
 def torch_class(name: str) -> type[_PipelineSchedule]:
-    """torch's own class under torch's name for it."""
+    """torch's class for a torch schedule name."""
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
 def are_mocks(stages: Any) -> bool:
-    """Whether these are the stand-ins of torch's schedule visualizer, which have a rank and no index."""
+    """Whether these are mocks of torch's schedule visualizer, which have a rank and no index."""
     first = stages[0] if isinstance(stages, (list, tuple)) and stages else stages
     return isinstance(first, _PipelineStageBase) and not hasattr(first, "stage_index")
 
@@ -317,15 +318,16 @@ def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
 
 
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
-    """Give `schedule` to torch, which checks the order, adds the communication and keeps both lists."""
+    """Load `schedule` into torch, which checks the order, adds the communication and keeps both lists."""
     runtime.pipeline_order = _order_of(schedule)
     with replaced(pipelining_schedules, _add_unshard_reshard=_gather):
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
 
 def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
-    """What torch makes of `row`, in time that does not grow with the square of its length."""
-    # torch looks ahead until it has seen as many stages as may be active, to the end of the row if the rank has fewer.
+    """Torch's actions for `row`, in time that is not quadratic in its length."""
+    # torch looks ahead until it has seen the maximum number of active stages, or to the end of the row if the rank has
+    # fewer.
     own = len({action.stage_index for action in row if action})
     more = {name: min(number, own) for name, number in more.items()}
     return _add_unshard_reshard(row, min(max_active_stages, own), **more)
@@ -341,7 +343,7 @@ def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
 
 
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
-    """All ranks' actions with the communication that torch has added; overlapped ones as two in a row."""
+    """All ranks' actions with torch's communication. Overlapped actions become two consecutive ones."""
     return tuple(
         tuple(_find_action(part) for action in row for part in action.sub_actions or (action,))
         for _, row in sorted(runtime.pipeline_order_with_comms.items())
@@ -349,12 +351,12 @@ def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
 
 
 def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
-    """Make `runtime` run its `rows_of`, of which none are overlapped, in another order, or with waits for sends."""
+    """Make `runtime` run its `rows_of`, without overlapped actions, in another order, or with waits for sends."""
     runtime.pipeline_order_with_comms = dict(enumerate(map(actions_of, rows)))
 
 
 def actions_of(row: Iterable[Action]) -> list[_Action]:
-    """torch's actions; waits for sends also where torch (before 2.15) has none."""
+    """torch's actions, with waits for sends also where torch (before 2.15) has none."""
     return [_action(*each) for each in row]
 
 
@@ -365,10 +367,11 @@ def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
 
 @contextmanager
 def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Around a step: multiply `kept` gradients by the number of microbatches, by which its end divides all."""
-    # Just before the step adds to them, so that a step that is abandoned before leaves them as they are. To keep them
-    # elsewhere would take their memory once more. To divide the loss instead would leave out what a loss with backwards
-    # of its own adds, and round otherwise than torch's schedules.
+    """Context of a step that multiplies `kept` gradients by the number of microbatches, by which the step's end divides
+    all."""
+    # Just before the step adds to them, so that a step abandoned earlier does not change them. A separate copy would
+    # double their memory. Dividing the loss instead would miss the gradients of a loss with its own backwards, and
+    # round differently from torch's schedules.
     left = list(kept)
     last = runtime._num_stages - 1
 
@@ -385,7 +388,7 @@ def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]
 
 
 def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The output of the stage's module, in the context that torch's forward of that microbatch would give it."""
+    """Run the stage's module in the context of torch's forward of that microbatch; returns the output."""
     if not getattr(stage, "_forward_contexts", None):  # torch before 2.15 has none
         return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
     known = cast(Any, pipelining_stage)
@@ -396,8 +399,8 @@ def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any],
 def run_backward(
     stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
-    """Run a full backward of the stage's module as torch does; returns the gradients of the inputs (or None)."""
-    # It begins with the module's outputs and their gradients, or with the loss and None. FSDP2 reduces nothing.
+    """Run a full backward of the stage's module as torch does; returns the inputs' gradients (or None)."""
+    # It begins with the module's outputs and their gradients, or with the loss and None. FSDP2 does not reduce.
     if output_grads is not None:
         outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
     tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
@@ -411,7 +414,7 @@ def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: 
 
 
 def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
-    """Zeros in the shapes of the inputs that `stage` will receive; None if torch (before 2.13) does not know them."""
+    """Zeros in the shapes of the inputs of `stage`; None if torch (before 2.13) does not know the shapes."""
     metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
     if metas is None or not isinstance(stage, PipelineStage):
         return None
@@ -429,7 +432,7 @@ def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
 
 
 def timeout_of(stage: _PipelineStageBase) -> float | None:
-    """The present timeout of messages of `stage`, in seconds; None if the backend does not say."""
+    """The present message timeout of `stage` in seconds; None if the backend does not report it."""
     try:
         backend = (stage.group or dist.group.WORLD)._get_backend(device_of(stage))  # type: ignore[union-attr]
         return float(backend.options._timeout.total_seconds())
@@ -443,7 +446,7 @@ def default_store() -> Any:
 
 
 def has_store() -> bool:
-    """Whether the job's key-value store ends with this process: torchrun has one that outlives it."""
+    """Whether the job's key-value store ends with this process. torchrun's store outlives it."""
     store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -462,7 +465,7 @@ def num_microbatches(schedule: _PipelineSchedule) -> int:
 
 
 def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
-    """Run this number of microbatches in the next step; its lists have to be for as many."""
+    """Run this number of microbatches in the next step. Its lists have to be for the same number."""
     schedule._n_microbatches = number
     for stage in schedule._stages:
         if stage.chunks is not None:
@@ -470,60 +473,60 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
 
 
 def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
-    """Whether the messages of its next step are set up: for training or for evaluation, whichever it is."""
+    """Whether the messages of the next step, training or evaluation, are set up."""
     return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
 
 
 Shapes = tuple[bool, bool, list[dict[str, Any]]]
-"""What torch has set up for microbatches of some shapes: whether forward and backward are, and each stage's part."""
+"""torch's setup for microbatches of some shapes: whether forward and backward are set up, and each stage's part."""
 
 _OF_SHAPES = ("frozen", "_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
 
 
 def shapes_of(schedule: _PipelineScheduleRuntime) -> Shapes:
-    """What is set up for the shapes of the last step."""
+    """The setup for the shapes of the last step."""
     stages = [{name: getattr(stage, name) for name in _OF_SHAPES} for stage in schedule._stages]
     return schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages
 
 
 def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
-    """Set up what `shapes_of` has returned once."""
+    """Restore a setup returned by `shapes_of`."""
     schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages = shapes
     for stage, known in zip(schedule._stages, stages, strict=True):
         vars(stage).update(known)
 
 
 def forget_shapes(schedule: OwnRuntime) -> None:
-    """Have torch infer all shapes in the next step, as in the first one."""
+    """Make torch infer all shapes in the next step, as in the first one."""
     schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
     for stage in schedule.own_stages:
         stage.forget_shapes()
 
 
 def can_infer_shapes(schedule: OwnRuntime) -> bool:
-    """Whether torch (from 2.13 on) has inferred the shapes of all stages of all ranks; else they were given to it."""
+    """Whether torch (from 2.13 on) has inferred the shapes of all stages on all ranks; otherwise the user gave them."""
     return all(stage.infers_shapes for stage in schedule.own_stages)
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
-    """Whether its present or next step has backwards, which is not so in `eval`."""
+    """Whether the present or next step has backwards, unlike `eval`."""
     return bool(cast(Any, schedule)._has_backward)
 
 
 def needs_autograd(schedule: _PipelineSchedule) -> bool:
-    """Whether its backwards are autograd's, unless it was told otherwise."""
+    """Whether autograd runs the backwards, which is the default."""
     return bool(getattr(schedule, "_backward_requires_autograd", True))
 
 
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
-    """The loss function that it was built with, perhaps wrapped."""
+    """The loss function passed to the schedule, perhaps wrapped."""
     return schedule._loss_fn
 
 
 def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
-    """The shapes of a microbatch of stage 0, on its rank, for which torch has set up all messages; None before that."""
-    # Once they are, torch sends whatever the stages give: with gloo a smaller tensor silently fills a part of the
-    # receiver's, and a larger one ends the process.
+    """The shapes of stage 0's microbatches, on its rank, for which torch has set up all messages; None before that."""
+    # After the setup torch does not check shapes. With gloo a smaller tensor silently fills a part of the receiver's,
+    # and a larger one ends the process.
     first: Any = runtime._stages[0]
     # torch 2.11 keeps them on the stage itself.
     inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
@@ -533,13 +536,13 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
 
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:
-    """A text that is equal on two ranks if they run the same table on the same number of microbatches."""
+    """A text that is equal on two ranks that run the same table on the same number of microbatches."""
     table = write_lowered(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
     return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
 
 _TYPES: dict[str, _ComputationType] = {**WAIT_KINDS, **{each.value: each for each in _ComputationType}}
-"""By what torch's tables call it."""
+"""Computation types by their names in torch's tables."""
 
 
 def _action(stage: int, kind: str, microbatch: int) -> _Action:
@@ -548,11 +551,11 @@ def _action(stage: int, kind: str, microbatch: int) -> _Action:
 
 def _find_action(action: _Action) -> Action:
     stage, kind, microbatch, *_ = action
-    return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` takes as long as all else
+    return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` doubles the time
 
 
 def has_own_backward(stage: Stage) -> str:
-    """The name of the function that a framework has set as the stage's backward; empty for torch's own."""
+    """Name of the framework's function that replaces the stage's backward; empty for torch's own."""
     own: Any = vars(stage).get("backward_maybe_with_nosync")
     if isinstance(own, Routed):
         (own,) = own.args
@@ -561,5 +564,5 @@ def has_own_backward(stage: Stage) -> str:
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:
-    """Call a framework's backward for a W that is done, so that it does what follows a W."""
+    """Call a framework's backward after a W, for the work that follows a W."""
     stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)

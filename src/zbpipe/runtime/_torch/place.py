@@ -1,7 +1,7 @@
-"""How far torch's executor is in its list, in numbers that it leaves as it goes.
+"""Position of torch's executor in its list, recorded while it runs.
 
-Its frames say the same. But a thread that reads the frames of another one, while that runs compiled code, ends the
-process now and then (on Python 3.11, with torch 2.13 and 2.14).
+The executor's frames show the same. But a thread that reads another thread's frames while it runs compiled code
+sometimes crashes the process (on Python 3.11, with torch 2.13 and 2.14).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 
 class Place:
-    """Of one executor: the thread that runs it writes, others may read."""
+    """Position of one executor. Its thread writes, others may read."""
 
     def __init__(self) -> None:
         self.begun = 0
-        """Actions of this step that have begun; one more than there are when all have ended."""
+        """Number of actions of this step that have begun; one more than the number of actions when all have ended."""
         self.action: _Action | None = None
-        """The last one that has begun."""
+        """The last action that has begun."""
         self._awaited: tuple[int, Sequence[dist.Work]] = 0, ()
-        """The last messages that it has waited for, or waits for now, and `begun` then."""
+        """`begun` at the last wait for messages, and these messages."""
 
     @property
     def waits(self) -> bool:
-        """Whether the action waits for messages: on the device, where that is what waits."""
+        """Whether the action waits for messages, on the host or on the device."""
         since, messages = self._awaited
         return since == self.begun and not all(message.is_completed() for message in messages)
 
@@ -37,7 +37,7 @@ class Place:
 
     @contextmanager
     def follow(self, runtime: _PipelineScheduleRuntime) -> Iterator[None]:
-        """Around the executor's run of the lists that `runtime` has."""
+        """Context for the executor's run of `runtime`'s lists."""
         lists, rank = runtime.pipeline_order_with_comms, runtime.rank
         runtime.pipeline_order_with_comms = {**lists, rank: _Row(lists[rank], self)}
         self.begun, self.action, self._awaited = 0, None, (0, ())
@@ -49,7 +49,7 @@ class Place:
 
 
 class Receives(dict[tuple[int, int], list[dist.Work]]):
-    """What torch's executor has posted and not waited for yet, by stage and microbatch. It pops what it waits for."""
+    """Receives that torch's executor has posted, by stage and microbatch. It pops those that it waits for."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Row(list[_Action]):
     """A rank's actions, which torch's executor iterates once."""
 
     def __init__(self, row: list[_Action], place: Place) -> None:
-        super().__init__(row[:])  # not iterated, which may have effects
+        super().__init__(row[:])  # not iterated, because iteration may have side effects
         self._row = row
         self._place = place
 

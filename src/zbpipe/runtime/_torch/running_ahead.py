@@ -1,4 +1,4 @@
-"""A step of torch's executor that begins before it is known whether it counts."""
+"""A step of torch's executor that begins before the verdict on whether it counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from zbpipe.simulator.post_validation import RunAhead
 
 
 class _StepIsVoidError(Exception):
-    """What ran ahead does not count."""
+    """The actions that ran ahead do not count."""
 
 
 class _CutList(list[_Action]):
-    """All actions of a rank. Torch's executor iterates it once: first what runs ahead, then what the verdict allows."""
+    """All actions of a rank. torch's executor iterates it once: first the actions that run ahead, then those allowed by
+    the verdict."""
 
     def __init__(
         self, before: Sequence[_Action], after: Sequence[_Action], drain: Sequence[_Action], verdict: Callable[[], bool]
@@ -33,15 +34,15 @@ class _CutList(list[_Action]):
             yield from self._after
             return
         yield from self._drain
-        # The executor's loop does not expect an error of its list, so it neither logs it nor calls it a failure.
+        # The executor's loop does not expect an error from its list, so it neither logs it nor reports a failure.
         raise _StepIsVoidError
 
 
 def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
     """Run a step whose first actions run ahead of `verdict`; returns whether the step counts.
 
-    If not, all messages that are under way have arrived, and the stages are as before the step, except for what their
-    forwards have changed in buffers and in random states. `run` runs torch's executor on the lists that were cut.
+    If not, all pending messages have arrived and the stages are reset to before the step. Only changes of buffers and
+    random states by forwards remain. `run` runs torch's executor on the cut lists.
     """
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
     before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
@@ -64,7 +65,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
     for stage in runtime.own_stages:
         if stage.stage_index in runtime.unshard_ops:
             runtime._assert_unsharded(stage)
-        # Weights that FSDP gathered are those of the step that does not count.
+        # FSDP's gathered weights belong to the step that does not count.
         for module in stage.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,4 +1,4 @@
-"""Bytes that ops of a step allocate: what they leave in the end, and the most at any time."""
+"""Bytes that ops of a step allocate: kept at the end, and at the peak."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from zbpipe.runtime._torch import autograd
 from zbpipe.schedule.ir import Op
 
 _SILENT = "99"
-"""Of torch's profiler, which else writes lines on the screen for each step that it sees on a CPU."""
+"""Log level of torch's profiler, which otherwise prints lines for each step on a CPU."""
 _MARK = "zbpipe's op "
 
 
 class Bytes(NamedTuple):
-    """What a piece of code has allocated and not freed."""
+    """Bytes that a piece of code has allocated and not freed."""
 
     kept: int = 0
-    """At its end; negative if it freed more."""
+    """Bytes at its end; negative if it freed more."""
     most: int = 0
-    """At any time."""
+    """Peak bytes."""
 
     def then(self, more: Bytes) -> Bytes:
-        """With another piece after this one."""
+        """Bytes of this piece followed by another one."""
         return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
 
 
 def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
-    """Counts the bytes of ops in one step, `within_step` and there `within_op`; `found` has them after the step."""
-    # None on the CPU while somebody else profiles: only one profiler can run at a time.
+    """A counter for the bytes of ops in one step, used `within_step` and there `within_op`. `found` has them after the
+    step."""
+    # None on the CPU while another profiler runs: only one can run at a time.
     if device.type != "cpu":
         return DeviceCounter(device)
     return None if autograd.profiler_is_on() else HostCounter()
@@ -52,7 +53,7 @@ class DeviceCounter:
     def within_op(self, op: Op) -> Iterator[None]:
         """An op can have several pieces: the loss is part of the last stage's F."""
         memory = torch.get_device_module(self._device)
-        # The peak of the job itself, which TorchTitan logs, is then that since this op.
+        # This also resets the job's peak, which TorchTitan logs.
         memory.reset_peak_memory_stats(self._device)
         before = memory.memory_allocated(self._device)
         yield
@@ -64,7 +65,7 @@ class DeviceCounter:
 
 
 class HostCounter:
-    """By torch's profiler, for all of the step: it counts what an op frees only if it has seen it allocated."""
+    """Counts with torch's profiler, over the whole step: freed bytes count only if their allocation was seen."""
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {}

@@ -1,4 +1,4 @@
-"""Operations of a layer's F, I and W, and bytes that these keep and need, as counted on meta tensors."""
+"""Operations of a layer's F, I and W, and their kept and working memory, counted on meta tensors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Operations:
-    """Floating-point operations of one microbatch."""
+    """FLOPs per microbatch."""
 
     f: float
     i: float
-    """With what checkpointing recomputes."""
+    """FLOPs of I, including recomputation by checkpointing."""
     w: float
 
 
 def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
-    """What F, I and W of `module` compute, split as zbpipe splits them.
+    """FLOPs of F, I and W of `module`, with zbpipe's split.
 
         >>> with torch.device("meta"):
         ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
@@ -42,10 +42,11 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
 
     Args:
         module: on the meta device, wrapped for checkpointing as in the job; its linear layers defer from now on.
-        args, kwargs: for it, on the meta device; those that need a gradient require one.
+        args, kwargs: its arguments on the meta device, with `requires_grad` where a gradient is needed.
 
     Raises:
-        RuntimeError, NotImplementedError: the module does what meta tensors cannot, such as looking at values.
+        RuntimeError, NotImplementedError: the module does something that meta tensors do not support, such as reading
+        values.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
@@ -72,18 +73,18 @@ def _count(run: Callable[[], _Result]) -> tuple[_Result, float]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one microbatch, without weights and gradients, as `zbpipe.CostModel` counts: F leaves the input, too."""
+    """Bytes per microbatch, without weights and gradients, as `zbpipe.CostModel` counts: F also keeps the input."""
 
     activations: int
-    """From F to I."""
+    """Bytes kept from F to I."""
     waits: int
-    """From I to W."""
+    """Bytes kept from I to W."""
     working: Mapping[OpKind, int]
     """The working memory of each kind of op."""
 
 
 def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
-    """What `module(x, *args)` keeps and needs, on the meta device or the CPU.
+    """Kept and working memory of `module(x, *args)`, on the meta device or the CPU.
 
         >>> with torch.device("meta"):
         ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
@@ -91,7 +92,7 @@ def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
         >>> found.activations, found.waits  # x; x and dY
         (128, 640)
 
-    Its arguments and errors are those of `count_operations`; the module gives one tensor.
+    Arguments and errors are those of `count_operations`. The module returns one tensor.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
@@ -108,7 +109,7 @@ def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
 def _measure(
     module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightGradients | None
 ) -> tuple[int, int, int, int]:
-    """The bytes that F keeps, and its most; those of I, or without a place for gradients of a whole backward."""
+    """Kept and peak bytes of F, then of I. Without `gradients`, of a whole backward instead of I."""
     x = x.detach().requires_grad_(x.requires_grad)
     own = _size(x)
     with live.StorageMeter() as meter:

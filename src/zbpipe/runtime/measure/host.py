@@ -16,9 +16,9 @@ _SMALL, _LARGE = 1 << 16, 1 << 25
 
 
 def measure_host(device: torch.device) -> Link | None:
-    """The way between `device` and its host's memory, in the slower of both directions; None where nothing offloads."""
-    # GPUs that share a way have their parts of it only if all of them measure at the same time. On the CPU it is the
-    # stand-in's speed.
+    """The link between `device` and its host's memory, in the slower direction; None if nothing offloads."""
+    # GPUs that share a link measure their share only if all measure at the same time. On the CPU this is the stand-in's
+    # speed.
     with suppress(ValueError):
         copier = make_copier(device)
         small, large = (_time_one_way(copier, size, device) for size in (_SMALL, _LARGE))
@@ -27,7 +27,7 @@ def measure_host(device: torch.device) -> Link | None:
 
 
 def _time_one_way(copier: GpuCopier | StandIn, size: int, device: torch.device) -> float:
-    """Seconds of one copy of `size` bytes in the slower direction: the fastest of a few rounds."""
+    """Seconds of one copy of `size` bytes in the slower direction, the fastest of a few rounds."""
     storage = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     out = back = float("inf")
     for _ in range(_ROUNDS):
@@ -45,6 +45,6 @@ def _time_one_way(copier: GpuCopier | StandIn, size: int, device: torch.device) 
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that the device has to do."""
+    """Wait for all work on the device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

@@ -1,4 +1,4 @@
-"""Measure a running job: times of F, I and W, bytes of activations, links between ranks, and the way to the host."""
+"""Measurement of a running job: times of F, I and W, bytes of activations, links between ranks, and the host link."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ WARM_UP = 1
 """Steps that are not measured: they compile, allocate, and connect the ranks."""
 _ROUNDS = 5
 _LARGE = 1 << 20
-"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger still."""
+"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger."""
 
 Links = Mapping[tuple[int, int], Link]
-"""By (from, to), two ranks of the pipeline."""
+"""Links by (from, to), two ranks of the pipeline."""
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     seconds: Mapping[tuple[int, str], float]
-    """By stage and kind of op, the median over microbatches and steps."""
+    """Median time over microbatches and steps, by stage and kind of op."""
     kept: Mapping[tuple[int, str], int]
-    """By stage and kind (F, I): the bytes that one op allocates and does not free."""
+    """Bytes that one op allocates and does not free, by stage and kind (F, I)."""
     most: Mapping[tuple[int, str], int]
-    """By stage and kind: the most bytes that one op has allocated and not freed at any time."""
+    """Peak bytes that one op has allocated and not freed, by stage and kind."""
     links: Links
     message_bytes: int
     host: Link | None = None
-    """The way to the host's memory; None if nothing offloads there."""
+    """The link to the host's memory; None if nothing offloads there."""
 
 
 class Profiler:
-    """Measures what a schedule costs in the next steps of a running job.
+    """Measures the costs of a schedule in the next steps of a running job.
 
         profiler = zbpipe.Profiler(schedule, steps=3)
         ...                     # train for 5 steps: 1 to warm up, 1 for memory, 3 for times
         profiler.costs          # the same on all ranks; None before
         zbpipe.plan(4, 16, profiler.costs)
 
-    On a GPU it takes times with events in the stream, on the CPU with a clock. Between two steps it measures the links
-    between ranks and the way to the host's memory, by copies of its own. Later steps run as if there were no profiler.
+    Times come from events in the stream on a GPU, and from a clock on the CPU. Between two steps it measures the links
+    between ranks and to the host's memory, with its own copies. Later steps run as if there were no profiler.
 
     Args:
-        schedule: any of zbpipe's or torch's that runs I and W.
+        schedule: a schedule of zbpipe or torch that runs I and W.
         steps: the number of steps to time, from 1 on.
-        group: the ranks that share their measurements, replicas of the pipeline included; default: all ranks of the
+        group: the ranks that share their measurements, including replicas of the pipeline. Default: all ranks of the
             job. Each of them needs a profiler.
         done: called with the costs, between two steps. By default the first rank of the group logs them.
 
     Raises:
-        ValueError: no such schedule, number of steps or group, or a schedule that does not run I and W.
+        ValueError: an invalid schedule, number of steps or group, or a schedule that does not run I and W.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Profiler:
     def _gather(self, memory: StepRecord) -> JobCosts:
         stages = hooks.stages_of(self._schedule)
         links = measure_links(stages, memory.message_bytes)
-        dist.barrier(self._group)  # so that all use the way to the host at the same time
+        dist.barrier(self._group)  # so that all use the host link at the same time
         table = RankTable(
             seconds=average_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
@@ -129,14 +129,14 @@ class Profiler:
 
 
 def find_placement(stage: pipelining.Stage) -> Placement:
-    """Where the stages of its pipeline are."""
+    """Placement of the pipeline's stages."""
     return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
 
 def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
-    """Seconds by stage and kind of op, over all microbatches; the median is not moved by single slow ones."""
+    """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not change the median."""
     spans = (span for record in records for span in record.spans)
     return _average_by_key((((span.op.stage, str(span.op.kind)), span.end - span.start) for span in spans), average)
 
@@ -151,7 +151,7 @@ def _average_by_key(
 
 
 def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
-    """The costs from the tables of all ranks; the mean where several ranks hold the same stage."""
+    """Costs from the tables of all ranks; the mean for a stage on several ranks."""
     # A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
     # shares of a microbatch.
     seconds, kept, most = (
@@ -189,7 +189,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
 
 
 def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
-    """A way that takes as long as the longest of `ways`; None if any of them is not known."""
+    """A link as slow as the slowest of `ways`; None if any of them is unknown."""
     known = [way for way in ways if way is not None]
     if len(known) < len(ways):
         return None
@@ -198,8 +198,8 @@ def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
 
 def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
     """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
-    # Each pair of neighbours, one after the other, sends a small and a large message there and back. Half of the time
-    # is taken for each direction.
+    # One pair of neighbours after the other sends a small and a large message there and back. Each direction counts as
+    # half of the time.
     group, ranks = stages[0].group or dist.group.WORLD, find_placement(stages[0]).rank_of
     me, device = stages[0].group_rank, pipelining.device_of(stages[0])
     # Both ends of a link need the same size, and the last stage sends nothing.

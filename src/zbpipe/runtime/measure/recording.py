@@ -1,6 +1,6 @@
-"""Record a pipeline step: when this rank ran each of its ops, and how much memory they allocated and did not free.
+"""Records of a pipeline step: when this rank ran each of its ops, and the memory that they allocated and kept.
 
-`watch` shows a schedule's training steps to a watcher. A step that nobody watches runs as torch runs it.
+`watch` shows a schedule's training steps to a watcher. An unwatched step runs without hooks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from zbpipe.simulator.timeline import Span
 
 
 class Wanted(Enum):
-    """What a watcher wants to know of the next step."""
+    """Data that a watcher requests of the next step."""
 
     NOTHING = 0
     STEP = 1
-    """That it runs in the watcher's context."""
+    """Nothing but a run in the watcher's context."""
     TIMES = 2
     MEMORY = 3
-    """The bytes that ops allocate, at most and in the end. On the CPU this takes a profiler, which distorts times."""
+    """Bytes that ops allocate, at the peak and at the end. On the CPU this needs a profiler, which distorts times."""
 
 
 @dataclass(frozen=True)
@@ -42,59 +42,58 @@ class StepRecord:
 
     schedule: str
     seconds: float
-    """When this rank had run all of its actions."""
+    """Time when this rank had run all its actions."""
     spans: tuple[Span, ...]
-    """The ops in the order in which they ran; the loss is part of the last stage's F."""
+    """Ops in the order in which they ran. The loss is part of the last stage's F."""
     kept: Mapping[Op, int]
-    """For one F and one I of each stage, if wanted: the bytes that they allocated and did not free; negative if they
-    freed more."""
+    """Bytes that one F and one I of each stage allocated and kept, if requested; negative if they freed more."""
     most: Mapping[Op, int]
-    """For one op of each kind and stage, if wanted: the most bytes that it had allocated and not freed at any time."""
+    """Peak bytes that one op of each kind and stage had allocated and not freed, if requested."""
     message_bytes: int
-    """The largest message that this rank sends forward, for one microbatch; 0 if it has only the last stage."""
+    """Largest message per microbatch that this rank sends forward; 0 if it has only the last stage."""
     has_usual_shapes: bool = True
-    """Whether its microbatches had the shapes of the first step."""
+    """Whether the microbatches had the shapes of the first step."""
 
 
 class Watcher:
     """Looks at training steps. All ranks of a pipeline need the same watchers, in the same order."""
 
     def before(self) -> Wanted | None:
-        """What it wants to know of the step that begins now; the same on all ranks.
+        """Data requested of the step that begins now, the same on all ranks.
 
-        None: nothing of this step and all later ones. It is not asked again.
+        None: nothing of this step and all later ones. `before` is not called again.
         """
         raise NotImplementedError
 
     def around(self, schedule: Any) -> AbstractContextManager[None]:
-        """The context of a step of which it wanted something.
+        """The context of a step with requested data.
 
-        It may hook into computations, with `_torch.hooks.HookOrder.CHECK`: recorded times leave out what it adds there.
+        It may hook into computations, with `_torch.hooks.HookOrder.CHECK`. Recorded times exclude these hooks.
         """
         return nullcontext()
 
     def after(self, record: StepRecord) -> None:
-        """Called after a step of which it wanted times or memory."""
+        """Called after a step with requested times or memory."""
 
     def missed(self) -> None:
-        """Called instead if the step was refused or failed: the next one takes its place."""
+        """Called instead if the step was refused or failed. The next step takes its place."""
 
 
 def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:
-    """Show `watcher` the training steps of `schedule` (any of zbpipe's or torch's) from now on."""
+    """Show `watcher` the training steps of `schedule` (of zbpipe or torch) from now on."""
     _watchers_of(schedule).append(watcher)
 
 
 def collect(
     schedule: pipelining.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
 ) -> None:
-    """Call `done` once with the records of the next training steps of `schedule` (any of zbpipe's or torch's)."""
-    # `wanted` is for each of these steps; of the last one not nothing.
+    """Call `done` once with the records of the next training steps of `schedule` (of zbpipe or torch)."""
+    # `wanted` has an entry per step. The last entry requests data.
     watch(schedule, Collector(wanted, done))
 
 
 def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
-    """Those that have not seen all that they wanted."""
+    """Watchers with open requests."""
     if "_watchers" not in vars(schedule):
         # Without a cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
         watched = ref(schedule)
@@ -140,7 +139,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     recorded = {wanted for _, wanted in looking} - {Wanted.STEP}
     recorder = _Recorder(schedule, with_memory=Wanted.MEMORY in recorded) if recorded else None
     if isinstance(schedule, pipelining.OwnRuntime) and looking:
-        schedule.finish_optimizer_step()  # what ran ahead and did not count would be in the record
+        schedule.finish_optimizer_step()  # the record would include void actions that ran ahead
     try:
         with ExitStack() as around:
             if recorder is not None:
@@ -172,7 +171,7 @@ class _Recorder:
         self._clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
         self._allocated = make_counter(self._device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
-        """By stage and kind, the op whose memory is measured: not all microbatches have ops of all kinds."""
+        """The op whose memory is measured, by stage and kind. Not all microbatches have ops of all kinds."""
         self._marks: dict[Op, tuple[Any, Any]] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
@@ -196,7 +195,7 @@ class _Recorder:
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
-        # The last stage sends its output to nobody; it may be all logits.
+        # The last stage does not send its output, which may be all logits.
         if op.kind is OpKind.F and op.stage != self._last_stage:
             self._message_bytes = max(self._message_bytes, _num_bytes(result))
         self._marks[op] = first, self._clock.mark()
@@ -230,7 +229,7 @@ class _HostClock:
 
 
 class _DeviceClock(_HostClock):
-    """Events in the stream of the computations, so that the host does not wait for the device while it records."""
+    """Clock of events in the compute stream: the host does not wait for the device while it records."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""One step of all ranks as a file for ui.perfetto.dev: as planned, and as measured."""
+"""A file for ui.perfetto.dev with one step of all ranks, planned and measured."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def write_trace(
 ) -> None:
     """Write a trace of one of the next training steps. All ranks of the pipeline have to call this.
 
-    The planned timeline is simulated with the medians of the measured times. So the two differ in waiting and in the
-    scatter of times, not in the lengths of the ops.
+    The planned timeline is simulated with the medians of the measured times. So the two differ in waits and in the
+    scatter of times, not in typical op times.
 
     Args:
-        schedule: any of zbpipe's or torch's.
-        file: the job's first rank writes it after the step, gzipped if its name ends in `.gz`. If that fails, it logs a
+        schedule: a schedule of zbpipe or torch.
+        file: written by the job's first rank after the step, gzipped if the name ends in `.gz`. A failure logs a
             warning.
-        step: counted from the next one as 1.
+        step: number of the step, counted from the next one as 1.
         done: called with a line for the log, on the rank that wrote the file.
 
     Raises:
@@ -67,7 +67,7 @@ def write_trace(
 def make_timelines(
     schedule: pipelining.PipelineSchedule, record: StepRecord, links: Links | None = None
 ) -> tuple[Timeline, Timeline]:
-    """A step of this rank as simulated and as measured. All ranks of the pipeline have to call this."""
+    """A step of this rank, simulated and measured. All ranks of the pipeline have to call this."""
     stages = hooks.stages_of(schedule)
     if links is None:
         links = measure_links(stages, record.message_bytes)

@@ -1,9 +1,9 @@
-"""Look at the times of all steps of a job, and have all ranks do something in the same step when they change for good.
+"""Detection of permanent changes of a job's step times. All ranks react in the same step.
 
-A step costs two readings of the clock. The first rank alone decides, because a slow rank or link anywhere makes the
-steps of all ranks longer. It says so in the job's key-value store. The others look there once in a while, in steps with
-numbers that all ranks know. The step that it names is at least two steps ahead, and no rank can begin that one before
-the first rank has begun the step before it: so all ranks find the word of the first rank there, or none does.
+Each step costs two clock readings. The first rank alone decides, because a slow rank or link delays the steps of all
+ranks. It announces a step in the job's key-value store. The others check the store in some steps, whose numbers all
+ranks know. The announced step is at least two steps ahead, and no rank can begin it before the first rank has begun the
+step before it. So either all ranks find the announcement, or none does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zbpipe.runtime.ranks.agreement import make_key
 from zbpipe.runtime.schedules import RegisteredSchedule
 
 _LOOKS_EVERY = 0.2
-"""Seconds: a look into the store takes about a ten thousandth of one."""
+"""Seconds between checks. One check of the store takes about 0.1 ms."""
 
 
 class DriftWatcher(Watcher):
-    """Calls `found` in the same step on all ranks, before it begins, when the steps' times have changed for good.
+    """Calls `found` on all ranks before the same step, when step times have changed permanently.
 
-    It holds no schedule, and leaves after that call. Steps of another size than the usual one do not count. `seconds`
-    of a step is the same number on all ranks of `group`.
+    It refers to no schedule, and detaches after that call. Steps of an unusual size do not count. `seconds` of a step
+    is the same number on all ranks of `group`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DriftWatcher(Watcher):
         self._began = None
 
     def _look_at_last_step(self, schedule: RegisteredSchedule, now: float) -> None:
-        """With all that was beside it: the host of a GPU is done with a step long before the GPU."""
+        """Time the last step from begin to begin: a GPU's host finishes a step long before the GPU."""
         assert self._detector is not None
         began, self._began = self._began, now
         if began is None or not schedule.sizes.last_was_usual:
@@ -80,7 +80,7 @@ class DriftWatcher(Watcher):
             self._detector = None
 
     def _read_drift(self) -> Drift | None:
-        """What the first rank has said of this step."""
+        """The first rank's announcement for this step."""
         store = pipelining.default_store()
         if not store.check([self._key]):
             return None

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Runs the copies of one rank, whose stages are split already, around its computations."""
+    """Runs the copies of one rank around its computations. The rank's stages are already split."""
 
     def __init__(self, stages: Sequence[pipelining.Stage], copier: GpuCopier | StandIn) -> None:
         self.copier = copier
@@ -38,17 +38,17 @@ class Copies:
 
     @contextmanager
     def run_beside(self, schedule: pipelining.ScheduleRuntime) -> Iterator[None]:
-        """Around what `schedule` runs in a step."""
+        """Context of a step of `schedule`."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}
-        """By the op that copied it out."""
+        """Copies by the op that copied them out."""
         self._unreleased: set[Op] = set()
         self._before_loss: set[Op] = set()
         with hooks.hook(schedule, hooks.HookOrder.COPY, self.around):
             yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Run a computation, and the copies that are issued behind it."""
+        """Run a computation, and the copies issued after it."""
         if not self._ops or not self._stages[stage].has_backward:
             return compute()
         op = Op(stage, OpKind(kind), microbatch)
@@ -71,7 +71,7 @@ class Copies:
         return self._saved.setdefault((op.stage, op.microbatch), Saved()).record()
 
     def _loss_comes(self, op: Op) -> bool:
-        """Whether this is the first of the two parts of an F of the last stage, whose second part is the loss."""
+        """Whether this is the first part of the last stage's F. The second part is the loss."""
         if op.kind is not OpKind.F or not self._stages[op.stage].is_last or op in self._before_loss:
             return False
         self._before_loss.add(op)
@@ -92,7 +92,7 @@ class Copies:
         del tensors
         self._copies[copy] = self.copier.copy_out(storages)
         self._unreleased.add(copy)
-        # Once for each stage how much went, since what others hold stays.
+        # Log the offloaded bytes once per stage, since tensors with other owners stay.
         what, num_bytes = (copy.stage, copy.kind), self._copies[copy].num_bytes
         if num_bytes and what not in self._logged:
             self._logged.add(what)
@@ -109,7 +109,7 @@ def _find_copied(reload: Op) -> Op:
 
 
 def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
-    """By computation the copies that stand behind it in the list."""
+    """Copies that follow each computation in the list."""
     found: dict[Op, list[Op]] = defaultdict(list)
     computation = None
     for op in schedule.ops[rank]:
@@ -121,12 +121,12 @@ def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
 
 
 def _group_by_release(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
-    """By computation the copies out whose memory is freed behind it: of those that begin before they end the last."""
+    """Copies out, by the computation that frees their memory: the last one to begin before the copy ends."""
     found: dict[Op, list[Op]] = defaultdict(list)
     spans = timeline.spans[rank]
     for copy in timeline.copies[rank] if timeline.copies else ():
         if copy.op.kind in OFFLOADS:
-            # A copy that takes no time is one of which nothing is known.
+            # A copy without a duration has unknown costs.
             begun = [span.op for span in spans if span.start < copy.end or copy.end == copy.start == span.start]
             found[begun[-1]].append(copy.op)
     return found

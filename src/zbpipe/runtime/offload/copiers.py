@@ -1,4 +1,4 @@
-"""How memory goes to the host and back: on a GPU's own streams, and a stand-in for both on the CPU."""
+"""Copies of memory to the host and back, on separate streams of a GPU; on the CPU a stand-in."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Storages = Sequence[torch.UntypedStorage]
 
 @dataclass(slots=True)
 class HostCopy:
-    """What a copier has copied out."""
+    """Tensors copied to the host."""
 
     storages: Storages
-    """On the device, and of no bytes while the copy alone has them."""
+    """Storages on the device, with zero bytes while only the host copy exists."""
     sizes: tuple[int, ...]
     host: list[Any]
-    """Their content."""
+    """Contents of the storages."""
     event: torch.cuda.Event | None = None
-    """The end of the last copy, out or back."""
+    """End of the last copy, out or back."""
 
     @property
     def num_bytes(self) -> int:
@@ -31,7 +31,7 @@ class HostCopy:
 
 
 def make_copier(device: torch.device) -> GpuCopier | StandIn:
-    """The one for this device; ValueError if there is none."""
+    """The copier for this device; ValueError if there is none."""
     if device.type == "cuda":
         return GpuCopier(device)
     if device.type == "cpu":
@@ -45,21 +45,21 @@ def make_copier(device: torch.device) -> GpuCopier | StandIn:
 class GpuCopier:
     """Copies through pinned memory, with a stream for each direction. Not tried on a GPU so far.
 
-    For some storages, that nobody uses in between, call `copy_out`, `release`, `copy_back` and `wait`, in this order.
+    For storages that are not used in between, call `copy_out`, `release`, `copy_back` and `wait`, in this order.
 
-    Memory is freed and taken in the order of the stream that computes, so that the allocator gives it to nobody whose
-    kernels could run before the copy is over; so there is no `record_stream`.
+    Memory is freed and allocated in the order of the compute stream. The allocator then never reuses it for kernels
+    that could run before the copy ends, so `record_stream` is not needed.
     """
 
     smallest = 2**16
-    """Bytes of a storage below which a copy is not worth it."""
+    """Smallest storage worth a copy, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def copy_out(self, storages: Storages) -> HostCopy:
-        """Begin to copy to the host, behind all that was computed so far."""
+        """Begin to copy to the host, after all computations so far."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         sizes = tuple(storage.nbytes() for storage in storages)
         with torch.cuda.stream(self._out):
@@ -69,16 +69,16 @@ class GpuCopier:
         return HostCopy(storages, sizes, host, self._out.record_event())
 
     def release(self, copy: HostCopy) -> None:
-        """Free the memory on the device; what is computed from now on waits until the copy is over."""
+        """Free the memory on the device. Computations from now on wait until the copy ends."""
         self._wait_for(copy)
         for storage in copy.storages:
             storage.resize_(0)
 
     def copy_back(self, copy: HostCopy) -> None:
-        """Take memory on the device again and begin to copy back."""
+        """Allocate memory on the device again and begin to copy back."""
         for storage, size in zip(copy.storages, copy.sizes, strict=True):
             storage.resize_(size)
-        # The memory may be that of a tensor which the kernels before this one still use.
+        # Earlier kernels may still use this memory for another tensor.
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._back):
             for there, storage in zip(copy.host, copy.storages, strict=True):
@@ -86,7 +86,7 @@ class GpuCopier:
         copy.event = self._back.record_event()
 
     def wait(self, copy: HostCopy) -> None:
-        """What is computed from now on waits until the copy back is over; the host's memory is free."""
+        """Make computations from now on wait until the copy back ends, and free the host's memory."""
         self._wait_for(copy)
         copy.host.clear()
 
@@ -96,18 +96,18 @@ class GpuCopier:
 
 
 class StandIn:
-    """Copies within the CPU's memory, at once. The memory that stands for the device's is freed and taken all the same.
+    """Synchronous copies within the CPU's memory. The memory that stands for the device's is freed and reallocated.
 
-    The copies are no tensors, so that whoever counts the bytes of tensors sees the device's alone.
+    The copies are not tensors, so that counts of tensor bytes include only the device's.
     """
 
     smallest = 0
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """On the host now."""
+        """Bytes on the host now."""
         self.copied = 0
-        """Bytes that went out so far."""
+        """Bytes copied out so far."""
 
     def copy_out(self, storages: Storages) -> HostCopy:
         sizes = tuple(storage.nbytes() for storage in storages)
@@ -119,7 +119,7 @@ class StandIn:
         return HostCopy(storages, sizes, host)
 
     def release(self, copy: HostCopy) -> None:
-        """It is free already."""
+        """Do nothing: `copy_out` has freed the memory."""
 
     def copy_back(self, copy: HostCopy) -> None:
         for storage, size, content in zip(copy.storages, copy.sizes, copy.host, strict=True):

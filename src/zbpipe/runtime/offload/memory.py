@@ -1,4 +1,4 @@
-"""Which memory can go: tensors that autograd has saved in F, or deferred gradients, with no other owner."""
+"""Memory to offload: tensors saved by autograd in F, or deferred gradients, with no other owner."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from zbpipe.runtime._torch import autograd
 
 
 class Saved:
-    """What autograd saves of one forward. It holds none of it, so it keeps nothing alive."""
+    """Weak references to the tensors that autograd saves in one forward."""
 
     def __init__(self) -> None:
         self._tensors: list[ReferenceType[Tensor]] = []
 
     def record(self) -> AbstractContextManager[None]:
-        """Within, all that autograd saves for a backward is noted."""
+        """Context that records all tensors that autograd saves for a backward."""
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def _note(self, tensor: Tensor) -> Tensor:
-        # A tensor of our own: whoever else has the one that autograd saves then shows as one more holder of its memory.
+        # A new tensor object: other owners of the saved tensor then count as one more holder of its memory.
         own = tensor.detach()
         self._tensors.append(ref(own))
         return own
 
     def list_alive(self) -> list[Tensor]:
-        """What a backward can still ask for."""
+        """Saved tensors that a backward can still use."""
         found = (each() for each in self._tensors)
         return [tensor for tensor in found if tensor is not None]
 
 
 def find_unshared(tensors: Sequence[Tensor], smallest: int) -> list[torch.UntypedStorage]:
-    """The storages, of at least `smallest` bytes, that only `tensors` lie in; they may go while nobody uses these."""
-    # Parameters, buffers, the inputs and outputs of a stage and all that a module or its user keeps have other tensors
+    """Storages of at least `smallest` bytes that only `tensors` share. They can be offloaded while these are unused."""
+    # Parameters, buffers, a stage's inputs and outputs, and tensors that a module or its user keeps have other tensors
     # in the same memory, and stay.
     own: dict[int, dict[int, Tensor]] = defaultdict(dict)
-    """By storage, and by identity the tensors in it."""
+    """Tensors in each storage, by identity."""
     for tensor in tensors:
         for each in autograd.list_holders(tensor):
             place, *_ = autograd.find_memory(each)

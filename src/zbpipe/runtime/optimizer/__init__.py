@@ -1,1 +1,1 @@
-"""The optimizer step that no rank waits for."""
+"""The optimizer step without a pipeline-wide barrier."""

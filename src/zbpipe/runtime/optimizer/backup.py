@@ -1,4 +1,4 @@
-"""What an optimizer step changes, kept until it is known whether the step counts."""
+"""Backup of the state that an optimizer step changes, until the step is validated."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ class Scheduler(Protocol):
 
 
 class RandomState:
-    """The present one of the CPU, and of the device that the job computes on."""
+    """The present random state of the CPU, and of the job's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu, self._device = torch.get_rng_state(), device
         self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
-        """Make it the present one again."""
+        """Make this the present random state again."""
         torch.set_rng_state(self._cpu)
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
 
 
 class _Copy:
-    """A tensor that is changed in place, and what was in it."""
+    """A tensor that is changed in place, and its old content."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.content = tensor, tensor.detach().clone()
 
     def restore(self) -> Tensor:
-        """The tensor, with its old content: whoever refers to it sees it again."""
+        """Restore the old content in place; returns the tensor."""
         self.tensor.detach().copy_(self.content)
         return self.tensor
 
 
 class Backup:
-    """Parameters, gradients, optimizers, learning rates, buffers and random state, as they are before a step.
+    """Parameters, gradients, optimizers, learning rates, buffers and random state before a step.
 
-    It takes the memory of the parameters, of the optimizers' state and of the modules' buffers. Gradients are kept as
-    they are, so `zero_grad()` in between does no harm, unless it is `zero_grad(set_to_none=False)`.
+    It takes as much memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by
+    reference, so `zero_grad()` in between is safe, but not `zero_grad(set_to_none=False)`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Backup:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All that it steps."""
+    """All parameters that the optimizer steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 

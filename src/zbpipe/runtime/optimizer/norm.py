@@ -1,4 +1,4 @@
-"""The norm of all gradients of a pipeline: what a rank knows of it alone, and the vote of all ranks."""
+"""The norm of all gradients of a pipeline: one rank's part, and the vote of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those with a gradient, parted by the device mesh that shares them: torch computes norms of one mesh at a time."""
+    """Parameters with a gradient, grouped by device mesh, because torch computes norms of one mesh at a time."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for each in parameters:
         if each.grad is not None:
@@ -26,7 +26,7 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The square of the norm of a pipeline rank's gradients, a scalar in float32, the same on all that share them."""
+    """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them."""
     square = torch.zeros((), device=device)
     for group in group_by_mesh(parameters):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
@@ -38,7 +38,7 @@ def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor
 def clip(
     parameters: Sequence[Tensor], max_norm: float, pipeline: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
-    """Clip the gradients of all ranks of a pipeline, which wait for each other; returns their norm, a scalar."""
+    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar."""
     total = square_on_rank(parameters, device)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
@@ -49,11 +49,11 @@ def clip(
 
 
 class Votes:
-    """Ranks tell each other the norms of their gradients, one vote a step, while they go on.
+    """Asynchronous exchange of the ranks' gradient norms, one vote per step.
 
-    Over gloo, on a thread of its own: a vote on the device would hold up the computations that come next. All ranks get
-    the same numbers in the same order, so that all decide alike, also those of other replicas. `group` has the backend
-    gloo, and is for nothing else.
+    Votes run over gloo in a separate thread: a vote on the device would delay the next computations. All ranks,
+    including other replicas, get the same numbers in the same order, so that all decide alike. `group` has the backend
+    gloo, and has no other use.
     """
 
     def __init__(self, pipeline_rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
@@ -63,13 +63,13 @@ class Votes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zbpipe votes")
 
     def cast(self, square: Tensor, about: str) -> Future[float]:
-        """Send the square of this rank's norm; the result is the norm over all ranks, infinite if one is not finite."""
+        """Send this rank's squared norm; returns the norm over all ranks, infinite if one is not finite."""
         # What the vote is `about` has to be the same on all ranks.
         return self._thread.submit(self._run, square, float(crc32(about.encode())))
 
     def _run(self, square: Tensor, about: float) -> float:
         mine = float(square)
-        # The greatest of every number. Those of replicas are equal, or close to it.
+        # The maximum of every number. Replicas' numbers are equal, or almost equal.
         ballot = torch.zeros(self._num_ranks + 2, dtype=torch.float64)
         ballot[self._rank] = mine if isfinite(mine) else inf
         ballot[-2:] = torch.tensor([about, -about])

@@ -1,4 +1,4 @@
-"""An optimizer step that no rank waits for: step first, validate the norm of all gradients later."""
+"""An optimizer step without a pipeline-wide barrier: step first, validate the norm of all gradients later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zbpipe.simulator.post_validation import LEAST_GAIN
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5
-"""A norm that is at most this share below the limit is looked at again, the synchronous way."""
+"""Relative margin below the limit within which a norm is checked again synchronously."""
 _NO_SCALER = (
     "OptimizerStep does not unscale what a GradScaler has scaled: train in bfloat16 without one, or step without"
     " OptimizerStep, by scaler.step(optimizer) of a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which"
@@ -38,7 +38,7 @@ _TORCHS_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How often which optimizer step was made."""
+    """Number of optimizer steps of each kind."""
 
     synchronous: int = 0
     """All ranks waited for the norm."""
@@ -59,33 +59,33 @@ class OptimizerStep:
             step()
         step.finish()
 
-    To clip, one needs the norm of the gradients of all ranks, and so an ordinary step makes all ranks wait for the last
-    one. Here a rank that is done steps as if nothing were to clip, and begins the next step. When all ranks are done,
-    the norm is known. Most often it is below `max_norm`, and all is well: the result is that of an ordinary step, to
-    the bit. If not, the rank restores what it changed, clips, steps again, and begins the next step again (Zero Bubble
-    Pipeline Parallelism, arXiv 2401.10241, section 4).
+    Clipping needs the norm of all ranks' gradients, so in an ordinary step all ranks wait for the last one. Here a rank
+    that is done steps without clipping, and begins the next step. When all ranks are done, the norm is known. Usually
+    it is below `max_norm`: the result is bit-identical to that of an ordinary step. If not, the rank restores its
+    state, clips, steps again, and begins the next step again (Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
+    section 4).
 
-    Until the norm is known there is a copy of the parameters and of the optimizers' state: 12 bytes for each parameter
-    in float32 with AdamW. A step waits for the norm, as an ordinary one does, if the last one clipped, or if
-    `now=True`. With `max_norm=inf` nothing is to wait for, and nothing is copied.
+    Until the norm is known, a copy of the parameters and of the optimizers' state is kept: 12 bytes per parameter in
+    float32 with AdamW. A step waits for the norm, like an ordinary step, if the last one clipped, or if `now=True`.
+    With `max_norm=inf` nothing waits, and nothing is copied.
 
     Args:
-        schedule: of zbpipe's, on its stages. Its gradients have to be scaled when `step` is called.
-        optimizers: any of torch's whose state is tensors and numbers, or others like them. All parameters of this
-            rank's stages that they have are clipped together.
-        max_norm: of the gradients of all ranks together; infinite for no clipping.
+        schedule: a zbpipe schedule on its stages. Its gradients have to be scaled when `step` is called.
+        optimizers: torch optimizers, or similar ones, whose state is tensors and numbers. All their parameters in this
+            rank's stages are clipped together.
+        max_norm: largest norm of all ranks' gradients together; infinite for no clipping.
         lr_schedulers: stepped after the optimizers.
-        on_nonfinite: what to do if the norm is infinite or NaN: step all the same, as torch does ("propagate"), "skip"
-            the step, or "raise" FloatingPointError on all ranks.
-        clip: the job's own way to clip the gradients of the whole pipeline, which returns their norm; default: torch's,
-            with one all-reduce over the pipeline.
-        step: the job's own way to step optimizers and learning rates; default: each one's `step()`.
-        predict: whether a step waits if the last one clipped. A job whose steps clip often loses time without it.
-        group: all ranks that run this schedule, those of other replicas, too; default: all ranks of the job.
+        on_nonfinite: action if the norm is infinite or NaN: step anyway, as torch does ("propagate"), "skip" the step,
+            or "raise" FloatingPointError on all ranks.
+        clip: the job's function that clips the gradients of the whole pipeline and returns their norm. Default:
+            torch's, with one all-reduce over the pipeline.
+        step: the job's function that steps optimizers and learning rates. Default: each one's `step()`.
+        predict: whether a step waits if the last one clipped. Without it, a job that clips often loses time.
+        group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
 
     Raises:
-        TypeError: `schedule` is none of zbpipe's, or a list holds something else.
-        ValueError: a schedule that gains nothing, an optimizer that cannot step again, or a bad argument.
+        TypeError: `schedule` is not a zbpipe schedule, or a list has an item of another type.
+        ValueError: a schedule without a gain, an optimizer that cannot repeat a step, or a bad argument.
     """
 
     # More than seven parameters: these are keywords that users write.
@@ -122,7 +122,7 @@ class OptimizerStep:
         self._step = self._step_each if step is None else step
         arguments.require_callable(clip=self._clip, step=self._step)
         self._schedulers = tuple(lr_schedulers) if isinstance(lr_schedulers, (list, tuple)) else (lr_schedulers,)
-        self._schedule = ref(schedule)  # it refers to this object, and keeps process groups alive
+        self._schedule = ref(schedule)  # the step refers to this object, and keeps process groups alive
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
         self._predict = predict
@@ -132,9 +132,9 @@ class OptimizerStep:
         self._device = pipelining.device_of(stages[0])
         self._parameters = list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
         self._pending: tuple[Future[float], Backup] | None = None
-        """The norm that is not known yet, and what the last step has changed."""
+        """The pending norm, and the state that the last step changed."""
         self._last: Tensor | float | None = None
-        """The norm of the last step, of which the device may know more than the host."""
+        """The norm of the last step, perhaps still on the device."""
         self._number = 0
         self.counts = StepCounts()
         self._votes: Votes | None = None
@@ -150,17 +150,17 @@ class OptimizerStep:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last step is not validated yet."""
+        """Whether the last step is still to be validated."""
         return self._pending is not None
 
     @property
     def pending_gradients(self) -> list[Tensor]:
-        """The gradients of a step that is pending: before the next backward they have gone."""
+        """Gradients of a pending step. They are freed before the next backward."""
         return [each.grad for each in self._parameters if self.is_pending and each.grad is not None]
 
     @property
     def last_norm(self) -> float | None:
-        """The norm of the gradients in the last step for which it is known; waits for the device."""
+        """Gradient norm of the last step with a known norm; waits for the device."""
         return None if self._last is None else float(self._last)
 
     @torch.no_grad()
@@ -168,15 +168,15 @@ class OptimizerStep:
         """One optimizer step, on all ranks at once.
 
         Args:
-            now: wait for the norm, because the step is to be logged, saved or evaluated.
+            now: wait for the norm, because the step will be logged, saved or evaluated.
 
         Returns:
             The norm of all gradients if `now`, else None.
 
         Raises:
             ValueError: a sparse gradient.
-            FloatingPointError: the norm is not finite, and the step was told to raise. Where that is found in the next
-                `schedule.step`, it is the cause of a PipelineError.
+            FloatingPointError: the norm is not finite, and `on_nonfinite` is "raise". If the next `schedule.step` finds
+            it, it is the cause of a PipelineError.
         """
         self.finish()
         self._refuse_sparse_gradients()
@@ -195,12 +195,12 @@ class OptimizerStep:
         return self.last_norm if now else None
 
     def finish(self) -> None:
-        """Wait until the last step is validated: before a checkpoint, an evaluation, and the end of the job."""
+        """Wait until the last step is validated. Call it before a checkpoint, an evaluation, and the end of the job."""
         if self._pending is not None and not self.verdict():
             self.redo()
 
     def verdict(self) -> bool:
-        """Wait for the norm; if nothing is to clip, the step counts, and the gradients go."""
+        """Wait for the norm. Without clipping the step counts, and the gradients are freed."""
         assert self._pending is not None
         self._last = norm = self._pending[0].result()
         if self._clips(norm):
@@ -212,7 +212,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def redo(self) -> None:
-        """After a verdict against it: make the step again as an ordinary one. All ranks wait for each other."""
+        """Repeat a rejected step as an ordinary one, with a pipeline-wide barrier."""
         assert self._pending is not None
         _, backup = self._pending
         random = RandomState(self._device)
@@ -248,11 +248,11 @@ class OptimizerStep:
         return clip(self._parameters, self._max_norm, self._pipeline, self._device)
 
     def _clips(self, norm: float) -> bool:
-        """Whether gradients of this norm are clipped, or so close to it that another order of the sum may tell."""
+        """Whether gradients of this norm are clipped, or so close to the limit that the order of the sum matters."""
         return not norm * (1 + _CLOSE) + _TORCHS_EPSILON < self._max_norm
 
     def _has_to_wait(self) -> bool:
-        """Whether the schedule cannot run ahead, or the last step clipped, or this is the first."""
+        """Whether to wait: the schedule cannot run ahead, the last step clipped, or this is the first step."""
         schedule = self._schedule()
         if self._votes is None or schedule is None or not schedule.runs_ahead:
             return True
@@ -282,12 +282,12 @@ def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> 
 
 
 def _refuse_scalers(*where: object) -> None:
-    """In vain it would clip gradients that are still scaled, and step with them."""
+    """Refuse gradient scalers: scaled gradients would be clipped and stepped."""
     for each in where:
         function = unwrap(each) if callable(each) else each
         used = [getattr(function, "__self__", function)]
         if isfunction(function):
-            with suppress(ValueError):  # a variable of its closure that is not set yet
+            with suppress(ValueError):  # a variable of its closure that is still unset
                 known = getclosurevars(function)
                 used += [*known.nonlocals.values(), *known.globals.values()]
         if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in used):

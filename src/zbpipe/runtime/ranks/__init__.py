@@ -1,1 +1,1 @@
-"""What ranks tell each other: the same schedule, the first failure, how far a step has come."""
+"""Communication about the job between ranks: schedule agreement, the first failure, progress of a step."""

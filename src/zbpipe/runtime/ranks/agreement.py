@@ -1,4 +1,4 @@
-"""All ranks have to run the same schedule: with different tables they wait for each other's messages forever."""
+"""Agreement on one schedule: ranks with different tables wait for each other's messages forever."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
 
 _REFUSED = bytes(sha256().digest_size)
-"""In place of a digest."""
+"""Sent instead of a digest."""
 
 _num_keys: Counter[str] = Counter()
-"""How many keys this process has made of each kind for the same ranks."""
+"""Number of keys that this process has made of each kind for the same ranks."""
 
 
 def make_key(purpose: str, ranks: Sequence[int]) -> str:
@@ -37,16 +37,16 @@ def make_key(purpose: str, ranks: Sequence[int]) -> str:
 def require_same(
     schedule: pipelining.PipelineSchedule, name: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
-    """Compare `schedule` with those of all other ranks in `group` (None: of the job), which have to call this, too.
+    """Compare `schedule` with those of all other ranks in `group` (None: of the job), which also have to call this.
 
     Args:
-        schedule: any of torch's, of which zbpipe's are some.
-        name: for the error. It may differ between ranks, as two paths of the same table do.
+        schedule: a torch schedule; zbpipe's are subclasses.
+        name: name for the error. It may differ between ranks, like two paths of the same table.
         group: with the backend "fake" there are no other ranks.
-        device: of the tensors that the backend sends.
+        device: device of the tensors that the backend sends.
 
     Raises:
-        PipelineError: they differ. The message says which ranks have which schedule.
+        PipelineError: the schedules differ. The message names the ranks with each schedule.
         RefusedStepError: another rank refuses the step.
     """
     if is_alone(group):
@@ -59,9 +59,9 @@ def require_same(
 def gather_answers(
     question: str, answer: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> list[str]:
-    """What the ranks of `group` answer, all of which have to call this before their `require_same`.
+    """Answers of the ranks of `group`, all of which have to call this before their `require_same`.
 
-    A rank that asks nothing, because it has another schedule, and compares at once, fails as the others do.
+    A rank with another schedule asks nothing and compares at once. It fails like the others.
 
     Raises:
         PipelineError: a rank has another question.
@@ -74,19 +74,19 @@ def gather_answers(
 
 
 def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-    """Take part in the next of these comparisons only to refuse the step: all other ranks do so, too."""
+    """Join the next comparison only to refuse the step, so that all other ranks also refuse it."""
     with suppress(RefusedStepError):
         _exchange(_REFUSED, "", group, device)
 
 
 def find_once(question: str, find: Callable[[], Answer]) -> Answer:
-    """What the first rank that asks finds, for all ranks of the job that ask the same: the others wait for it.
+    """The first asking rank's result, for all ranks of the job with the same question. The others wait for it.
 
-    What a search finds depends on the machine: with numba it looks at more. The rank that searches waits for no other,
-    so ranks may ask at any time, or not at all.
+    A search's result depends on the machine: with numba it covers more. The searching rank waits for no other rank, so
+    ranks may ask at any time, or not at all.
 
-    The `question` has all that the answer depends on. If `find` raises a ValueError, all ranks that ask do; for any
-    other exception a RuntimeError.
+    The `question` contains everything that determines the answer. If `find` raises a ValueError, all asking ranks raise
+    it. Any other exception becomes a RuntimeError.
     """
     if not dist.is_initialized() or is_alone(None):
         return find()
@@ -95,7 +95,7 @@ def find_once(question: str, find: Callable[[], Answer]) -> Answer:
         answer: Answer | Exception
         try:
             answer = find()
-        except Exception as error:  # the other ranks wait for an answer, whatever it is
+        except Exception as error:  # the other ranks wait for any answer
             answer = ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
         store.set(key, pickle.dumps(answer))
     found: Answer | Exception = pickle.loads(store.get(key))
@@ -109,7 +109,7 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
-    """The texts of all ranks, which have to have the same digest."""
+    """The texts of all ranks, whose digests have to be equal."""
     message = digest + text.encode()
     mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -1,13 +1,13 @@
-"""Errors that name the first failure of the job, on whatever rank it happened.
+"""Errors that name the first failure of the job, on any rank.
 
-If another rank fails, a rank itself sees marks in place of values, a closed connection or a timeout. So the rank that
-fails first writes its error to the job's key-value store, and the others read it there before they raise theirs.
-torchrun keeps the store alive after its ranks have ended. Elsewhere rank 0 has it, and waits until the others have
-read. None of this runs while no step fails.
+If another rank fails, a rank sees only marks instead of values, a closed connection or a timeout. So the rank that
+fails first writes its error to the job's key-value store, and the others read it before they raise theirs. torchrun
+keeps the store alive after its ranks have ended. Without torchrun rank 0 has the store, and waits until the others have
+read. None of this runs unless a step fails.
 
-torch >= 2.14 lets an exception out of a step only after its sends under way have been received (with gloo; NCCL does
-not wait for that). Ranks post receives in the order of the sends, so that takes about as long as the receivers need to
-get there: a hundredth of a second if no rank is slow.
+torch >= 2.14 lets an exception leave a step only after its pending sends have been received (with gloo; NCCL does not
+wait). Ranks post receives in the order of the sends, so this takes until the receivers get there: about 10 ms if no
+rank is slow.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from zbpipe.runtime._torch import pipelining
 
 _FIRST = "zbpipe/first_failure"
 _LINGER = 15.0
-"""Most seconds that the rank with the store waits until the others have read; one that does not move looks every 2."""
+"""Longest wait, in seconds, of the rank with the store until the others have read. A stuck rank looks every 2
+seconds."""
 _PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
-"""Characters of an error that other ranks get."""
+"""Number of an error's characters that other ranks get."""
 _GLANCE = 0.01
 """Seconds between two looks at whether all have read."""
 SHARED = (Exception, KeyboardInterrupt, SystemExit)
-"""What the other ranks learn of."""
+"""Exceptions that are reported to other ranks."""
 
 Answer = TypeVar("Answer")
 
 
 class PipelineError(RuntimeError):
-    """The pipeline cannot go on. The message says what failed where, on the rank that failed first.
+    """The pipeline cannot continue. The message has the error and its place, from the rank that failed first.
 
         try:
             schedule.step(batch, target=target)
@@ -55,11 +56,11 @@ class PipelineError(RuntimeError):
 
 
 class RefusedStepError(ValueError):
-    """A step cannot run as it was asked for, and all ranks know."""
+    """A step cannot run as requested, and all ranks know."""
 
 
 class Failure(NamedTuple):
-    """An error, as the other ranks get it."""
+    """An error in the form that other ranks get."""
 
     rank: int
     words: str
@@ -71,9 +72,9 @@ class Failure(NamedTuple):
 
 
 class Notice:
-    """A failure in the job's store, under one key: the first one posted stays, and its readers are counted.
+    """A failure in the job's store, under one key. The first posted failure stays, and its readers are counted.
 
-    There are `others` besides this rank that read it.
+    `others` is the number of other ranks that read it.
     """
 
     def __init__(self, key: str, others: int) -> None:
@@ -83,7 +84,7 @@ class Notice:
         self._is_counted = False
 
     def post(self, failure: Failure) -> Failure:
-        """Leave `failure`, if there is none yet. Returns the one that is there; `failure` if the store is gone."""
+        """Post `failure` if there is none yet. Returns the posted failure; `failure` if the store is gone."""
         store = pipelining.default_store()
         if store is None:
             return failure
@@ -91,14 +92,14 @@ class Notice:
         return failure if found is None else Failure(*json.loads(found))
 
     def exchange(self, failure: Failure) -> Failure:
-        """The same, counted as read if it is another rank's."""
+        """Like `post`, and counts another rank's failure as read."""
         first = self.post(failure)
         if first != failure:
             _answer_in_time(self._count)
         return first
 
     def read(self) -> Failure | None:
-        """The failure that another rank has left; None if there is none."""
+        """The failure posted by another rank; None if there is none."""
         store = pipelining.default_store()
         if store is None or not store.check([self._key]):
             return None
@@ -130,11 +131,11 @@ def make_first_notice() -> Notice:
 
 @contextmanager
 def share_with_other_ranks() -> Iterator[None]:
-    """Around a whole job: the other ranks learn of an exception that ends it here, and this rank learns of theirs.
+    """Context of a whole job that shares the exception that ends it with all ranks.
 
     Raises:
-        PipelineError: another rank failed first, with another error. All other exceptions pass as they are, and always
-            ValueError, KeyboardInterrupt and SystemExit.
+        PipelineError: another rank failed first, with another error. All other exceptions pass unchanged; ValueError,
+        KeyboardInterrupt and SystemExit always do.
     """
     try:
         yield
@@ -147,7 +148,7 @@ def share_with_other_ranks() -> Iterator[None]:
         first = notice.exchange(failure)
         if first == failure:
             notice.wait_for_readers()
-        # What is refused by a ValueError has nothing to do with the others.
+        # A refusal by ValueError does not concern the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise PipelineError(describe(failure, first)) from error
@@ -155,9 +156,9 @@ def share_with_other_ranks() -> Iterator[None]:
 
 @contextmanager
 def end_at_once() -> Iterator[None]:
-    """Around a whole program: with NCCL, print an exception that ends it and end the process at once."""
-    # Otherwise the script or the interpreter destroys the communicators. NCCL then waits for messages under way that
-    # may never be received, or aborts them on the peers, and some ranks may die before they can log what failed first.
+    """Context of a whole program: with NCCL, print a fatal exception and end the process at once."""
+    # Otherwise the script or the interpreter destroys the communicators. NCCL then waits for pending messages that may
+    # never be received, or aborts them on the peers, and some ranks may die before they can log the first failure.
     # torchrun sees the exit code 1 and ends the other ranks. With gloo this changes nothing.
     try:
         yield
@@ -174,7 +175,8 @@ def end_at_once() -> Iterator[None]:
 
 
 def make_failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
-    """By the cause at the root: torch's stages wrap what a module raises in a long list of its arguments."""
+    """The failure for an error's root cause: torch's stages wrap a module's exception in a long list of its
+    arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = ": ".join(filter(None, (type(error).__name__, explained or " ".join(str(error).split()))))
@@ -190,7 +192,7 @@ def describe(failure: Failure, first: Failure) -> str:
 
 
 def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
-    """What the store answers; None if it does not: its host may have died, so that calls fail or hang."""
+    """The store's answer; None without one: its host may have died, so that calls fail or hang."""
     answers: list[Answer] = []
 
     def run() -> None:

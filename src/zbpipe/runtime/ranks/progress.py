@@ -1,11 +1,11 @@
-"""How far a step has come: on the host, and on the device, which is behind it.
+"""Progress of a step, on the host and on the device behind it.
 
-On an accelerator torch's executor launches computations far ahead of what runs. If a message never comes, the host may
-be many ops after the one that waits for it, and NCCL ends the process by itself. So an event follows each computation.
-When a step fails, or nothing moves for most of the process group's timeout, the events show what the device has run.
+On an accelerator torch's executor launches computations far ahead of their execution. If a message never comes, the
+host may be many ops past the waiting one, and NCCL ends the process by itself. So an event follows each computation.
+When a step fails, or stands still for most of the process group's timeout, the events show the device's progress.
 
-This does not use NCCL's own hooks before such an end (torch >= 2.15). They would need Python's lock in NCCL's watchdog,
-and a thread that holds the lock while it waits for a full launch queue would keep the process from ending.
+NCCL's own hooks before such an end (torch >= 2.15) are not used. They need Python's lock in NCCL's watchdog. A thread
+that holds the lock while it waits for a full launch queue would keep the process from ending.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import torch.distributed as dist
 from zbpipe.runtime._torch import frames, hooks, pipelining
 
 MOST = 256
-"""Computations that are remembered. If the host is further ahead, it is not known which one waits."""
+"""Number of remembered computations. If the host is further ahead, the waiting one is unknown."""
 _SHARE = 0.7
-"""Of the process group's timeout. If nothing moves for that share, the log reports the place of this rank."""
+"""Share of the process group's timeout after which the log reports the place of a stuck rank."""
 _LOOKS = 20
-"""Checks in one timeout."""
+"""Checks per timeout."""
 _LONGEST_PAUSE = 2.0
-"""Seconds between two checks."""
+"""Longest interval between two checks, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class Launched:
-    """The last computations that the host launched, and an event after each.
+    """The computations that the host launched last, with an event after each.
 
-    `new_event` is called for the first `MOST` computations; later ones use these events again.
+    `new_event` is called for the first `MOST` computations. Later computations reuse these events.
     """
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
@@ -61,7 +61,7 @@ class Launched:
         return result
 
     def count_ended(self) -> int:
-        """How many of all launched computations have ended, counting all that are no longer remembered."""
+        """Number of finished computations. Computations no longer remembered count as finished."""
         oldest = max(0, self.count - MOST)
         for number in range(oldest, self.count):
             if not self._events[number % MOST].query():
@@ -69,7 +69,7 @@ class Launched:
         return self.count
 
     def describe(self) -> str:
-        """What ran last, and what has not ended; empty if nothing was launched."""
+        """The last finished and the unfinished computations, in words; empty if nothing was launched."""
         ran, oldest = self.count_ended(), max(0, self.count - MOST)
         if not self.count:
             return ""
@@ -85,25 +85,25 @@ class Launched:
 
 
 class Progress:
-    """Of the steps of one schedule, on this rank. While a step does not move, another thread calls `when_stuck`."""
+    """Progress of one schedule's steps on this rank. While a step is stuck, another thread calls `when_stuck`."""
 
     def __init__(self, when_stuck: Callable[[], None] = lambda: None) -> None:
         self._when_stuck = when_stuck
         self._launched: Launched | None = None
-        """None on the CPU, where host and device are the same."""
+        """Launched computations; None on the CPU, where host and device are the same."""
         self._runs = False
-        """Whether a step runs now."""
+        """Whether a step is running."""
         self._steps = 0
         self._seen: tuple[Any, int | None] = None, None
-        """At the last check: where the host was, and how many computations the device had run."""
+        """The host's place and the device's number of finished computations at the last check."""
         self._since = 0.0
-        """Since when that has not changed."""
+        """Time of the last change of `_seen`."""
         self._is_logged = False
-        """Whether the log reports that."""
+        """Whether the present standstill was logged."""
 
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
-        """Around what `schedule` runs in a step."""
+        """Context of a step of `schedule`."""
         device = pipelining.device_of(hooks.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -122,21 +122,21 @@ class Progress:
             self._runs = False
 
     def describe_device(self) -> str:
-        """What the device has run, in words; empty on the CPU, and for a device that no longer answers."""
+        """The device's progress in words; empty on the CPU, and for a device that no longer answers."""
         with suppress(RuntimeError):
             return self._launched.describe() if self._launched else ""
         return ""
 
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
-        """Log, once, that nothing has moved for most of the timeout. Returns the seconds until the next check."""
+        """Log once that the step has been stuck for most of the timeout. Returns the seconds until the next check."""
         timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
         host = (self._steps, schedule.place.begun) if self._runs else None
         if host is not None and host == self._seen[0]:
-            with suppress(RuntimeError):  # the store may be gone, as the process group knows first
+            with suppress(RuntimeError):  # the store may be gone; the process group notices first
                 self._when_stuck()
-        # Ask the device only if the host does not move: the query would break the capture of a graph.
+        # Query the device only if the host is stuck: a query would break the capture of a graph.
         seen = host, self._count_ended() if host is not None and host == self._seen[0] else None
         if host is None or seen != self._seen:
             self._seen, self._since, self._is_logged = seen, now, False
@@ -160,7 +160,7 @@ def _launched_on(device: torch.device) -> Launched | None:
 
 
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
-    """Check as long as the schedule and its process group exist; this thread keeps neither alive."""
+    """Check while the schedule and its process group exist. This thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
         pause = watched.look(of, time.monotonic())
         del watched, of

@@ -1,9 +1,9 @@
-"""What ranks report of their present step in the job's key-value store: its size, and why it is abandoned.
+"""Reports of the ranks on their present step in the job's key-value store: its size, and why it is abandoned.
 
 With lists of different lengths ranks would wait for each other's messages forever, and only the rank with stage 0 sees
-the input. So the ranks compare what a step with `microbatches=` is to run. A collective would not do: a rank whose
-program gave no `microbatches=` is in the messages of its step already. Such a rank answers by the thread that looks
-whether its step moves. All other steps ask nobody.
+the input. So the ranks compare the size of a step with `microbatches=`. A collective is not possible: a rank whose
+program passed no `microbatches=` is already in the messages of its step. Such a rank answers from the thread that
+checks its progress. All other steps compare nothing.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from zbpipe.runtime.ranks.agreement import is_alone, make_key
 from zbpipe.runtime.ranks.failures import Notice, PipelineError, RefusedStepError
 
 _LOOK = timedelta(seconds=1)
-"""How long a rank waits before it looks whether the time is up."""
+"""Interval at which a waiting rank checks its timeout."""
 _PATIENCE = 1800.0
-"""Seconds, where the process group does not say its timeout."""
+"""Timeout in seconds if the process group does not report one."""
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """What a step runs on all ranks."""
+    """Size of a step on all ranks."""
 
     microbatches: int
     shapes: int = 0
-    """Which shapes its microbatches have: those of the first step are 0, the next ones seen are 1, then 2."""
+    """Number of the microbatches' shapes: 0 for the first step's, 1 for the next new ones, then 2."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Of one rank."""
+    """Answer of one rank."""
 
     microbatches: int | None = None
-    """None where the step was given no `microbatches=`, or was refused."""
+    """None if the step got no `microbatches=`, or was refused."""
     shapes: int | None = None
     """Known on the rank with stage 0."""
     refused: str = ""
@@ -51,7 +51,7 @@ class _Answer:
 
 
 class StepBoard:
-    """What the ranks of a pipeline report of the present step of one schedule; all ranks number the steps alike."""
+    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps alike."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
@@ -60,16 +60,16 @@ class StepBoard:
         self._name = make_key("step", self._ranks)
         self._step = 0
         self.is_compared = False
-        """Whether the present step was given `microbatches=`, so that all ranks compare its size."""
+        """Whether the present step got `microbatches=`, so that all ranks compare its size."""
         self.notice = self._make_notice()
         self._answered = 0
         """The last step in which this rank has answered."""
         self._old: str | None = None
-        """The key of its last answer, until all have read that."""
+        """Key of this rank's last answer, until all have read it."""
 
     @contextmanager
     def begin_step(self, is_compared: bool) -> Iterator[None]:
-        """Around a step: if it is refused before it is compared, the ranks that wait for this one learn why."""
+        """Context of a step: if it is refused before the comparison, the waiting ranks learn why."""
         self._step += 1
         self.is_compared = is_compared
         self.notice = self._make_notice()
@@ -77,18 +77,18 @@ class StepBoard:
             yield
         except Exception as error:
             if not self.is_alone and not self.has_answered:
-                with suppress(RuntimeError):  # the store may be gone, and this error says more
+                with suppress(RuntimeError):  # the store may be gone, and the original error says more
                     self._answer(_Answer(refused=f"{type(error).__name__}: {error}"))
             raise
         finally:
             self.is_compared = False
 
     def agree_on_size(self, microbatches: int, shapes: int | None, timeout: float | None) -> StepSize:
-        """The size of this step, after all ranks of the pipeline have called this; stage 0's rank knows the `shapes`.
+        """The size of this step, after all ranks of the pipeline have called this. Stage 0's rank knows the `shapes`.
 
         Raises:
-            ValueError: the ranks were not given the same number.
-            RefusedStepError: the same, where all ranks know, or another rank refuses the step.
+            ValueError: the ranks got different numbers.
+            RefusedStepError: the ranks got different numbers and all know it, or another rank refuses the step.
             PipelineError: another rank does not come.
         """
         if self.is_alone:
@@ -99,7 +99,7 @@ class StepBoard:
             if each.refused:
                 raise RefusedStepError(f"rank {rank} refuses this step: {each.refused}")
         if any(each.microbatches != microbatches for each in answers.values()):
-            # Ranks that were given no number are in the messages of a usual step, and learn of it there.
+            # Ranks without a number are in the messages of a usual step, and learn of it there.
             know = all(each.microbatches is not None for each in answers.values())
             groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
             found = ", ".join(f"{number or 'none'} on {name_ranks(of)}" for number, of in groups.items())
@@ -107,14 +107,14 @@ class StepBoard:
                 f"the ranks were given different microbatches=: {found}. Give the same number to step on all ranks of"
                 " the pipeline, or none"
             )
-        if self._old is not None:  # all have answered this time, so all have read what was there before
+        if self._old is not None:  # all have answered now, so all have read the previous answers
             pipelining.default_store().delete_key(self._old)
         self._old = self._key(self._me)
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
 
     def answer_for_stuck_step(self) -> None:
-        """Tell ranks that wait for this one that its step was given no `microbatches=`. For another thread."""
-        # Call it when a step, which has been compared if it was to be compared, does not move.
+        """Tell waiting ranks that this rank's step got no `microbatches=`. Called from another thread."""
+        # Call it when a step is stuck, after its comparison if there is one.
         store = pipelining.default_store()
         if self.is_alone or store is None or self.has_answered:
             return
@@ -122,10 +122,10 @@ class StepBoard:
             self._answer(_Answer())
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
-        """Before the messages of a step: have gradients come back for parameters that are to be trained now."""
-        # Where the model begins with frozen stages, only the rank of a stage sees that its parameters are no longer
-        # frozen. Then gradients have to come back from the stage after it, which has none to give as the messages are
-        # set up. So ranks report to the next one.
+        """Before a step's messages, request gradients for newly unfrozen parameters."""
+        # In a model that begins with frozen stages, only a stage's own rank sees that its parameters are no longer
+        # frozen. Then the next stage has to send gradients, which the messages' setup lacks. So ranks report to the
+        # next rank.
         is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
         if not pipelining.trains(schedule) or not is_ready:
             return
@@ -150,7 +150,7 @@ class StepBoard:
 
     @property
     def has_answered(self) -> bool:
-        """Whether this rank has told the others the size of the present step, or why it refuses that."""
+        """Whether this rank has reported the size of the present step, or why it refuses the step."""
         return self._answered == self._step
 
     def _wait_for_answers(self, timeout: float) -> dict[int, _Answer]:
@@ -172,7 +172,7 @@ class StepBoard:
         self._answered = self._step
 
     def _make_notice(self) -> Notice:
-        """Why the present step is abandoned."""
+        """The notice of why the present step is abandoned."""
         return Notice(self._key("abandoned"), len(self._ranks) - 1)
 
     def _key(self, of: int | str) -> str:
@@ -181,12 +181,12 @@ class StepBoard:
 
 
 def _are_there(store: Any, keys: list[str]) -> bool:
-    """Whether all keys have come, after a while."""
+    """Wait for a while; returns whether all keys are in the store."""
     began = time.monotonic()
     try:
         store.wait(keys, _LOOK)
     except RuntimeError:
         if time.monotonic() - began < _LOOK.total_seconds() / 2:
-            raise  # not the time is up, the store is gone
+            raise  # not a timeout: the store is gone
         return False
     return True

@@ -1,4 +1,4 @@
-"""The failures of one schedule's steps: where each happened, and what follows from it for later steps."""
+"""Failures of one schedule's steps: the place of each, and its consequences for later steps."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class _AbandonedStepError(Exception):
 
 
 class StepFailures:
-    """The failures of one schedule's steps: one that failed, or was refused, has consequences for the next."""
+    """Failures of one schedule's steps. A failed or refused step affects the next one."""
 
     def __init__(self, board: StepBoard) -> None:
         self._board = board
         self._first = make_first_notice()
         self._progress = Progress(self._look_while_stuck)
         self._broken_by: str | None = None
-        """How a step failed while messages were under way; no other step can follow."""
+        """Description of a step's failure with pending messages. No other step can follow."""
         self._told: tuple[BaseException, Failure] | None = None
-        """The error by which this rank abandoned the present step, as the other ranks know it."""
+        """The error with which this rank abandoned the present step, in the form known to other ranks."""
         self._heard: Failure | None = None
-        """Another rank's failure, found while the present step did not move."""
+        """Another rank's failure, found while the present step was stuck."""
 
     @contextmanager
     def begin_step(self) -> Iterator[None]:
-        """Around one whole step, which cannot follow one that failed."""
+        """Context of one whole step, which cannot follow a failed step."""
         if self._broken_by is not None:
             raise PipelineError(
                 f"a step of this schedule failed before, and its messages may still be under way ({self._broken_by})."
@@ -56,38 +56,37 @@ class StepFailures:
         try:
             yield
         finally:
-            self._told = None  # its traceback holds the schedule
+            self._told = None  # its traceback refers to the schedule
 
     def refuse(self, error: Exception, name: str) -> None:
-        """Leave word that this rank refuses the present step by `error`."""
+        """Report that this rank refuses the present step with `error`."""
         self._told = error, make_failure(error, f", schedule {name}, before step 0")._replace(is_refusal=True)
         self._board.notice.post(self._told[1])
 
     def tell(self, error: Exception, schedule: pipelining.OwnRuntime, name: str) -> None:
-        """Leave word that an op of the present step failed by `error`, before it is raised."""
+        """Report that an op of the present step failed with `error`, before it is raised."""
         self._told = error, self._make_failure(schedule, name, error, frames.find_place(schedule))
         self._board.notice.post(self._told[1])
         logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
 
     def find_why_abandoned(self) -> Exception | None:
-        """An error with what another rank says of the present step; None if no rank has abandoned it."""
+        """An error with another rank's report on the present step; None if no rank has abandoned it."""
         found = self._board.notice.read()
         return None if found is None else _AbandonedStepError(found)
 
     def end_by_refusal(self) -> None:
-        """Refuse all later steps: other ranks may be in the messages of the one that this rank has refused."""
+        """Refuse all later steps: other ranks may be in the messages of the step that this rank refused."""
         assert self._told is not None, "this rank refused"
         self._broken_by = str(self._told[1])
         self._first.exchange(self._told[1])
 
     @contextmanager
     def explain_failures(self, schedule: pipelining.OwnRuntime, name: str) -> Iterator[None]:
-        """Around what `schedule` runs in a step: turn an exception into an error that names the op.
+        """Context of a step of `schedule` that converts an exception into an error that names the op.
 
         Raises:
-            PipelineError: the step failed on this rank, or on another one before. KeyboardInterrupt and SystemExit pass
-                as they are, as does what this rank has refused the step by.
-            RefusedStepError: another rank refuses the step.
+            PipelineError: the step failed on this rank, or earlier on another one. KeyboardInterrupt, SystemExit and
+            this rank's refusal pass unchanged. RefusedStepError: another rank refuses the step.
         """
         try:
             with self._progress.follow(schedule):

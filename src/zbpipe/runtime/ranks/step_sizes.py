@@ -1,4 +1,4 @@
-"""Steps of another size: all ranks have to know the number of microbatches, and their shapes, before they run."""
+"""Steps of other sizes: all ranks have to know the number and the shapes of microbatches before the step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class StepSizes:
     def __init__(self, board: StepBoard, usual: int) -> None:
         self._board = board
         self.usual = usual
-        """Microbatches of a step that is given no other number."""
+        """Default number of microbatches of a step."""
         self.last = StepSize(usual)
-        """Of the step that runs, or ran last."""
+        """Size of the running step, or of the last one."""
         self.are_set_up = False
         """Whether torch has set up messages for any shapes."""
         self.keywords_are_alike = False
-        """Whether all ranks get keyword inputs of the same shapes. Then other shapes of these are another size."""
+        """Whether all ranks get keyword inputs of the same shapes. New shapes of these are then a new size."""
         self._keywords: list[Any] = []
-        """Their shapes in the first step."""
+        """Shapes of the keyword inputs in the first step."""
         self._inputs: list[Any] = []
-        """By their number, shapes; on the rank with stage 0, which alone sees the input."""
+        """Known input shapes, indexed by their number. Only on the rank with stage 0, which sees the input."""
         self._set_up: list[pipelining.Shapes] = []
-        """By the number of shapes, what torch has set up; not up to date for those of the last step."""
+        """torch's setups, indexed by the shapes' number. Outdated for the last step's shapes."""
 
     @property
     def last_was_usual(self) -> bool:
@@ -36,7 +36,7 @@ class StepSizes:
         return self.last == StepSize(self.usual)
 
     def find_number(self, microbatches: int | None, keywords: object) -> int | None:
-        """The number of microbatches that a step is asked for, or a framework has split; None for the usual one."""
+        """The number of microbatches requested for a step, or already split by a framework; None for the usual one."""
         if microbatches is not None or not isinstance(keywords, list) or not keywords:
             return microbatches
         shapes = checks.describe_inputs(each.values() for each in keywords) if self.keywords_are_alike else []
@@ -45,7 +45,7 @@ class StepSizes:
         return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
 
     def agree(self, runtime: pipelining.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
-        """Whether torch infers new shapes in this step: before its messages, all ranks learn and set up its size.
+        """Agree on the step's size with all ranks before its messages; returns whether torch infers new shapes.
 
         Raises:
             ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
@@ -55,7 +55,7 @@ class StepSizes:
         stage = hooks.stages_of(runtime)[0]
         size, number = StepSize(pipelining.num_microbatches(runtime)), None
         if not self.are_set_up:
-            self._inputs.clear()  # of a step that was refused
+            self._inputs.clear()  # left by a refused step
         shapes = checks.describe_inputs(inputs or ())
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
@@ -81,7 +81,7 @@ class StepSizes:
             pipelining.use_shapes(runtime, self._set_up[number])
             return False
         checks.require_inferred_shapes(runtime)
-        # The stages run once to infer them, with weights that count.
+        # The stages run once to infer shapes, with final weights.
         runtime.finish_optimizer_step()
         pipelining.forget_shapes(runtime)
         self._set_up.append(pipelining.shapes_of(runtime))
