@@ -138,6 +138,7 @@ class Titan:
     ) -> Job:
         """A job of a few small steps, from the model's seed checkpoint; `functorch` sets compiler options.
 
+        A model that the demo lacks has the name of its module before its own, as in "rows_config:llama3_lora".
         With `checkpoints` it saves one there after every second step, and goes on from the last one if there is any.
         """
         seed = self.seed(model)
@@ -172,8 +173,9 @@ class Titan:
         folder.mkdir()
         # As with torchrun, the store is held by none of the ranks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        module, _, name = model.rpartition(":")
         job = {
-            "arguments": [*demo_arguments(folder, model), *arguments],
+            "arguments": [*demo_arguments(folder, name), *(["--module", module] if module else []), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": store.port,
