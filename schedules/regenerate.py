@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from zbpipe import generate
+from zbpipe.costs.torchs_split import has_torchs_split
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate
@@ -27,7 +27,8 @@ explains F, I and W.
 **Choose by the columns of your checkpointing.** *Step* is the length of a step and *memory* the peak of the worst rank,
 both relative to 1F1B under the same costs: those of a transformer whose F, I and W take 1 : 0.99 : 0.67, with what I
 recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
-**Start with ZBVLean**: the shortest step in 1F1B's memory. *Stages* are those of a rank.
+**Start with ZBVLean**: the shortest step in 1F1B's memory. [Choose a schedule](../docs/choosing.md) has the exceptions:
+AMD's GPUs, and full checkpointing. *Stages* are those of a rank.
 
 **Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary ([more](../docs/messages.md#jitter)):
 under selective checkpointing, the time of an op by a standard deviation of 10 %, and each message comes late by 0.3 of
@@ -38,8 +39,9 @@ time in which they idle then. A row is a rank, time goes from left to right, the
 peaks next to the rows are those with selective checkpointing, in units of what F keeps of a rank's share of one
 microbatch. The papers count activations alone, which is right without checkpointing.
 
-\\* torch's own split of the backward: it fails under selective checkpointing, recomputes for each W under full, and
-takes more memory than is shown.
+\\* torch's own split of the backward: it fails under selective checkpointing and torch.compile, recomputes for each W
+under full, and takes more memory than is shown. zbpipe's split runs the same orders as ZBV, DualPipeVSplit and
+InterleavedZeroBubbleSplit.
 
 The CSV files hold each schedule for (ranks, microbatches) = (2, 4), (4, 8) and (8, 16), in torch's compute-only format:
 torch's `_load_csv`, TorchTitan and zbpipe read them. Those of schedules that fit themselves to costs are for selective
@@ -125,8 +127,7 @@ def _readme(known: list[Algorithm]) -> str:
         drawn = _drawn(each.name)
         bubble = f"{drawn.bubble:.1%}"
         beside = {how: _beside_1f1b(each.name, how) for how in Checkpointing}
-        splits = any(op.kind is OpKind.I for ops in drawn.schedule for op in ops)
-        source = each.source + "\\*" * (splits and each.source == "torch")
+        source = each.source + "\\*" * has_torchs_split(drawn.schedule, each.source)
         link = f"[{each.name}](#{each.name.lower()})"
         compared = (cell for pair in beside.values() for cell in pair)
         cells = (link, source, str(each.stages_per_rank), bubble, *compared, _under_jitter(each.name))

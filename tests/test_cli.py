@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate
+from zbpipe.views import report
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -63,11 +64,24 @@ def extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_list_has_all_schedules() -> None:
-    *lines, _, words = answer("list").splitlines()
+    words, _, *lines = answer("list").splitlines()
     assert len(lines) == 1 + len(registry.schedules())
     assert words.endswith("times and memory typical of a transformer with selective checkpointing")
     for algorithm in registry.schedules().values():
         assert any(line.startswith(f"{algorithm.name} ") and line.endswith(algorithm.summary) for line in lines)
+
+
+def test_list_prints_each_row_as_soon_as_it_is_known() -> None:
+    known = [registry.resolve(name) for name in ("1F1B", "ZBVLean")]
+
+    def listed() -> Iterator[dict[str, Any]]:
+        yield report.list_schedule(known[0], None, None, None)
+        raise AssertionError("the second row")
+
+    lines = report.listing(known, listed())
+    assert [next(lines).split()[0] for _ in range(2)] == ["schedule", "1F1B"]
+    with pytest.raises(AssertionError, match="the second row"):
+        next(lines)
 
 
 def test_list_as_json() -> None:
@@ -135,7 +149,7 @@ def test_a_long_way_makes_no_endless_picture() -> None:
     """Nearly all of the timeline is idle."""
     shown = answer("show ZBV -p 2 -m 2 --comm 1e50")
     assert len(shown.splitlines()) < 12
-    assert "its height: how busy the rank is" in shown
+    assert "small letters: the rank is idle for more than half of it" in shown
 
 
 def test_stages_per_rank_reach_the_schedule() -> None:
@@ -272,7 +286,7 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
     compared = json_of("compare -p 4 -m 8")
     assert {entry["schedule"] for entry in compared} == {algorithm.name for algorithm in registry.schedules().values()}
     assert all(entry.keys() >= SIMULATE_KEYS | {"gap", "fits"} for entry in compared)
-    makespans = [round(entry["makespan"], 6) for entry in compared]
+    makespans = [round(entry["makespan"], 6) for entry in compared if entry["runs"]]
     assert makespans == sorted(makespans)
     assert makespans[0] < makespans[-1]
     for entry in compared:
@@ -280,13 +294,45 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
         assert entry["fits"]
 
 
-def test_ties_go_to_less_memory_and_then_to_a_split_that_works() -> None:
-    compared = json_of("compare -p 4 -m 16")
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing) -> None:
+    compared = json_of(f"compare -p 4 -m 8 --checkpointing {checkpointing}")
+    torchs = {"DualPipeV", "InterleavedZeroBubble", "ZBVZeroBubble"}
+    assert {entry["schedule"] for entry in compared if not entry["runs"]} == (
+        set() if checkpointing is Checkpointing.NONE else torchs
+    )
+    assert ({entry["schedule"] for entry in compared[-3:]} == torchs) == (checkpointing is not Checkpointing.NONE)
+    steps = {entry["schedule"]: entry["makespan"] for entry in compared}
+    assert steps["DualPipeVSplit"] == steps["DualPipeV"]
+    assert steps["InterleavedZeroBubbleSplit"] == steps["InterleavedZeroBubble"]
+
+
+@pytest.mark.parametrize("limit", ["", "--memory-limit 1.6x"])
+def test_compare_recommends_the_shortest_step_within_the_memory(limit: str) -> None:
+    compared = json_of(f"compare -p 4 -m 8 {limit}")
+    most = 1.6 if limit else 1.02
+    fitting = [entry for entry in compared if entry["runs"] and entry["memory_to_1f1b"] <= most * (1 + 1e-9)]
+    best = min(fitting, key=lambda entry: entry["makespan"])
+    assert [entry["schedule"] for entry in compared if entry["recommended"]] == [best["schedule"]]
+    *_, usual = (entry for entry in compared if entry["schedule"] == "1F1B")
+    *_, interleaved = (entry for entry in compared if entry["schedule"] == "Interleaved1F1B")
+    for entry in compared:
+        assert entry["step_to_1f1b"] == entry["makespan"] / usual["makespan"]
+        assert entry["step_to_interleaved1f1b"] == entry["makespan"] / interleaved["makespan"]
+    text = answer(f"compare -p 4 -m 8 {limit}")
+    (line,) = [line for line in text.splitlines() if line.endswith(" recommended")]
+    assert line.startswith(f"{best['schedule']} ")
+    assert f" {best['step_to_1f1b'] - 1:+.1%} " in line
+    assert f"within {'the memory limit' if limit else '1.02x of 1F1B'}" in text
+
+
+def test_ties_go_to_less_memory_and_then_to_zbpipes_split() -> None:
+    compared = json_of("compare -p 4 -m 16 --checkpointing none")
     names = [entry["schedule"] for entry in compared]
-    assert names.index("ZBV") + 1 == names.index("ZBVZeroBubble"), "the same ops"
+    assert names.index("DualPipeVSplit") + 1 == names.index("DualPipeV"), "the same ops"
     assert names.index("1F1B") < names.index("GPipe"), "the same makespan"
-    lines = answer("compare -p 4 -m 16").splitlines()
-    assert [line.split()[1] for line in lines if line.startswith(("ZBV ", "ZBVZeroBubble ", "1F1B "))] == [
+    lines = answer("compare -p 4 -m 16 --checkpointing none").splitlines()
+    assert [line.split()[1] for line in lines if line.startswith(("DualPipeVSplit ", "DualPipeV ", "1F1B "))] == [
         "zbpipe",
         "torch*",
         "torch",
@@ -311,7 +357,7 @@ def test_what_exceeds_the_memory_limit_comes_last_and_is_marked() -> None:
     assert False in fits
     for entry in compared:
         assert entry["fits"] == (max(entry["peak_memory"]) <= limit + 1e-6)
-    lines = answer(f"compare -p 4 -m 8 --memory-limit {limit}").splitlines()[1 : 1 + len(compared)]
+    lines = answer(f"compare -p 4 -m 8 --memory-limit {limit}").splitlines()[3 : 3 + len(compared)]
     assert [line.split()[0] for line in lines] == [entry["schedule"] for entry in compared]
     assert [line.endswith("over the limit of 4.5") for line in lines] == [not fit for fit in fits]
 
@@ -490,7 +536,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
             "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
             "'1x' is a multiple of 1F1B's memory, which these costs do not show: 3 stages cannot become 2",
         ),
-        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, but nothing here was measured in bytes"),
+        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, which nothing here is: write 1.2x"),
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
         (
             "compare -m 2 --checkpointing full --costs-file mine.toml",
@@ -634,7 +680,20 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "is too small for ZBH1Lean: one microbatch peaks at"),
+        (
+            "show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x --costs typical",
+            "memory_limit = 0.1x is too small for ZBH1Lean: one microbatch peaks at 0.3057x on rank 0",
+        ),
+        (
+            "plan -p 4 -m 8 --memory-limit 0.1microbatches",
+            "memory_limit = 0.1 microbatches is too small: one microbatch peaks at 1.321 microbatches on rank 0",
+        ),
+        ("plan -p 4 -m 8 -o plan.txt", "'plan.txt' has to end in .csv"),
+        ("export ZBV -p 4 -m 8 -o plan.txt", "'plan.txt' has to end in .csv"),
+        (
+            "compare -p 4 -m 8 --transport nccl",
+            "use one of 'ideal', 'one-queue', 'queue-per-peer', 'shared-with-compute'",
+        ),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",
             "--memory-limit is for the schedules that fit themselves to one, Auto, ZBH1",

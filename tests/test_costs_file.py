@@ -96,7 +96,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
     [
         ({"costs": None}, "costs = None: give a zbpipe.CostModel or zbpipe.costs.LayerCosts"),
         ({"placement": (0, 1)}, "placement = (0, 1): give a zbpipe.Placement, or None"),
-        ({"transport": 1}, "transport = 1: give one of 'ideal', 'one queue'"),
+        ({"transport": 1}, "transport = 1: give one of 'ideal', 'one-queue'"),
     ],
 )
 def test_what_is_no_job_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -165,8 +165,8 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES | {"rank_of": [0, 2]}}, "a placement needs a stage on every rank, got the ranks (0, 2)"),
         ({"stages": STAGES | {"rank_of": [0]}}, "rank_of = [0] places 1 stages, but the costs are of 2"),
         ({"stages": STAGES | {"rank_of": [0, 1.0]}}, "[stages] rank_of = [0, 1.0]: expected a list with the rank"),
-        ({"stages": STAGES, "transport": "wire"}, "transport='wire' is unknown: use one of 'ideal', 'one queue'"),
-        ({"stages": STAGES, "transport": 1}, "a job cannot have transport = 1: give one of 'ideal', 'one queue'"),
+        ({"stages": STAGES, "transport": "wire"}, "transport='wire' is unknown: use one of 'ideal', 'one-queue'"),
+        ({"stages": STAGES, "transport": 1}, "a job cannot have transport = 1: give one of 'ideal', 'one-queue'"),
         ({"stages": STAGES, "freed_by_i": 2}, "cannot have freed_by_i = 2: give a number up to 1"),
         ({"stages": STAGES, "freed_by_i": float("-inf")}, "cannot have freed_by_i = -inf: give a number up to 1"),
         ({"stages": STAGES, "freed_by_i": [0, 2]}, "cannot have freed_by_i = 2: give a number up to 1"),

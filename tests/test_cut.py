@@ -29,12 +29,15 @@ class Experts(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, images: int = 0) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
         self.layers = nn.ModuleDict({str(n): nn.Linear(DIM, 3 * DIM) for n in range(BLOCKS)})
         self.norm = nn.LayerNorm(DIM)
         self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
+        if images:
+            self.eye = nn.ModuleDict({"patches": nn.ModuleDict({"first": nn.Linear(images, DIM, bias=False)})})
+        self.clock = nn.Identity()
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """As TorchTitan's configs have it, for heads that are DIM wide together."""
@@ -44,9 +47,9 @@ class Decoder(nn.Module):
 
 
 def titans(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> list[list[str]]:
-    """TorchTitan's for one stage; for more it says how it was asked."""
-    names = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "lm_head"]
-    return [names] if num_stages == 1 else [[f"{num_stages} {first} {last}"]]
+    """For one stage; for more it says how it was asked. A clock is in all of them."""
+    names = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "lm_head", "clock"]
+    return [names] if num_stages == 1 else [[f"{num_stages} {first} {last}", "clock"], ["clock"]]
 
 
 def cutting(
@@ -54,9 +57,10 @@ def cutting(
     seq_len: int = 4,
     per_stage: int | None = None,
     ends: tuple[int, int] = (1, 1),
+    images: int = 0,
 ) -> layer_split.Cut:
     with torch.device("meta"):
-        model = Decoder()
+        model = Decoder(images)
     parallelism = SimpleNamespace(
         pipeline_parallel_layers_per_stage=per_stage,
         pipeline_parallel_first_stage_less_layers=ends[0],
@@ -70,30 +74,40 @@ def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         parts = cutting()(4, BLOCKS)
     assert parts == [
-        ["tok_embeddings", "layers.0"],
-        ["layers.1", "layers.2", "layers.3"],
-        ["layers.4", "layers.5"],
-        ["norm", "lm_head"],
+        ["tok_embeddings", "layers.0", "clock"],
+        ["layers.1", "layers.2", "layers.3", "clock"],
+        ["layers.4", "layers.5", "clock"],
+        ["norm", "lm_head", "clock"],
     ]
     (line,) = caplog.messages
     assert line.startswith(
-        "Layers by stage (by work; norm+lm_head counts as 3.6 blocks): tok_embeddings layers.0 |"
-        " layers.1-3 | layers.4-5 | norm lm_head."
+        "Layers by stage (by work; norm+lm_head counts as 3.6 blocks): tok_embeddings layers.0 clock |"
+        " layers.1-3 clock | layers.4-5 clock | norm lm_head clock."
     )
     assert "module_fqns_per_model_part" in line
 
 
+def test_an_encoder_of_images_counts_on_the_first_stage(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its name; as many as 4 blocks. TorchTitan adds its name to the first stage."""
+    with caplog.at_level(logging.INFO):
+        first, *others, last = cutting(images=4 * 224 // DIM)(4, BLOCKS)
+    assert first == ["tok_embeddings", "clock"]
+    assert last == ["norm", "lm_head", "clock"]
+    assert sum(name.startswith("layers.") for part in others for name in part) == BLOCKS
+    assert "eye.patches on the first stage counts as 4 blocks" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("given", [(0, 0), (1, 2)])
 def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
-    assert cutting(ends=given)(4, BLOCKS, *given) == [[f"4 {given[0]} {given[1]}"]]
-    assert cutting(per_stage=2)(4, BLOCKS, 1, 1) == [["4 1 1"]]
+    assert cutting(ends=given)(4, BLOCKS, *given)[0][0] == f"4 {given[0]} {given[1]}"
+    assert cutting(per_stage=2)(4, BLOCKS, 1, 1)[0][0] == "4 1 1"
 
 
 @pytest.mark.parametrize(
     ("how", "again"), [("none", 0.0), ("selective", LLAMA_3_8B.recomputed("selective")), ("full", 1.0)]
 )
 def test_what_is_recomputed_counts_for_the_blocks_alone(how: str, again: float) -> None:
-    names: list[Any] = titans(1, BLOCKS)[0]
+    names: list[Any] = titans(1, BLOCKS)[0][:-1]
     first, *blocks, head = layer_split.layers_of(Decoder(), names, 32.0, Checkpointing(how))
     assert first.seconds == 0
     assert [block.seconds for block in blocks] == pytest.approx([224 * (3 + again)] * BLOCKS)

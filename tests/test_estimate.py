@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Op, Schedule, estimate, generate, simulate, testing
-from zbpipe.cli.estimates import page
+from zbpipe.cli.estimates import lines, page, record
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation import Estimate, Workload, load_layers
@@ -64,10 +64,29 @@ def test_a_step_by_hand() -> None:
     assert found.gain(row(found, "ZBH1"), usual) == pytest.approx(usual.seconds / row(found, "ZBH1").seconds - 1)
 
 
-@pytest.mark.parametrize(("microbatches", "is_told"), [(1, True), (2, False)])
-def test_too_few_microbatches_are_told(microbatches: int, is_told: bool) -> None:
-    found = estimate(workload(microbatches=microbatches), ONE_A_SECOND, only=("1F1B",), plans=False)
-    assert any("give each step more" in line for line in found.words) == is_told
+@pytest.mark.parametrize(("microbatches", "is_told"), [(3, True), (4, False)])
+def test_too_few_microbatches_are_told_first(microbatches: int, is_told: bool) -> None:
+    work = replace(workload(microbatches=microbatches), microbatch_size=2, batch_option="--batch")
+    found = estimate(work, ONE_A_SECOND, only=("1F1B",), plans=False)
+    words = "with 3 microbatches, 2 pipeline ranks are idle for much of each step: set --batch 8 or more"
+    assert (next(lines(found)) == words) == is_told
+    assert (words in record(found)["words"]) == (words in page(found)) == is_told
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpointing", [*Checkpointing, None])
+def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing | None, compiled: bool) -> None:
+    work = replace(workload(), checkpointing=checkpointing, compiled=compiled)
+    found = estimate(work, ONE_A_SECOND, only=("1F1B", "DualPipeV", "DualPipeVSplit"), plans=False)
+    runs = checkpointing is Checkpointing.NONE and not compiled
+    order = ["DualPipeVSplit", "DualPipeV", "1F1B"] if runs else ["DualPipeVSplit", "1F1B", "DualPipeV"]
+    assert [step.schedule for step in found.steps if step.timeline] == order
+    assert row(found, "DualPipeV", 2).seconds == row(found, "DualPipeVSplit", 2).seconds
+    text = "\n".join(lines(found))
+    assert "DualPipeV* " in text
+    assert "* torch's own split: it fails under selective checkpointing and torch.compile" in text
+    alone = estimate(work, ONE_A_SECOND, only=("DualPipeV",), plans=False)
+    assert (alone.on_these_degrees is not None) == runs
 
 
 def test_pairs_that_wait_are_a_part_of_the_memory() -> None:
@@ -175,7 +194,7 @@ def test_the_search_keeps_the_tokens_of_a_step() -> None:
 def test_the_table_of_devices(name: str) -> None:
     device = find(name.lower())
     assert device is DEVICES[name]
-    assert device.peak > device.sustained > 1e14
+    assert device.peak > device.sustained > 5e13
     assert device.inside > device.between > 1e10
     assert device.source
     assert device.share_from

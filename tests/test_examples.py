@@ -15,7 +15,7 @@ import own_layer
 import plain_loop
 import pytest
 import torch
-from titan_jobs import SHORT, Titan, assert_trains_alike, require_titan, start_from
+from titan_jobs import Titan, assert_trains_alike, require_titan, short, start_from
 from torch import nn
 
 import zbpipe
@@ -105,7 +105,7 @@ def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     """The debug model, with the losses of TorchTitan's own job without a pipeline."""
     require_titan("0.3.0")
     metrics = tmp_path / "metrics.jsonl"
-    arguments = (*SHORT, *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
+    arguments = (*short(), *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
     output = run(tmp_path, EXAMPLES / "torchtitan" / "train.sh", *arguments)
     assert "pipeline: ZBVLean" in output
     steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())

@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
+from zbpipe.algorithms import _lean
 from zbpipe.algorithms._lean import find_best
 from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.planner import search
+from zbpipe.planner.engine import PLAIN, at_hand, fastest
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models, schedules
@@ -35,6 +39,17 @@ def peaks(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
 
 def keeps_to(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> bool:
     return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(schedule, costs), limits, strict=True))
+
+
+@pytest.mark.parametrize("name", [*LEAN, "ZB1P", "ZB2P"])
+def test_compiled_loops_make_the_same_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it makes no difference whether a plan has loaded them before."""
+    compiled = fastest()
+    found = generate(name, 4, 8)
+    assert at_hand() is compiled
+    for module in (_lean, search):
+        monkeypatch.setattr(module, "at_hand", lambda: PLAIN)
+    assert generate(name, 4, 8) == found
 
 
 # --- the passes ---
@@ -191,6 +206,17 @@ def test_more_memory_makes_steps_shorter() -> None:
         lean = simulate(zbv_lean(4, 16, costs, MemoryLimit.parse(memory * memory_of_1f1b(costs, 4, 16))), costs)
         assert lean.makespan <= longer * unlimited.makespan
         assert max(lean.peak_memory) <= memory * memory_of_1f1b(costs, 4, 16) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["ZBVLean", "ZBH1Lean"])
+def test_lean_schedules_are_told_what_messages_hold_up(name: str) -> None:
+    """Where messages hold up both of their ranks, the search chooses another order, in the same memory."""
+    algorithm = resolve(name)
+    costs = typical_costs(algorithm.place(8), "selective", comm=0.05)
+    usual, told = (algorithm.make(8, 16, costs=costs, transport=each) for each in (None, Transport.SHARED))
+    lengths = [simulate(each, costs, transport=Transport.SHARED).makespan for each in (usual, told)]
+    assert lengths[1] < 0.99 * lengths[0]
+    assert max(peaks(told, costs)) <= 1.02 * memory_of_1f1b(costs, 8, 16) * (1 + 1e-9)
 
 
 def test_default_costs_are_selective() -> None:

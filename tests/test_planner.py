@@ -23,8 +23,8 @@ from zbpipe import CostModel, Op, OpKind, Placement, Plan, Schedule, generate, s
 from zbpipe.costs import JobCosts, Link
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
-from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
@@ -274,6 +274,37 @@ def test_nor_are_they_where_messages_wait_for_each_other(name: str, transport: T
     # Of two ways to receive that differ by less than a thousandth the one that is usually better is taken.
     assert found.makespan <= simulate(known, costs, transport=transport).makespan * (1 + 1e-3)
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
+
+
+@draw_fewer(4)
+@given(st.integers(2, 4), st.integers(1, 8), st.sampled_from(Checkpointing), st.floats(0, 0.3))
+def test_where_messages_hold_up_ranks_plans_are_never_longer_than_1f1b(
+    ranks: int, microbatches: int, checkpointing: Checkpointing, comm: float
+) -> None:
+    """In the memory of 1F1B, on any placement."""
+    costs = partial(typical_costs, checkpointing=checkpointing, comm=comm)
+    usual = simulate(generate("1F1B", ranks, microbatches), costs(Placement.loop(ranks)), transport=Transport.SHARED)
+    found = plan(ranks, microbatches, costs, "1.0x", budget=LITTLE, transport=Transport.SHARED)
+    assert found.makespan <= usual.makespan * (1 + 1e-3)
+
+
+def test_messages_that_hold_up_ranks_are_counted_in_the_search() -> None:
+    """With only a choice at the end a step takes 47.1."""
+    costs = partial(typical_costs, checkpointing="selective", comm=0.05)
+    found = plan(4, 12, costs, "1.02x", placements="v", budget=3e6, transport="shared with compute")
+    assert found.makespan < 46
+    assert found.timeline.receives is Receives.RENDEZVOUS
+
+
+@given(schedules(max_ranks=6, max_microbatches=10) | runnable_schedules(), st.data())
+def test_the_search_and_the_simulator_hold_up_ranks_alike(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(cost_models(schedule.placement))
+    tested = Problem("tested", schedule.placement, costs, schedule.num_microbatches, held(schedule, costs))
+    order = tested.order(schedule)
+    expected = simulate(tested.schedule("timed", order), costs, transport="shared with compute", receives="rendezvous")
+    length, same, _ = PLAIN.anneal_by_rendezvous(tested.job, order, 0.0, 0, 1)
+    assert length == pytest.approx(expected.makespan, rel=1e-6)
+    assert same == order
 
 
 def test_a_transport_can_ask_for_another_schedule() -> None:

@@ -230,7 +230,7 @@ def test_receives_stand_where_the_transport_or_the_user_wants_them() -> None:
 def test_unknown_ways_to_receive(one_rank: None) -> None:
     with pytest.raises(ValueError, match="receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'"):
         build(receives="soon")
-    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
+    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one-queue'"):
         build(transport="wire")
     with pytest.raises(ValueError, match=r"ZBV .* has no option 'defer_pp_recv'; .* receives"):
         build(defer_pp_recv=True)

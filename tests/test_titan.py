@@ -25,7 +25,7 @@ import torch
 from click.testing import CliRunner
 from pipelines import on_one_rank
 from ranks import run_ranks
-from titan_jobs import SHORT, Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, start_from
+from titan_jobs import Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, short, start_from
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -143,7 +143,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
     arguments = [
         *demo_arguments(tmp_path, "llama3_python_stdlib"),
         *(
-            *SHORT,
+            *short(),
             *flavor().settings,
             *start_from(titan.seed()),
             *pipeline("ZBV"),
@@ -221,9 +221,9 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("ZBV", "profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
         ("ZBV", "trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
         ("1F1B", "profile-steps 1", "1F1B runs whole backwards"),
-        ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBH1"),
+        ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
         ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
-        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 is too small for Auto: one microbatch peaks at 1"),
+        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
         ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
         ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
         (
@@ -875,9 +875,9 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
     prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.cli.demo import python_text
+    from zbpipe.cli.demo import hugging_face_text, python_text
 
-    python_text.register()
+    hugging_face_text.register()
     shards = []
     for rank in range(num_shards):
         data = iter(

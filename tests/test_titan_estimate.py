@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
 import json, sys
+import torch
 from dataclasses import replace
 from click.testing import CliRunner
 from zbpipe import OpKind, estimate
@@ -48,6 +49,11 @@ weighted = "--parallelism.pipeline_parallel_first_stage_less_layers 3".split()
 ends = [workload.read([*named, *more], 64) for more in ([], weighted)]
 placement = resolve("ZBV").place(4)
 found["ends"] = [list(map(len, each.split(placement, resolve("ZBV")))) for each in ends]
+from zbpipe.frameworks.titan import models
+try:
+    models.require_decoder(torch.nn.Linear(1, 1))
+except ValueError as error:
+    found["no decoder"] = str(error)
 workload._on_meta = lambda block, x, *args: None
 guessed = workload.read([*named, "--parallelism.tensor_parallel_degree", "1"], 64)
 found["bytes"] = [bytes_of(each.layers[1]) for each in (counted, guessed)]
@@ -57,8 +63,12 @@ print(json.dumps(found))
 
 
 REFUSED = {
-    ("--config", "llama3_7b"): "Config function 'llama3_7b' not found",
-    ("--gpus", "48", "--config", "llama3_70b"): "48 GPUs are not a multiple of PP x TP x replicas = 32",
+    ("--config", "llama3_7b"): "titan_integration.llama3 has no config 'llama3_7b'; it has llama3_debug, ",
+    ("--gpus", "48", "--config", "llama3_70b"): "PP x TP x replicas = 32: use 32 or 64",
+    ("--gpus", "16", "--config", "llama3_70b"): "PP x TP x replicas = 32: use 32",
+    ("--module", "qwen3", "--config", "qwen3_0_6b", "--parallelism.pipeline_parallel_degree", "2"): (
+        "TorchTitan refuses this job: Weight tying is not supported with Pipeline Parallel."
+    ),
 }
 """Arguments of `zbpipe estimate`, and what it says."""
 
@@ -66,7 +76,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Of one process that imports TorchTitan."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(list(REFUSED))]
+    # As with the installed command, the current folder is not on Python's path.
+    command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(list(REFUSED))]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 0, result.stderr
     answers: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -123,6 +134,7 @@ def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
     for words, (code, line) in zip(REFUSED.values(), found["refusals"], strict=True):
         assert code == 2
         assert words in line
+    assert found["no decoder"].startswith("Linear has no tok_embeddings, layers, norm, lm_head: only TorchTitan's")
 
 
 @pytest.mark.long

@@ -15,6 +15,14 @@ import pytest
 from zbpipe.cli.demo import comparison, emulated
 from zbpipe.frameworks.titan import versions
 
+SOURCES = {
+    "0.2.2": ("config/job_config.py", "@dataclass\nclass JobConfig:\n    pass\n"),
+    "0.3.0": ("config/configs.py", "class ParallelismConfig:\n    pipeline_parallel_microbatch_size: int = 1\n"),
+    "main of August 2026": ("config/configs.py", "class ParallelismConfig:\n    num_pp_microbatches: int = 1\n"),
+    "another": ("config/configs.py", "class ParallelismConfig:\n    num_pp_microbatches_or_so: int = 1\n"),
+}
+"""Of each version, what shows that it is this one."""
+
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -27,55 +35,87 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return known[package]
 
     monkeypatch.setattr(versions, "version", version)
-    monkeypatch.setattr(versions, "find_spec", lambda name: ModuleSpec(name, None, is_package=True))
     return known
 
 
+def source_tree(folder: Path, like: str, release: str | None = None) -> Path:
+    """A folder for Python's path, as a clone has it if it has a `release`; to import it is an error."""
+    file, content = SOURCES[like]
+    source = folder / "torchtitan" / file
+    source.parent.mkdir(parents=True)
+    source.write_text(content)
+    (folder / "torchtitan" / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    if release is not None:
+        (folder / "assets").mkdir()
+        (folder / "assets" / "version.txt").write_text(release + "\n")
+    return folder
+
+
+def put_on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    spec = ModuleSpec("torchtitan", None, is_package=True)
+    spec.submodule_search_locations = [str(folder / "torchtitan")]
+    monkeypatch.setattr(versions, "find_spec", lambda name: spec)
+
+
 @pytest.mark.parametrize(
-    ("torchtitan", "torch", "name"),
+    ("like", "clone", "pip", "torch"),
     [
-        ("0.2.2", "2.12.0+rocm7.15", "0.2.2"),
-        ("0.2.3", "2.13.0", "0.2.2"),
-        ("0.2.2+g73a0e697", "2.11.0a0+git1234", "0.2.2"),
-        ("0.3.0", "2.14.0", "0.3.0"),
-        ("0.3.1.dev20261101", "2.15.0", "0.3.0"),
+        ("0.2.2", None, "0.2.2", "2.12.0+rocm7.15"),
+        ("0.2.2", "0.2.2", "0.3.0", "2.11.0a0+git1234"),
+        ("0.3.0", None, "0.3.0", "2.14.0"),
+        ("0.3.0", None, "0.4.0.dev20261101", "2.15.0"),
+        ("main of August 2026", "0.2.2", None, "2.14.0"),
     ],
 )
-def test_known_versions(packages: dict[str, str], torchtitan: str, torch: str, name: str) -> None:
-    packages |= {"torchtitan": torchtitan, "torch": torch}
-    assert versions.find_installed().name == name
+def test_names_show_the_version_and_numbers_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+    packages: dict[str, str],
+    tmp_path: Path,
+    like: str,
+    clone: str | None,
+    pip: str | None,
+    torch: str,
+) -> None:
+    packages |= {"torch": torch} | ({"torchtitan": pip} if pip else {})
+    put_on_path(monkeypatch, source_tree(tmp_path, like, clone))
+    assert versions.find_installed().name == like
+    assert versions.describe_installed() == f"torchtitan {clone or pip} in {tmp_path / 'torchtitan'}"
+
+
+NO_NAMES = (
+    "has none of the names by which zbpipe knows TorchTitan, `class JobConfig` in config/job_config.py (0.2.2),"
+    " `pipeline_parallel_microbatch_size` in config/configs.py (0.3.0), `num_pp_microbatches` in config/configs.py"
+    " (main of August 2026): pip install torchtitan==0.3.0, or use zbpipe.install() in your program, or start it by"
+    " `python -m zbpipe.run`: they need none of TorchTitan's private names"
+)
 
 
 @pytest.mark.parametrize(
-    ("torchtitan", "torch", "said"),
+    ("like", "release", "torch", "said"),
     [
-        (
-            "0.4.0",
-            "2.15.0",
-            "this is torchtitan 0.4.0, and zbpipe knows 0.2.2 and 0.3.0: pip install torchtitan==0.3.0, or look for a"
-            " newer zbpipe",
-        ),
-        (
-            "0.2.1",
-            "2.12.0",
-            "this is torchtitan 0.2.1, and zbpipe knows 0.2.2 and 0.3.0: pip install torchtitan==0.2.2",
-        ),
+        ("another", "0.4.0", "2.15.0", NO_NAMES),
         (
             "0.3.0",
+            None,
             "2.12.0+rocm7.15",
-            "torchtitan 0.3.0 needs torch 2.14 or newer, and this is torch 2.12.0+rocm7.15: pip install"
-            " torchtitan==0.2.2, or install torch 2.14 or newer",
+            "needs torch 2.14 or newer, and this is torch 2.12.0+rocm7.15: pip install torchtitan==0.2.2, or install"
+            " torch 2.14 or newer",
         ),
-        (
-            "0.2.2",
-            "2.10.0",
-            "torchtitan 0.2.2 needs torch 2.11 or newer, and this is torch 2.10.0: install torch 2.11 or newer",
-        ),
-        (None, "2.15.0", "this is torchtitan of an unknown version, and zbpipe knows"),
+        ("0.2.2", None, "2.10.0", "needs torch 2.11 or newer, and this is torch 2.10.0: install torch 2.11 or newer"),
+        ("another", None, "2.15.0", "torchtitan of an unknown version in "),
     ],
 )
-def test_others_are_refused(packages: dict[str, str], torchtitan: str | None, torch: str, said: str) -> None:
-    packages |= {"torch": torch} | ({"torchtitan": torchtitan} if torchtitan else {})
+def test_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    packages: dict[str, str],
+    tmp_path: Path,
+    like: str,
+    release: str | None,
+    torch: str,
+    said: str,
+) -> None:
+    packages |= {"torch": torch}
+    put_on_path(monkeypatch, source_tree(tmp_path, like, release))
     with pytest.raises(ImportError, match=re.escape(said)):
         versions.find_installed()
 
@@ -88,27 +128,8 @@ def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         comparison.run_demo(2, progress=None)  # type: ignore[arg-type]
 
 
-def source_tree(folder: Path, release: str) -> Path:
-    """As AMD's Primus has it; to import it is an error."""
-    (folder / "torchtitan").mkdir()
-    (folder / "torchtitan" / "__init__.py").write_text("raise RuntimeError('it was imported')")
-    (folder / "assets").mkdir()
-    (folder / "assets" / "version.txt").write_text(release + "\n")
-    return folder
-
-
-def test_a_source_tree_goes_before_what_pip_knows(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], tmp_path: Path
-) -> None:
-    packages |= {"torchtitan": "0.3.0", "torch": "2.12.0"}
-    spec = ModuleSpec("torchtitan", None, is_package=True)
-    spec.submodule_search_locations = [str(source_tree(tmp_path, "0.2.2") / "torchtitan")]
-    monkeypatch.setattr(versions, "find_spec", lambda name: spec)
-    assert versions.find_installed().name == "0.2.2"
-
-
 def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(source_tree(tmp_path, "0.4.0")), *sys.path])
+    path = os.pathsep.join([str(source_tree(tmp_path, "another", "0.4.0")), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "zbpipe.titan.train", "--training.steps", "3"],
         env=os.environ | {"PYTHONPATH": path},
@@ -118,5 +139,23 @@ def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: this is torchtitan 0.4.0, and zbpipe knows 0.2.2 and 0.3.0: pip install")
+    assert last.startswith(f"ImportError: torchtitan 0.4.0 in {tmp_path / 'torchtitan'} has none of the names")
     assert "it was imported" not in done.stderr
+
+
+SIZES = {
+    "0.2.2": ["--training.local_batch_size", "4", "--training.seq_len", "64"],
+    "main of August 2026": [
+        *("--parallelism.num_pp_microbatches", "4", "--training.max_context_length", "64"),
+        *("--training.num_tokens_per_microbatch_per_dp_rank", "64"),
+    ],
+}
+IN_ONE = {"main of August 2026": ["--training.num_tokens_per_train_step", "256"]}
+"""Further ones without a pipeline, which has no microbatches."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_size_of_a_step(name: str) -> None:
+    (version,) = (each for each in versions.KNOWN if each.name == name)
+    assert version.size(4, 64) == SIZES[name]
+    assert version.size(4, 64, data_ranks=1) == SIZES[name] + IN_ONE.get(name, [])

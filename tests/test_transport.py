@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
+from zbpipe.costs.model import Link
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator import simulation
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.message_times import run
 from zbpipe.simulator.passes import add_messages, sort_by_end
+from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
 
 TIMES = (1.0, 1.2, 0.8)
@@ -74,7 +76,7 @@ def test_the_place_is_chosen_by_schedule_and_transport() -> None:
         costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
         return simulate(schedule, costs, transport=transport).receives
 
-    assert [chosen("ZBV", transport) for transport in Transport] == [None, "timed", "timed", "nearest"]
+    assert [chosen("ZBV", transport) for transport in Transport] == [None, "timed", "timed", "rendezvous"]
     assert [chosen(name, Transport.SHARED) for name in ("1F1B", "VMin", "ZBH1")] == ["late", "late", "nearest"]
 
 
@@ -131,6 +133,18 @@ def test_the_order_of_ends_is_one_in_which_everything_can_run(schedule: Schedule
             assert place[Op(op.stage - 1, OpKind.F, op.microbatch)] < place[op]
 
 
+def test_a_rendezvous_by_hand() -> None:
+    """Rank 0 has made F1 at 5, while rank 1 runs F0 until 6. Their message follows, and rank 1 runs on at 7."""
+    rows = parse(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
+    )
+    costs = CostModel((2.0, 3.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), link=Link(latency=1.0))
+    placed = receive_by_rendezvous(rows, Placement.loop(2), costs)
+    assert [str(each) for each in placed[1][:5]] == ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0"]
+    ends = {str(each): end for each, end in run(placed, Placement.loop(2), costs, Transport.SHARED).end.items()}
+    assert (ends["0SEND_F0"], ends["0F1"], ends["1F0"], ends["0SEND_F1"], ends["1B0"]) == (3.0, 5.0, 6.0, 7.0, 9.0)
+
+
 def test_steps_in_a_row() -> None:
     schedule = generate("ZBH2", 4, 8)
     costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
@@ -149,7 +163,7 @@ def test_words() -> None:
     assert Receives.parse("TIMED") is Receives.TIMED
     schedule = generate("ZBV", 2, 4)
     costs = CostModel.uniform(schedule.placement)
-    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one queue'"):
+    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one-queue'"):
         simulate(schedule, costs, transport="wire")
     with pytest.raises(ValueError, match="receives='soon' is unknown"):
         simulate(schedule, costs, receives="soon")

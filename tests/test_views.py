@@ -83,8 +83,22 @@ def test_the_grid_of_a_small_schedule() -> None:
         "rank 0 F0 F1 ······B0    ···B1    ",
         "rank 1 ···F0 B0    F1 B1    ······",
         "       0              5",
-        " F  forward    B  full backward   · idle",
+        " F  forward    B  full backward   · idle   number: microbatch",
     ]
+
+
+def test_the_legend_tells_the_kinds_without_colours() -> None:
+    assert grid(timeline("ZBV", 2, 2), 80, colours=False).plain.splitlines()[-2:] == [
+        "F forward   I backward for the input   W backward for the weights   · idle",
+        "number: microbatch",
+    ]
+    low = grid(timeline("ZBV", 2, 12), 160, 6).plain
+    assert "F9" in low
+    assert "F10" not in low
+    assert "number: microbatch, where there is room" in " ".join(low.split())
+    lines = grid(timeline("1F1B", 2, 999), 80, colours=False).plain.splitlines()
+    assert lines[0] == f"rank 0 {'B' * len(lines[0].removeprefix('rank 0 '))}"
+    assert lines[3].startswith("F mostly forward   B mostly full backward   + a mixture   · idle")
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (80, 50), (60, 10)])

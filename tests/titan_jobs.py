@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from zbpipe.frameworks.titan.versions import find_installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
 STEPS = 3
-SHORT = ("--training.steps", str(STEPS), "--training.local_batch_size", "4", "--training.seq_len", "64")
 JOB_TIMEOUT = 400.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
+
+
+def short(data_ranks: int | None = None) -> tuple[str, ...]:
+    """TorchTitan's arguments for a few small steps; with `data_ranks` those of a job without a pipeline."""
+    return ("--training.steps", str(STEPS), *find_installed().size(4, 64, data_ranks))
 
 
 def require_titan(*names: str) -> str:
@@ -75,6 +80,9 @@ _FLAVORS = {
 }
 
 
+_FLAVORS["main of August 2026"] = replace(_FLAVORS["0.3.0"], validation=())
+
+
 def flavor() -> Flavor:
     """That of the installed version."""
     return _FLAVORS[find_installed().name]
@@ -83,9 +91,12 @@ def flavor() -> Flavor:
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
     """TorchTitan's arguments for so many pipeline ranks."""
     return (
-        *("--parallelism.pipeline_parallel_degree", str(num_ranks)),
+        *(_DEGREE, str(num_ranks)),
         *("--parallelism.pipeline_parallel_schedule", schedule),
     )
+
+
+_DEGREE = "--parallelism.pipeline_parallel_degree"
 
 
 def start_from(seed: Path) -> tuple[str, ...]:
@@ -143,7 +154,10 @@ class Titan:
         """
         seed = self.seed(model)
         start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
-        return self._run((*SHORT, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
+        degrees = dict(pairwise(arguments))
+        data_ranks = num_ranks // int(degrees.get("--parallelism.tensor_parallel_degree", 1))
+        size = short(None if _DEGREE in degrees else data_ranks)
+        return self._run((*size, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
         """What the pipelines are compared with: run once, and kept."""

@@ -22,9 +22,6 @@ from determinism import searching_little
 PATIENCE = 10.0
 """Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
 
-MODELS = {"0.2.2": "zbpipe.cli.demo.models02", "0.3.0": "zbpipe.cli.demo.models03"}
-"""By the name of a version of TorchTitan, the module with the models that the jobs train."""
-
 
 def import_titan() -> None:
     """All that the ranks would import."""
@@ -36,7 +33,8 @@ def import_titan() -> None:
     import zbpipe.titan.train  # noqa: F401
     from zbpipe.frameworks.titan import plug, versions
 
-    importlib.import_module(MODELS[versions.find_installed().name])
+    models = "models02" if versions.find_installed().name.startswith("0.2") else "models03"
+    importlib.import_module(f"zbpipe.cli.demo.{models}")
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 

@@ -443,8 +443,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
     parser.add_argument("--schedules", type=_words, default=_words("ZBV,VHalf,Auto"), help="besides 1F1B")
-    # zbpipe chooses "nearest" for most schedules on AMD's GPUs, and nowhere else.
-    ways = "early,late,timed,nearest" if torch.version.hip else "early,late,timed"
+    # zbpipe chooses "nearest" or "rendezvous" for most schedules on AMD's GPUs; the latter nowhere else.
+    ways = "early,late,timed,nearest,rendezvous" if torch.version.hip else "early,late,timed"
     parser.add_argument("--receives", type=_words, default=_words(ways), help="ways to try with each")
     parser.add_argument("trainer", nargs="*", help="after --: arguments for the trainer")
     return parser.parse_args(arguments)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
     from zbpipe.runtime.ranks.failures import PipelineError
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleDualPipeVSplit
+    from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleInterleavedZeroBubbleSplit
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVHalf
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleVMin
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZB1P
@@ -60,6 +62,7 @@ _LATER = {
     "runtime.optimizer.step": ("OptimizerStep",),
     "runtime.ranks.failures": ("PipelineError",),
     "runtime.classes": (
+        *("ScheduleDualPipeVSplit", "ScheduleInterleavedZeroBubbleSplit"),
         *("ScheduleVHalf", "ScheduleVHalfLean", "ScheduleVMin", "ScheduleVMinLean", "ScheduleZB1P", "ScheduleZB2P"),
         *("ScheduleZBH1", "ScheduleZBH1Lean", "ScheduleZBH2", "ScheduleZBV", "ScheduleZBVLean"),
     ),
@@ -78,6 +81,8 @@ __all__ = [
     "Plan",
     "Profiler",
     "Schedule",
+    "ScheduleDualPipeVSplit",
+    "ScheduleInterleavedZeroBubbleSplit",
     "ScheduleVHalf",
     "ScheduleVHalfLean",
     "ScheduleVMin",

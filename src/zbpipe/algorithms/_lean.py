@@ -9,13 +9,16 @@ from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.planner.engine import PLAIN
+from zbpipe.costs.transport import Transport
+from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator.simulation import simulate
 
+_MOST_BY_RENDEZVOUS = 3
+"""Candidates that are simulated if messages hold up both of their ranks. Chosen by hand: each takes 0.2 seconds."""
 BUDGET = 5e5
 """Of a search, in ops placed and timed: some 0.2 seconds without numba."""
 
@@ -29,27 +32,41 @@ def resolve_limits(
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
-        require_room(placement, costs, limits, f" for {name}")
+        with limit.explain(costs, placement.num_ranks, microbatches):
+            require_room(placement, costs, limits, f" for {name}")
     return limits
 
 
-def find_best(name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_best(
+    name: str,
+    seeds: Sequence[Schedule],
+    costs: CostModel,
+    limits: Sequence[float],
+    transport: Transport | None = None,
+) -> Schedule:
     """The shortest that a short search finds within `limits`, from lean forms of `seeds`. Of equals the leanest.
 
     The seeds have one placement and as many microbatches. A rank may hold what one microbatch takes alone, whatever
-    its limit.
+    its limit. With messages that are shared with compute it is the shortest then; other transports make no difference.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
-    search = Search([problem], BUDGET, PLAIN, effort=Effort.quick(BUDGET, problem.num_ops))
+    search = Search([problem], BUDGET, at_hand(), effort=Effort.quick(BUDGET, problem.num_ops))
     forms = (form for seed in seeds for form in (fit_within(seed, costs, problem.limits), make_leanest(seed, costs)))
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
+    if transport is Transport.SHARED:
+        leanest = [make_leanest(seed, costs) for seed in seeds]
+        best = [problem.schedule(name, each.order) for each in search.race_by_rendezvous(0)[:_MOST_BY_RENDEZVOUS]]
+        fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
+        return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
     return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
 
 
-def find_within_share(name: str, form: Schedule, share: float, costs: CostModel | None) -> Schedule:
+def find_within_share(
+    name: str, form: Schedule, share: float, costs: CostModel | None, transport: Transport | None = None
+) -> Schedule:
     """The best within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
 
     Working memory is not shared: a rank runs one op at a time. Without costs they are typical ones.
@@ -59,4 +76,4 @@ def find_within_share(name: str, form: Schedule, share: float, costs: CostModel 
     held = memory_of_1f1b(replace(costs, working={}), ranks, ranks)
     least = max(simulate(make_leanest(form, costs), costs).peak_memory)
     limit = max(LEEWAY * (share * held + peak - held), least)
-    return find_best(name, [form], costs, (limit,) * ranks)
+    return find_best(name, [form], costs, (limit,) * ranks, transport)

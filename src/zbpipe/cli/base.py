@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,13 +97,17 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 class OutputFile(click.Path):
     """A file to write at the end; a path that cannot be written is refused at the start."""
 
-    def __init__(self, allow_dash: bool = False) -> None:
+    def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+        self.ending = ending
+        """By which those who read the file know what it is."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
         if self.allow_dash and str(file) == "-":
             return file
+        if not str(file).lower().endswith(self.ending):
+            self.fail(f"{str(file)!r} has to end in {self.ending}: by that, commands and jobs know a schedule's file")
         try:
             file.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -159,6 +164,20 @@ transport_option = click.option(
     " (AMD's worst case). Receives are posted where they are best.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """What shows a line of progress in place of the one before; on a terminal only, where it is removed at the end."""
+    if not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    erase = "\033[K"
+    try:
+        # Back at its begin, so that whatever is printed next takes its place.
+        yield lambda line: click.echo(f"{erase}{line}\r", nl=False, err=True)
+    finally:
+        click.echo(erase, nl=False, err=True)
 
 
 def print_json(data: Any) -> None:

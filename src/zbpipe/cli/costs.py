@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbpipe.costs.job import JobCosts
     from zbpipe.costs.layers import LayerCosts
     from zbpipe.costs.model import CostModel
+    from zbpipe.costs.transformer import Checkpointing
     from zbpipe.costs.transport import Transport
     from zbpipe.schedule.ir import Placement
 
@@ -42,6 +43,8 @@ class Costs:
     job: JobCosts | None = None
     """What `--costs-file` holds."""
     file: Path | None = None
+    checkpointing: Checkpointing | None = None
+    """None where it is not known."""
 
     def has(self, placement: Placement) -> bool:
         """Whether there are costs for its stages."""
@@ -98,7 +101,7 @@ def equal() -> Costs:
 
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
     """The costs of a transformer with these times, or with typical ones."""
-    from zbpipe.costs.transformer import typical_costs, typical_times
+    from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
@@ -107,6 +110,7 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
     return Costs(
         partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
         f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how}{copies}",
+        checkpointing=Checkpointing(checkpointing),
     )
 
 
@@ -218,13 +222,12 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
     return add
 
 
-def _limit_option(what: str) -> Callable[[_Function], _Function]:
+def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
+    """--memory-limit, which takes these spellings."""
     return click.option(
-        "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {SPELLINGS}."
+        "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
 
 
-memory_limit_option = _limit_option("What a rank can hold of activations")
-fitted_limit_option = _limit_option(
-    "For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold"
-)
+memory_limit_option = limit_option("What a rank can hold of activations")
+fitted_limit_option = limit_option("For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold")

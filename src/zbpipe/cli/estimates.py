@@ -7,6 +7,7 @@ from dataclasses import fields
 from html import escape
 from typing import Any
 
+from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Memory, Step
@@ -30,11 +31,23 @@ _DRAWN = 5
 
 def lines(found: Estimate) -> Iterator[str]:
     """The table, and below it where the figures come from."""
+    yield from _warnings(found)
     yield _job(found)
     yield ""
     yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
     yield ""
+    yield from _notes(found)
+
+
+def _warnings(found: Estimate) -> Iterator[str]:
+    if words := found.workload.too_few_microbatches:
+        yield words
+
+
+def _notes(found: Estimate) -> Iterator[str]:
     yield LEGEND
+    if any(step.has_torchs_split for step in found.steps):
+        yield NOTE
     yield from found.words
 
 
@@ -50,7 +63,9 @@ def _job(found: Estimate) -> str:
 def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
     memory = step.memory
     return (
-        step.schedule + (" (the job's)" if step.schedule == found.workload.schedule else ""),
+        step.schedule
+        + "*" * step.has_torchs_split
+        + (" (the job's)" if step.schedule == found.workload.schedule else ""),
         step.placement,
         str(step.stages_per_rank),
         f"{step.seconds:.4g}",
@@ -99,7 +114,7 @@ def record(found: Estimate) -> dict[str, Any]:
         "parameters": work.parameters,
         "schedules": [_step(found, step) for step in found.steps],
         "left_out": dict(found.left_out),
-        "words": list(found.words),
+        "words": [*_warnings(found), *found.words],
     }
 
 
@@ -145,7 +160,7 @@ def page(found: Estimate) -> str:
         table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
         plot=_plot(found) if found.steps else "",
         schedules=pictures(drawn) if drawn else "<p>No schedule can run on these GPUs.</p>",
-        words="\n".join(f"<p>{escape(line)}</p>" for line in (LEGEND, *found.words)),
+        words="\n".join(f"<p>{escape(line)}</p>" for line in (*_warnings(found), *_notes(found))),
     )
 
 
@@ -157,7 +172,7 @@ def _row(cells: Sequence[str], is_best: bool) -> str:
 def _drawn(found: Estimate) -> dict[str, Timeline]:
     """The best, the job's own, and 1F1B, by name."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
-    best = [step for step in found.steps if step.timeline is not None and step.fits and step not in own]
+    best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs and step not in own]
     return {
         f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} a rank": step.timeline
         for step in (*best[: _DRAWN - len(own)], *own)
@@ -172,7 +187,7 @@ def _plot(found: Estimate) -> str:
             step.schedule,
             step.seconds,
             step.memory.total / GIB,
-            fits=step.fits,
+            fits=step.fits and step.runs,
             best=step is found.best,
             tip=f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB",
         )

@@ -35,7 +35,9 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.command(cls=Command, context_settings=_TITANS)
 @click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/costs-file.md).")
 @click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
-@click.option("--device", metavar="NAME", help="H100, H200, B200, MI300X, MI325X or MI355X.")
+@click.option(
+    "--device", metavar="NAME", help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X."
+)
 @click.option("--tflops", type=float, metavar="X", help="What a GPU sustains in training, in place of the table's.")
 @click.option(
     "--link",
@@ -136,7 +138,7 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
     if as_json:
         print_json(rank_record(found))
     else:
-        click.echo("\n".join(rank_lines(found)))
+        click.echo("\n".join(filter(None, (workload.too_few_microbatches, *rank_lines(found)))))
 
 
 @contextmanager

@@ -30,8 +30,8 @@ jitter_option = click.option(
     " is slow for a step) with burst-factor=2 and burst-delay=1, slow-rank=3:1.2, slow-link=0-1:0.5"
     " (docs/messages.md).",
 )
-_draws_option = click.option(
-    "--draws",
+_samples_option = click.option(
+    "--samples",
     type=COUNT,
     default=1000,
     show_default=True,
@@ -41,16 +41,16 @@ _draws_option = click.option(
 
 
 def jitter_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--jitter and --draws."""
-    return jitter_option(_draws_option(command))
+    """--jitter and --samples."""
+    return jitter_option(_samples_option(command))
 
 
-def vary(jitter: Jitter, draws: int) -> Vary:
+def vary(jitter: Jitter, samples: int) -> Vary:
     """What gives the step times of a timeline's schedule."""
 
     def varied(timeline: Timeline) -> dict[str, float]:
         from zbpipe.simulator.jitter import step_times
 
-        return step_times(timeline.schedule, timeline.costs, jitter, draws=draws).record()
+        return step_times(timeline.schedule, timeline.costs, jitter, samples=samples).record()
 
     return varied

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import name_argument, one_line, options, size_options, stages_option
+from zbpipe.cli.base import name_argument, one_line, options, progress_line, size_options, stages_option
 from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
 
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.costs.model import CostModel
+    from zbpipe.costs.transport import Transport
     from zbpipe.schedule.ir import Schedule
+    from zbpipe.schedule.registry import Algorithm
     from zbpipe.simulator.timeline import Timeline
 
 
@@ -31,7 +34,7 @@ class Request:
     stages_per_rank: int | None = None
     memory_limit: MemoryLimit | None = None
 
-    def make(self) -> tuple[Schedule, CostModel]:
+    def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The schedule, which may be unable to run, and the costs of its stages."""
         from zbpipe.costs.memory_limit import MemoryLimit
         from zbpipe.schedule.registry import resolve
@@ -46,31 +49,38 @@ class Request:
             missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
             raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
         costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
-        limits = None
-        if self.memory_limit is not None:
+        limit, limits = self.memory_limit, None
+        size = (self.costs.for_limits, ranks, microbatches)
+        if limit is not None:
             algorithm.require_limits("--memory-limit")
-            limits = MemoryLimit.parse(self.memory_limit.resolve(self.costs.for_limits, ranks, microbatches))
-        schedule = algorithm.make(
-            ranks, microbatches, stages_per_rank=self.stages_per_rank, costs=costs, memory_limit=limits
-        )
+            limits = MemoryLimit.parse(limit.resolve(*size))
+        with limit.explain(*size) if limit else nullcontext():
+            schedule = algorithm.make(
+                ranks,
+                microbatches,
+                stages_per_rank=self.stages_per_rank,
+                costs=costs,
+                memory_limit=limits,
+                transport=transport,
+            )
         # A registered function may give its schedule any name; people look for the one that they typed.
         return replace(schedule, name=algorithm.name), costs
 
-    def make_valid(self) -> tuple[Schedule, CostModel]:
+    def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The schedule, which can run, and the costs of its stages."""
         from zbpipe.simulator.validation import validate
 
-        schedule, costs = self.make()
+        schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
             raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
         return schedule, costs
 
-    def simulate(self, **how: Any) -> Timeline:
-        """The timeline; `how` is for `zbpipe.simulate`."""
+    def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
+        """The timeline, of a schedule made for this transport; `how` is for `zbpipe.simulate`."""
         from zbpipe.simulator.simulation import simulate
 
-        return simulate(*self.make_valid(), **how)
+        return simulate(*self.make_valid(transport), transport=transport or "ideal", **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -99,21 +109,46 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
 
 
 def simulate_all(
-    ranks: int, microbatches: int, costs: Costs, memory_limit: MemoryLimit | None = None, **how: Any
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory_limit: MemoryLimit | None = None,
+    *,
+    searched: bool | None = None,
+    **how: Any,
 ) -> Iterator[Timeline]:
     """The timelines of all named schedules whose placement has costs; `how` is for `zbpipe.simulate`.
+
+    Those that are searched for, which takes a while, can be had alone, or all others.
 
     Schedules that fit themselves to a memory limit keep to the given one. A schedule that cannot have these sizes, or
     fails in any other way, is left out with a line on stderr.
     """
     from zbpipe.schedule.registry import schedules
 
-    for algorithm in schedules().values():
-        try:
-            if costs.job is None or costs.has(algorithm.place(ranks)):
-                limit = memory_limit if "memory_limit" in algorithm.keywords else None
-                yield Request(algorithm.name, ranks, microbatches, costs, memory_limit=limit).simulate(**how)
-        except ValueError as error:
-            click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
-        except Exception as error:  # a broken function of an installed package is no reason to hide the others
-            click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+    with progress_line() as show:
+        known = [each for each in schedules().values() if searched in (None, "costs" in each.keywords)]
+        for number, algorithm in enumerate(known):
+            show(f"{number + 1} of {len(known)}: {algorithm.name}")
+            if timeline := simulate_one(algorithm, ranks, microbatches, costs, memory_limit, **how):
+                yield timeline
+
+
+def simulate_one(
+    algorithm: Algorithm,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory_limit: MemoryLimit | None = None,
+    **how: Any,
+) -> Timeline | None:
+    """The timeline of one of them; None if it is left out."""
+    try:
+        if costs.job is None or costs.has(algorithm.place(ranks)):
+            limit = memory_limit if "memory_limit" in algorithm.keywords else None
+            return Request(algorithm.name, ranks, microbatches, costs, memory_limit=limit).simulate(**how)
+    except ValueError as error:
+        click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
+    except Exception as error:  # a broken function of an installed package is no reason to hide the others
+        click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,13 @@ from zbpipe.cli.base import Command, OutputFile, compared_size, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.jitter import jitter_option, vary
 from zbpipe.cli.named import simulate_all
+from zbpipe.costs.memory_limit import MemoryLimit
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.schedule.ir import Placement
+    from zbpipe.simulator.jitter import Jitter
+    from zbpipe.simulator.timeline import Timeline
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
@@ -27,7 +30,7 @@ _SHORT = 2e7
 """Ops that the search for a wave may time: a fraction of a second."""
 _WORTH_A_LINE = 0.995
 """What a wave takes of the plan's time at most to be named."""
-_DRAWS = 1000
+_SAMPLES = 1000
 """Random steps for the quantiles of the table."""
 
 
@@ -104,7 +107,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 @click.option(
     "-o",
     "--output",
-    type=OutputFile(),
+    type=OutputFile(ending=".csv"),
     metavar="FILE.csv",
     help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
@@ -118,7 +121,16 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     help="Print JSON, or write it to a file.",
 )
 @click.pass_context
-def plan(context: click.Context, /, *, costs: Costs, output: Path | None, json_file: Path | None, **asked: Any) -> None:
+def plan(
+    context: click.Context,
+    /,
+    *,
+    costs: Costs,
+    jitter: Jitter | None,
+    output: Path | None,
+    json_file: Path | None,
+    **asked: Any,
+) -> None:
     """Search for the best schedule for these times and this memory.
 
     Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
@@ -131,14 +143,26 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, json_f
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
       zbpipe plan -p 8 -m 32 --jitter ops=0.1,delay=0.5 -o plan.csv
     """
-    found, named = _search(context, costs, **asked)
+    from zbpipe.views.style import number
+
+    asked = _complete(context, costs, asked)
+    named = _Neighbours(costs, jitter, asked)
+    others = list(named.compare(searched=False))
+    fitting = [each for each in others if each.runs and each.broken is None]
+    if json_file is None and fitting:
+        first = min(fitting, key=lambda each: each.sort_key).figures
+        click.echo(f"best without a search: {first['schedule']}, makespan {number(first['makespan'])}\n")
+    found = _search(costs, jitter, asked)
     if output is not None:
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
     if json_file is None:
-        click.echo("\n".join(_text(found, named)))
+        click.echo("\n".join(_sum_up(found)))
+    table = named.around(found, others)
+    if json_file is None:
+        click.echo("\n".join(_text(found, table)))
     else:
         with click.open_file(json_file, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_record(found, named), indent=2) + "\n")
+            file.write(json.dumps(_record(found, table), indent=2) + "\n")
     for written in (output, json_file):
         if written is not None and written != _STANDARD_OUTPUT:
             click.echo(f"wrote {written}", err=json_file == _STANDARD_OUTPUT)
@@ -156,32 +180,72 @@ class _Named:
     """One on the placement with four stages a rank, if it was not asked for and is better."""
 
 
-def _search(context: click.Context, costs: Costs, **asked: Any) -> tuple[Plan, _Named]:
-    """The best schedule, and the named ones: for the same stages, or those of the even split of the layers."""
-    from zbpipe.planner.plan import plan
-    from zbpipe.views.report import ComparedSchedule
+def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
+    """What the command line asks for, as `zbpipe.plan` takes it; refused before anything is printed."""
+    from zbpipe.planner.request import DEFAULT_PLACEMENTS, Request, name_placements, require_job
 
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(
             f"--placement and the rank_of in {costs.file} exclude each other: leave one out", context
         )
-    ranks, microbatches = costs.require_ranks(asked["ranks"]), asked["microbatches"]
-    asked |= {"ranks": ranks, "placements": asked["placements"] or None}
-    if not is_given(context, "transport"):
-        asked["transport"] = None
-    jitter = asked.pop("jitter")
+    ranks, microbatches = require_job(costs.require_ranks(asked["ranks"]), asked["microbatches"])
+    placements = name_placements(ranks, asked["placements"] or DEFAULT_PLACEMENTS)
+    Request(ranks, microbatches, placements, budget=asked["budget"])
+    return asked | {
+        "ranks": ranks,
+        "placements": asked["placements"] or None,
+        "transport": asked["transport"] if is_given(context, "transport") else None,
+    }
+
+
+def _search(costs: Costs, jitter: Jitter | None, asked: Mapping[str, Any]) -> Plan:
+    """The best schedule."""
+    from zbpipe.planner.plan import plan
+
     with _progress_bar() as progress:
-        found = plan(costs=job or costs.of, **asked, robust=jitter, progress=progress)
-    baseline = costs.baseline(ranks, microbatches)
-    varied = vary(jitter, _DRAWS) if jitter else None
-    named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=found.timeline.transport)
-    return found, _Named(
-        ComparedSchedule.of(found.timeline, found.limits, baseline, varied),
-        [ComparedSchedule.of(timeline, found.limits, baseline, varied) for timeline in named],
-        costs.words,
-        None if job or jitter or asked["offload"] else _better_wave(found, costs, **asked),
-    )
+        return plan(costs=costs.job or costs.of, **asked, robust=jitter, progress=progress)
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """The named schedules that a plan is compared with."""
+
+    costs: Costs
+    jitter: Jitter | None
+    asked: Mapping[str, Any]
+
+    def compare(self, **which: bool) -> Iterator[ComparedSchedule]:
+        """Those for the same stages, or the even split of the layers; `which` is for `simulate_all`."""
+        from zbpipe.costs.transport import Transport
+
+        ranks, microbatches, limit = (self.asked[name] for name in ("ranks", "microbatches", "memory_limit"))
+        transport = self.asked["transport"] or (self.costs.job and self.costs.job.transport) or Transport.IDEAL
+        for timeline in simulate_all(ranks, microbatches, self.costs, limit, transport=transport, **which):
+            yield self.row(timeline)
+
+    def row(self, timeline: Timeline) -> ComparedSchedule:
+        from zbpipe.views.report import ComparedSchedule
+
+        ranks, microbatches, job = self.asked["ranks"], self.asked["microbatches"], self.costs.job
+        limit = self.asked["memory_limit"] or (MemoryLimit.parse(job.memory_limit) if job else None)
+        return ComparedSchedule.of(
+            timeline,
+            limit.resolve(self.costs.for_limits, ranks, microbatches) if limit else None,
+            self.costs.baseline(ranks, microbatches),
+            vary(self.jitter, _SAMPLES) if self.jitter else None,
+            self.costs.checkpointing,
+        )
+
+    def around(self, found: Plan, others: Sequence[ComparedSchedule]) -> _Named:
+        """The plan with all of them, of which `others` are known."""
+        searches_wave = not (self.costs.job or self.jitter or self.asked["offload"])
+        return _Named(
+            self.row(found.timeline),
+            [*others, *self.compare(searched=True)],
+            self.costs.words,
+            _better_wave(found, self.costs, **self.asked) if searches_wave else None,
+        )
 
 
 def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
@@ -234,9 +298,8 @@ def _record(found: Plan, named: _Named) -> dict[str, Any]:
     }
 
 
-def _text(found: Plan, named: _Named) -> Iterator[str]:
-    """What the search found, and the table."""
-    from zbpipe.views.report import comparison
+def _sum_up(found: Plan) -> Iterator[str]:
+    """What the search found."""
     from zbpipe.views.style import number, percent, summary
 
     yield summary(found.timeline)
@@ -245,6 +308,13 @@ def _text(found: Plan, named: _Named) -> Iterator[str]:
         f"no schedule on {', '.join(found.bounds)} has a {found.objective} below {number(found.lower_bound)}:"
         f" this one is at most {percent(found.gap)} above the best"
     )
+
+
+def _text(found: Plan, named: _Named) -> Iterator[str]:
+    """The table, with what the search for a wave found."""
+    from zbpipe.views.report import comparison
+    from zbpipe.views.style import number
+
     if named.wave is not None:
         yield (
             f"with four stages a rank a plan takes {number(named.wave.reached)}"

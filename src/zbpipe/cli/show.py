@@ -18,7 +18,7 @@ from zbpipe.cli.base import (
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jitter import jitter_options, vary
-from zbpipe.cli.named import Request, request_options, simulate_all
+from zbpipe.cli.named import Request, request_options, simulate_all, simulate_one
 
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
@@ -41,20 +41,22 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
       zbpipe list --checkpointing full
     """
     from zbpipe.schedule.ir import require_size
-    from zbpipe.schedule.registry import schedules
+    from zbpipe.schedule.registry import resolve, schedules
     from zbpipe.views import report
 
     ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    baseline = costs.baseline(ranks, microbatches)
-    compared = report.compare(simulate_all(ranks, microbatches, costs), None, baseline)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
-    listed = report.list_schedules(known, compared)
+    usual = simulate_one(resolve("1F1B"), ranks, microbatches, costs)
+    step, memory = usual.makespan if usual else None, costs.baseline(ranks, microbatches)
+    timelines = (simulate_one(each, ranks, microbatches, costs) for each in known)
+    listed = (report.list_schedule(*each, step, memory) for each in zip(known, timelines, strict=True))
     if as_json:
-        print_json(listed)
+        print_json(list(listed))
         return
-    click.echo("\n".join(report.listing(known, listed)))
-    click.echo(f"\nstep and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}")
+    click.echo(f"step and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
+    for line in report.listing(known, listed):
+        click.echo(line)
 
 
 @click.command(cls=Command)
@@ -134,7 +136,7 @@ def simulate(
     steps: int,
     no_sync: bool,
     jitter: Jitter | None,
-    draws: int,
+    samples: int,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -160,14 +162,14 @@ def simulate(
     )
     schedule = timeline.schedule
     baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
-    varied = vary(jitter, draws)(timeline) if jitter else None
+    varied = vary(jitter, samples)(timeline) if jitter else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
     click.echo(report(timeline, baseline))
     if varied:
         words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, {draws} steps: {words}")
+        click.echo(f"\nwhere times vary, {samples} steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
@@ -185,14 +187,15 @@ def compare(
     transport: Transport,
     memory_limit: MemoryLimit | None,
     jitter: Jitter | None,
-    draws: int,
+    samples: int,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    Of equally long ones that with less memory comes first, then the one whose split works: torch's own fails under
-    selective checkpointing. Schedules over the memory limit come last, with a mark. Where times vary (--jitter), the
-    step that 95 % do not exceed decides.
+    Of equally long ones that with less memory comes first. The recommended one has the shortest step within 1F1B's
+    memory, or within the memory limit. Schedules over the limit follow with a mark, and last those that cannot run:
+    torch's own split fails under selective checkpointing. Where times vary (--jitter), the step that 95 % do not
+    exceed decides.
 
     \b
     Examples:
@@ -213,10 +216,12 @@ def compare(
     baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
+    if not as_json:
+        click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
-    standings = report.compare(timelines, limits, baseline, vary(jitter, draws) if jitter else None)
+    varied = vary(jitter, samples) if jitter else None
+    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
     if as_json:
-        print_json([standing.record() for standing in standings])
+        print_json(report.records(standings))
         return
     click.echo("\n".join(report.comparison(standings)))
-    click.echo(costs.words)

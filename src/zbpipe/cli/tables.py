@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING
 import click
 
 from zbpipe.cli.base import Command, OutputFile, one_line, size_options, stages_option
-from zbpipe.cli.costs import equal, memory_limit_option
+from zbpipe.cli.costs import equal, limit_option
 from zbpipe.cli.named import Request, request_options
+from zbpipe.costs.memory_limit import RELATIVE
 
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.schedule.ir import Schedule
 
 
+_IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
+"""How `validate` takes a limit."""
+
+
 @click.command(cls=Command)
 @request_options()
-@click.option("-o", "--output", type=OutputFile(), required=True, help="The CSV file to write.")
+@click.option("-o", "--output", type=OutputFile(ending=".csv"), required=True, help="The .csv file to write.")
 def export(request: Request, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
@@ -49,7 +54,7 @@ def _name_or_file(context: click.Context, argument: click.Parameter, text: str) 
 @click.argument("name", callback=_name_or_file)
 @size_options
 @stages_option
-@memory_limit_option
+@limit_option("What a rank can hold of activations", _IN_SHARES)
 def validate(
     name: str | Path,
     ranks: int | None,
@@ -75,8 +80,10 @@ def validate(
     from zbpipe.simulator.validation import validate as findings_of
     from zbpipe.views.style import count_noun
 
-    if memory_limit is not None:
-        memory_limit.resolve(equal().of, 1, 1)  # not an error of the table: nothing here is in bytes
+    if memory_limit is not None and memory_limit.unit == "bytes":
+        raise ValueError(
+            f"memory_limit = {memory_limit.written!r} is in bytes, which nothing here is: write {_IN_SHARES}"
+        )
     if isinstance(name, str):
         schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
         findings, how = findings_of(schedule, memory_limit), ""

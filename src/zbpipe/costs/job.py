@@ -37,10 +37,9 @@ class JobCosts:
     """What messages wait for; None where that is not known."""
 
     def __post_init__(self) -> None:
-        transports = ", ".join(map(repr, map(str, Transport)))
         _require(self.costs, "costs", (CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.costs.LayerCosts")
         _require(self.placement, "placement", (Placement, type(None)), "a zbpipe.Placement, or None")
-        _require(self.transport, "transport", (str, type(None)), f"one of {transports}, or None")
+        _require(self.transport, "transport", (str, type(None)), f"one of {Transport.names()}, or None")
         transport = None if self.transport is None else Transport.parse(self.transport)
         set_fields(self, memory_limit=MemoryLimit.parse(self.memory_limit), transport=transport)
         if self.placement is None:

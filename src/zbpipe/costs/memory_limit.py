@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, floor, inf, log10
 from typing import Any, Literal, Self
 
 from zbpipe.costs.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import CostModel, number
+from zbpipe.costs.model import CostModel, LimitTooSmallError, number
 
-_RELATIVE = (
+RELATIVE = (
     "1.2x (times what 1F1B's worst rank holds under the same costs), '4 microbatches' (of an average rank's share of"
     " the model)"
 )
 SPELLINGS = (
-    f"{_RELATIVE}, 6.5GiB (where costs are measured in bytes; also MiB, GB and MB), or a number in the unit of the"
-    " costs"
+    f"{RELATIVE}, 6.5GiB (where costs are measured in bytes; also MiB, GB and MB), or a number in the unit of the costs"
 )
 """How a memory limit is written. Help texts, errors and docs/costs-file.md say it in these words."""
-_WITHOUT_MEASURING = f"write it as {_RELATIVE}, or give measured costs (--costs-file, zbpipe.load_costs)"
+_WITHOUT_MEASURING = f"write it as {RELATIVE}, or give measured costs (--costs-file, zbpipe.load_costs)"
 
 _Unit = Literal["", "x", "microbatches", "bytes"]
 _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
@@ -98,6 +98,24 @@ class MemoryLimit:
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
         return tuple(amount * factor for amount in amounts)
 
+    @contextmanager
+    def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
+        """Report a limit that is too small in the unit in which this one is written."""
+        try:
+            yield
+        except LimitTooSmallError as error:
+            if not self.unit:
+                raise
+            first = self.written[0] if isinstance(self.written, tuple) else self.written
+            match = _WRITTEN.fullmatch(str(first))
+            assert match is not None, "it was parsed"
+            suffix = match[2]
+            factor = _BYTES.get(suffix.lower()) or self._factor(costs, ranks, microbatches)
+            gap = " " if self.unit == "microbatches" else ""
+            raise LimitTooSmallError(
+                *error.parts, lambda amount: f"{_round_up(amount / factor):.6g}{gap}{suffix}"
+            ) from None
+
     def _factor(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
         if self.unit == "x":
             try:
@@ -126,6 +144,12 @@ AS_1F1B = MemoryLimit(LEEWAY, "x", f"{LEEWAY}x")
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 """How callers give one."""
+
+
+def _round_up(amount: float) -> float:
+    """The amount with four digits, no less."""
+    digits = 3 - floor(log10(amount)) if amount > 0 else 0
+    return ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:

@@ -6,8 +6,9 @@ same on every rank (`CostModel.uniform`) it is a rank's share of one microbatch,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
@@ -293,7 +294,16 @@ class CostModel:
         >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
         (4.0, 5.0, 0.0)
         """
-        return max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind)
+        return self._needs[kind][stage]
+
+    @cached_property
+    def _needs(self) -> dict[OpKind, list[float]]:
+        """Simulations and searches ask often."""
+        stages = range(self.num_stages)
+        return {
+            kind: [max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind) for stage in stages]
+            for kind in OpKind
+        }
 
     def working_of(self, stage: int, kind: OpKind) -> float:
         """What an op needs only while it runs."""
@@ -306,19 +316,22 @@ class CostModel:
 
     def adds(self, stage: int, kind: OpKind) -> float:
         """What one op adds to the activations of its rank: from its start on if it is more than 0, else at its end."""
-        size = self.activations[stage]
-        freed = size * self.freed_share(stage)
-        match kind:
-            case OpKind.F | OpKind.RF:
-                return size
-            case OpKind.B | OpKind.OF:
-                return -size
-            case OpKind.I:
-                return -freed
-            case OpKind.W | OpKind.OI:
-                return freed - size
-            case OpKind.RI:
-                return size - freed
+        return self._adds[kind][stage]
+
+    @cached_property
+    def _adds(self) -> dict[OpKind, list[float]]:
+        size = list(self.activations)
+        freed = [each * self.freed_share(stage) for stage, each in enumerate(size)]
+        less, by_i = [-each for each in size], [-each for each in freed]
+        by_w = [one - each for one, each in zip(freed, size, strict=True)]
+        again = [each - one for one, each in zip(freed, size, strict=True)]
+        return {
+            **dict.fromkeys((OpKind.F, OpKind.RF), size),
+            **dict.fromkeys((OpKind.B, OpKind.OF), less),
+            **dict.fromkeys((OpKind.W, OpKind.OI), by_w),
+            OpKind.I: by_i,
+            OpKind.RI: again,
+        }
 
     def waits(self, stage: int) -> float:
         """What a stage keeps of one microbatch from I to W."""
@@ -355,8 +368,21 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
     return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
 
 
+class LimitTooSmallError(ValueError):
+    """A memory limit that cannot hold even one microbatch."""
+
+    def __init__(
+        self, limit: float, least: float, rank: int, more: str, spell: Callable[[float], str] = "{:.12g}".format
+    ) -> None:
+        super().__init__(
+            f"memory_limit = {spell(limit)} is too small{more}: one microbatch peaks at {spell(least)} on rank {rank};"
+            " give at least that, or cut the batch into more microbatches"
+        )
+        self.parts = limit, least, rank, more
+
+
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise ValueError, with the least that would do, for a limit that is too small for even one microbatch.
+    """Raise LimitTooSmallError, with the least that would do, for a limit that is too small for even one microbatch.
 
     Args:
         placement: of the stages.
@@ -367,10 +393,7 @@ def require_room(placement: Placement, costs: CostModel, limits: Sequence[float]
     least = least_room(placement, costs)
     if short := too_small(least, limits):
         rank = max(short, key=least.__getitem__)
-        raise ValueError(
-            f"memory_limit = {limits[rank]:.12g} is too small{more}: one microbatch peaks at {least[rank]:.12g} on rank"
-            f" {rank}; give at least that, or cut the batch into more microbatches"
-        )
+        raise LimitTooSmallError(limits[rank], least[rank], rank, more)
 
 
 def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:

@@ -16,13 +16,18 @@ class _Named(StrEnum):
         >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
         True
         """
-        names = f"use one of {', '.join(repr(each.value) for each in cls)}"
+        names = f"use one of {cls.names()}"
         if not isinstance(text, str):
             raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: {names}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:
             raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: {names}") from None
+
+    @classmethod
+    def names(cls) -> str:
+        """All names, as users write them on a command line."""
+        return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
 
 
 class Transport(_Named):
@@ -51,3 +56,5 @@ class Receives(_Named):
     """Before the computation during which the message starts, by a simulation."""
     NEAREST = "nearest"
     """Between the two computations that are nearest to that, so that the rank does not wait for it for long."""
+    RENDEZVOUS = "rendezvous"
+    """Between computations, where both ranks are free first, by a simulation in which each message holds up both."""

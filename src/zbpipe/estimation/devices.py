@@ -73,12 +73,24 @@ _REPORTED = (
     "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8 MI300X, with"
     " Llama 3.1 8B and Qwen 2.5 7B, attention not counted"
 )
+_UNKNOWN = "no measurement is public, an assumption:"
 _NICS = "8 network cards of 400 Gb/s a node, as in ROCm's documentation of distributed setups"
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
         for device in (
+            Device(
+                "A100",
+                peak=312e12,
+                share=0.57,
+                inside=300e9,
+                gib=79,
+                source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 a GPU, as"
+                " in NVIDIA DGX A100",
+                share_from="the PyTorch blog of March 2024 on FSDP: Llama 2 7B, 128 A100, 3,700 tokens/s a GPU",
+                between=25e9,
+            ),
             Device(
                 "H100",
                 peak=989.4e12,
@@ -105,7 +117,41 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 gib=178,
                 source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
                 f" with sparsity; {_NVLINK}",
-                share_from="an assumption: as H100",
+                share_from=f"{_UNKNOWN} as H100",
+            ),
+            Device(
+                "GB200",
+                peak=2500e12,
+                share=0.40,
+                inside=900e9,
+                gib=184,
+                source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130"
+                f" TB/s together; {_NVLINK}",
+                share_from=f"{_UNKNOWN} as H100",
+                gpus_per_node=72,
+            ),
+            Device(
+                "L40S",
+                peak=362.05e12,
+                share=0.40,
+                inside=32e9,
+                gib=44,
+                source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
+                " Gb/s a GPU is an assumption",
+                share_from=f"{_UNKNOWN} as H100",
+                between=25e9,
+            ),
+            Device(
+                "MI250X",
+                peak=191.5e12,
+                share=0.36,
+                inside=200e9,
+                gib=64,
+                source="AMD Instinct MI250X data sheet: one of its two dies, which are GPUs of their own to torch, with"
+                " half of 383 TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200"
+                " Gb/s for 8 dies, as on Frontier",
+                share_from="arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",
+                between=12.5e9,
             ),
             Device(
                 "MI300X",
@@ -125,7 +171,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 gib=256,
                 source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
-                share_from="an assumption: as MI300X, with more memory bandwidth",
+                share_from=f"{_UNKNOWN} as MI300X, with more memory bandwidth",
             ),
             Device(
                 "MI355X",
@@ -135,7 +181,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 gib=288,
                 source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"
                 f" {_NICS}",
-                share_from="an assumption: as MI300X",
+                share_from=f"{_UNKNOWN} as MI300X",
             ),
         )
     }
@@ -150,7 +196,7 @@ def find(name: str) -> Device:
     known = {each.lower(): device for each, device in DEVICES.items()}
     if (device := known.get(name.lower())) is not None:
         return device
-    near = get_close_matches(name.lower(), known, n=1)
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)  # V100 is no misspelt H100
     meant = f"did you mean {known[near[0]].name}? " if near else ""
     raise ValueError(
         f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; take the nearest one, and replace its"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, merge_stages
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
@@ -48,7 +49,7 @@ def estimate(
     Args:
         workload: of the job, on its degrees: `zbpipe.frameworks.titan.workload.read` makes it of a TorchTitan config,
             `zbpipe.estimation.load_layers` reads it from a file.
-        device: its name in the table (H100, H200, B200, MI300X, MI325X, MI355X), or a Device; None only with `costs`.
+        device: its name in the table, `zbpipe.estimation.devices`, or a Device; None only with `costs`.
         tflops: 1e12 operations per second that training sustains, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
@@ -92,7 +93,7 @@ def estimate(
             steps += kept(f"plan, {name}", job.planned, name, place, budget)
     if job.rates is not None:
         steps += kept(NO_PIPELINE, job.without_pipeline)
-    steps.sort(key=lambda step: (not step.fits, step.seconds))
+    steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
 
 
@@ -149,7 +150,10 @@ class _Job:
         seconds = timeline.makespan + self._sharding(schedule.placement, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
-        return self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+        torchs = has_torchs_split(schedule, source)
+        runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
+        row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+        return replace(row, has_torchs_split=torchs, runs=runs)
 
     def _row(
         self,
@@ -228,12 +232,6 @@ class _Job:
             yield (
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
-            )
-        ranks, microbatches = self.workload.degrees.pipeline, self.workload.microbatches
-        if microbatches < ranks:
-            yield (
-                f"microbatches: {microbatches} on {ranks} pipeline ranks leave most ranks idle: give each step more (in"
-                " TorchTitan --training.local_batch_size)"
             )
         yield (
             "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"

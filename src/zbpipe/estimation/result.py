@@ -57,6 +57,9 @@ class Step:
     source: str = ""
     """Whose class runs it: "torch" or "zbpipe"."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    has_torchs_split: bool = False
+    runs: bool = True
+    """Whether it can run with the job's checkpointing and torch.compile, as fast as is simulated."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Estimate:
     workload: Workload
     device: Device | None
     steps: tuple[Step, ...]
-    """What fits comes first, the fastest first."""
+    """The fastest first; then what does not fit, and last what cannot run."""
     left_out: tuple[tuple[str, str], ...]
     """Schedules that cannot run here, each with the reason."""
     words: tuple[str, ...]
@@ -83,14 +86,15 @@ class Estimate:
 
     @property
     def best(self) -> Step | None:
-        """The fastest that fits."""
-        return next((step for step in self.steps if step.fits), None)
+        """The fastest that fits and can run."""
+        return next((step for step in self.steps if step.fits and step.runs), None)
 
     @property
     def on_these_degrees(self) -> Step | None:
         """The fastest that fits and uses the pipeline ranks, if there are several; None if nothing does."""
         alone = self.workload.degrees.pipeline == 1
-        return next((step for step in self.steps if step.fits and alone == (step.timeline is None)), None)
+        wanted = (step for step in self.steps if alone == (step.timeline is None))
+        return next((step for step in wanted if step.fits and step.runs), None)
 
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)

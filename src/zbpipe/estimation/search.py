@@ -10,7 +10,7 @@ from zbpipe.estimation.estimate import estimate
 from zbpipe.estimation.result import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
-FEW = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf", "DualPipeV")
+FEW = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf", "DualPipeVSplit")
 """Schedules by which degrees are compared: cheap to make. Plans and the others follow for the best degrees."""
 _MOST_RANKS = 64
 

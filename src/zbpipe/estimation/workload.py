@@ -124,6 +124,8 @@ class Workload:
     """The job's own."""
     checkpointing: Checkpointing | None = None
     """For schedules that adapt to it; None where it is not known."""
+    compiled: bool = False
+    """Whether torch.compile runs the layers."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
     """Layers by stage if the user gave them, which holds for placements with their number of stages."""
@@ -131,6 +133,15 @@ class Workload:
     """As how many layers embedding and head count, if the user wants the layers to be cut evenly."""
     remade: Callable[[Degrees], Workload] | None = None
     """Makes the same job on other degrees; None where that is not possible."""
+    microbatch_size: int = 1
+    """Sequences of a microbatch."""
+    batch_option: str = "microbatches"
+    """What the user sets for a larger batch, in sequences of one pipeline's step."""
+
+    @property
+    def too_few_microbatches(self) -> str | None:
+        """The sentence of `few_microbatches` for this job."""
+        return few_microbatches(self.degrees.pipeline, self.microbatches, self.microbatch_size, self.batch_option)
 
     @property
     def global_tokens(self) -> int:
@@ -189,6 +200,20 @@ class Workload:
         """By rank, the parameters of its stages, over all GPUs that share them."""
         stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
         return placement.sum_by_rank(stages)
+
+
+def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:
+    """A sentence for jobs with fewer than 2p microbatches, with the `option` that sets their batch; None for others.
+
+    >>> few_microbatches(4, 4, 1, "--training.local_batch_size")
+    'with 4 microbatches, 4 pipeline ranks are idle for much of each step: set --training.local_batch_size 8 or more'
+    """
+    if ranks < 2 or microbatches >= 2 * ranks:
+        return None
+    return (
+        f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
+        f" set {option} {2 * ranks * microbatch_size} or more"
+    )
 
 
 @dataclass(frozen=True)

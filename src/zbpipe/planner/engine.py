@@ -12,10 +12,16 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from zbpipe.planner import kernel, samples
+from zbpipe.planner import kernel, rendezvous, samples
 from zbpipe.planner.kernel import Job
 
-_ENTRIES = (kernel.list_schedule, kernel.justify, kernel.anneal, samples.anneal_in_samples)
+_ENTRIES = (
+    kernel.list_schedule,
+    kernel.justify,
+    kernel.anneal,
+    samples.anneal_in_samples,
+    rendezvous.anneal_by_rendezvous,
+)
 """The functions that a search calls; these call all others of their modules."""
 _FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
 """The sequences of a `Job` that hold no whole numbers."""
@@ -23,12 +29,13 @@ _FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limi
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of `kernel` and `samples` that a search calls, and how to make their sequences from lists."""
+    """The functions that a search calls, of `kernel` and the like, and how to make their sequences from lists."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
     anneal: Callable[..., tuple[float, list[int], int]]
     anneal_in_samples: Callable[..., tuple[float, list[int]]]
+    anneal_by_rendezvous: Callable[..., tuple[float, list[int], int]]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
     rows: Callable[[Sequence[Sequence[float]]], Any]
@@ -50,6 +57,11 @@ def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 PLAIN = Engine(*_ENTRIES, list, list, _lists, compiled=False)
 
 
+def at_hand() -> Engine:
+    """`fastest()` where it was called before, so that nothing waits for numba; else `PLAIN`."""
+    return fastest() if fastest.cache_info().currsize else PLAIN
+
+
 @cache
 def fastest() -> Engine:
     """Machine code where numba is installed, else `PLAIN`, which is some 30 times as slow."""
@@ -59,13 +71,14 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
-    for module in (kernel, samples):
+    for module in (kernel, samples, rendezvous):
         for each in vars(module).values():
             if isinstance(each, FunctionType) and each.__module__ == module.__name__ and each not in _ENTRIES:
                 numba.extending.register_jitable(each)
     jit = numba.njit(cache=True)
     return Engine(
-        *(jit(kernel.list_schedule), jit(kernel.justify), jit(kernel.anneal), jit(samples.anneal_in_samples)),
+        *(jit(kernel.list_schedule), jit(kernel.justify), jit(kernel.anneal)),
+        *(jit(samples.anneal_in_samples), jit(rendezvous.anneal_by_rendezvous)),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
         lambda rows: np.array(rows, dtype=np.float64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -81,9 +82,10 @@ def plan(
             searches that compare splits come on top.
         seed: of the search's random numbers.
         exact: whether to look for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. The search itself knows no
-            queues: of all that it found, and the named schedules, it takes the one with the shortest step under this
-            transport. The bounds hold for every transport.
+        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. With "shared with compute"
+            half of the budget is for a search that counts what messages hold up. Others know no queues: of all that was
+            found, and the named schedules, the plan is the one with the shortest step under this transport. The bounds
+            hold for every transport.
         offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or
             "all" (also True). The costs need `host`. Then the plan is the best of the named schedules and of
             several searches, some of them with looser limits, which keep to the limit by copies that no op waits for
@@ -138,6 +140,10 @@ def plan(
         request = _keep_stages(request, costs.num_stages)
 
     def search(request: Request) -> Plan:
+        with limit.explain(known, ranks, microbatches) if limit else nullcontext():
+            return _search(request)
+
+    def _search(request: Request) -> Plan:
         if isinstance(costs, LayerCosts):
             return plan_layers(request, costs, report)
         return plan_stages(request, _costs_of(costs), report)

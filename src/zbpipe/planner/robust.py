@@ -134,7 +134,7 @@ class Annealing:
         """The candidates and their step times, the shortest first; of equal schedules one."""
         others = {each.schedule: each for each in reversed(candidates)}
         times = [
-            (each, step_times(each.schedule, each.problem.costs, self.jitter, draws=samples, seed=_SEED))
+            (each, step_times(each.schedule, each.problem.costs, self.jitter, samples=samples, seed=_SEED))
             for each in others.values()
         ]
         return sorted(times, key=lambda pair: pair[1].quantile(self.quantile))

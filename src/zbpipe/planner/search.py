@@ -8,7 +8,7 @@ from math import inf, sqrt
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
-from zbpipe.planner.engine import PLAIN, Engine
+from zbpipe.planner.engine import Engine, at_hand
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
@@ -39,6 +39,11 @@ _SHARE_OF_SHAPES = 0.4
 """Of the budget, for list scheduling."""
 _WORTH = 1.1
 """An order is annealed if it is at most this much longer than the best one."""
+_WHOLE_RUN = 20
+"""Work of timing one op in a run by rendezvous, in ops that annealing times. Timed with numba: 15 to 25."""
+_BY_RENDEZVOUS = ", by rendezvous"
+_HEAT_BY_RENDEZVOUS = 0.05
+"""What annealing by rendezvous may lose in one move at the start, in mean times of an op."""
 _MOST_HEAT = 0.4
 """The most that annealing may lose in one move, in mean times of an op."""
 
@@ -73,6 +78,10 @@ class Found:
     """Seconds of the time to minimise."""
     by: str
     """The searches that led to it."""
+
+
+def _length_of(found: Found) -> float:
+    return found.length
 
 
 class Search:
@@ -182,6 +191,34 @@ class Search:
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
 
+    def race_by_rendezvous(self, budget: float) -> list[Found]:
+        """Orders for messages that hold up both of their ranks, the best first: all that are known, and better ones.
+
+        Their length is the makespan with such messages. Without a budget it only times what is known.
+        """
+        known = {(each.problem.name, each.order): each for each in self.kept}
+        found = sorted((self.anneal_by_rendezvous(each) for each in known.values()), key=_length_of)
+        for rest in reversed(range(self.effort.rounds + 1) if budget else ()):
+            best = found[: 2**rest]
+            work = budget / (self.effort.rounds + 1) / len(best)
+            found = sorted([*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=_length_of)
+            self.progress(1.0, self.shortest)
+        return found
+
+    def anneal_by_rendezvous(self, start: Found, work: float = 0) -> Found:
+        """The same order or a better one, with its makespan if messages hold up both of their ranks."""
+        job = start.problem.job
+        heat = _HEAT_BY_RENDEZVOUS * sum(job.seconds) / len(job.seconds)
+        length, order, _ = self.engine.anneal_by_rendezvous(
+            self.engine.prepare(job),
+            self.engine.integers(start.order),
+            heat,
+            int(work / _WHOLE_RUN),
+            self.random.randrange(1, 2**31 - 1),
+        )
+        by = f"{start.by.removesuffix(_BY_RENDEZVOUS)}{_BY_RENDEZVOUS}" if work else start.by
+        return Found(start.problem, tuple(order), length, by)
+
     def reached(self, problem: Problem) -> float:
         """Seconds of the best order on its placement; infinite before the first."""
         known = self.by_placement.get(problem.name)
@@ -236,7 +273,7 @@ def find_best_within(
     weights = (limit * share for share in rank_shares(placement, costs))
     limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
-    orders = [order for length, order in ListScheduler(problem, PLAIN).list_by_kind() if length < NEVER]
+    orders = [order for length, order in ListScheduler(problem, at_hand()).list_by_kind() if length < NEVER]
     orders = orders or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 from zbpipe.costs.baseline import CostsOf
@@ -24,6 +25,8 @@ from zbpipe.simulator.timeline import Timeline
 
 _MOST_CANDIDATES = 64
 """Candidates that are simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
+_MOST_BY_RENDEZVOUS = 12
+"""The same where messages hold up both of their ranks, and a search knows it."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
@@ -36,13 +39,19 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
+    by_rendezvous = request.transport is Transport.SHARED and request.objective == "makespan"
+    budget /= 2 if by_rendezvous else 1
     search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(make_named_schedules(problems))
     bounds = {problem.name: problem.lower_bound for problem in problems}
     if request.exact:
         found, proven = prove(search.by_placement)
         bounds |= proven
-    found, timeline = _find_shortest([found, *search.kept], request.transport, request.objective)
+    candidates = [found, *search.kept]
+    if by_rendezvous:
+        best = search.race_by_rendezvous(budget)[:_MOST_BY_RENDEZVOUS]
+        candidates = [found, *(replace(each, length=each.problem.length(each.order)) for each in best)]
+    found, timeline = _find_shortest(candidates, request.transport, request.objective)
     return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, FrozenDict(bounds))
 
 

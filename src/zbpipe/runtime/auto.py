@@ -178,7 +178,8 @@ class AutoSchedule(RegisteredSchedule):
         return Schedule.from_csv(found.table, "plan") if is_better else lean
 
     def _make_lean(self, number: int, costs: CostModel) -> Schedule:
-        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, self._find_limits(number, costs))
+        limits = self._find_limits(number, costs)
+        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, limits, self.transport)
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:

@@ -45,7 +45,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         raise ValueError(
             f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
-            " schedules, for example ZBH1, which has the memory of 1F1B"
+            " schedules, for example ZBVLean, which stays within about 1F1B's memory"
         )
     checks.read_receives(options.receives, options.select_for("torch"))
     if options.transport is not None:
@@ -81,12 +81,13 @@ def require_size(
     if limit := MemoryLimit.parse(options.memory_limit):
         # Without a file, what not even the activations fit into. What ops need besides is known when it is built.
         costs = known.on(placement) if known else CostModel.uniform(placement)
-        require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
+        with limit.explain(costs, num_ranks, n_microbatches):
+            require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
     rows = algorithm.make(num_ranks, n_microbatches) if options.profile_steps else ()
     if options.profile_steps and all(op.kind is not OpKind.I for ops in rows for op in ops):
         raise ValueError(
-            f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with one of"
-            " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
+            f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
+            " which stays within about 1F1B's memory"
         )
     timed = options.profile_steps
     if timed is None and algorithm is AutoSchedule.algorithm and options.costs_out:

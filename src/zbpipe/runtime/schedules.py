@@ -70,7 +70,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         offload: what goes to the host's memory and comes back in time, as far as that costs no time: "pairs"
             (deferred gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule
             that has copies already, such as a plan's, runs them without this.
-        receives: when ranks post their receives: "early", "late", "timed" or "nearest" (see
+        receives: when ranks post their receives: "early", "late", "timed", "nearest" or "rendezvous" (see
             `zbpipe.costs.transport.Receives`). By default what gives the shortest step, as simulated with the
             transport and `costs`, or with equal times of F, I and W.
         transport: what messages wait for: "ideal", "one queue", "queue per peer" or "shared with compute" (see
@@ -126,7 +126,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, self.placement = checks.place_stages(stages, algorithm)
         costs = None if costs is None else as_cost_model(costs, self.placement)
-        self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted)
+        self.transport = transport or find_usual_transport(stages[0])
+        self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
         self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
@@ -136,7 +137,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        self.transport = transport or find_usual_transport(stages[0])
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board)

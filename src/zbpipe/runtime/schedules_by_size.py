@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator import passes
@@ -25,6 +26,8 @@ class SchedulesBySize:
     limit: MemoryLimit | None
     """What a rank may hold; None for the algorithm's own limit."""
     offload: Offload | None
+    transport: Transport
+    """What messages wait for."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
 
@@ -59,6 +62,7 @@ class SchedulesBySize:
             costs=self.costs,
             memory_limit=self.limit,
             runs_ahead=runs_ahead,
+            transport=self.transport,
         )
         return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 

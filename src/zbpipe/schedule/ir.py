@@ -90,6 +90,8 @@ class OpKind(StrEnum):
     OI = "OI"
     RI = "RI"
 
+    __hash__ = str.__hash__  # that of Enum is Python code, and ops are keys everywhere
+
 
 class Op(NamedTuple):
     """One piece of work: what `kind` of work on which stage for which microbatch. Text form: `3F0`.

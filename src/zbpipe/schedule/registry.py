@@ -6,9 +6,9 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
 A function that takes `stages_per_rank` as well runs with any number of stages, one that takes `costs` can fit itself to
-measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`. Installed packages offer their functions
-through the entry-point group "zbpipe.algorithms". zbpipe's own are in `zbpipe.algorithms`, which `import
-zbpipe` imports.
+measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to what
+messages wait for. Installed packages offer their functions through the entry-point group "zbpipe.algorithms". zbpipe's
+own are in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zbpipe.schedule.user_code import SEPARATOR, function_of
 if TYPE_CHECKING:
     from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.costs.model import CostModel
+    from zbpipe.costs.transport import Transport
 
 Generate = Callable[..., Schedule]
 
@@ -42,7 +43,7 @@ class _Planned(Protocol):
     def schedule(self) -> Schedule: ...
 
 
-_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead")
+_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transport")
 """The keywords that the function of a schedule may take."""
 
 
@@ -68,7 +69,7 @@ class Algorithm:
     table: Schedule | None = None
     """The schedule that exists already."""
     keywords: frozenset[str] = frozenset()
-    """Which of `stages_per_rank`, `costs`, `memory_limit` and `runs_ahead` the function takes."""
+    """Which of `stages_per_rank`, `costs`, `memory_limit`, `runs_ahead` and `transport` the function takes."""
     listed: bool = True
     """Whether it is a schedule of its own, to be listed and compared with others."""
     by_checkpointing: bool = False
@@ -120,6 +121,7 @@ class Algorithm:
         costs: CostModel | None = None,
         memory_limit: MemoryLimit | None = None,
         runs_ahead: bool = False,
+        transport: Transport | None = None,
     ) -> Schedule:
         """The schedule of this size; `zbpipe.generate` takes a name, and costs and limits as users write them."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
@@ -128,7 +130,7 @@ class Algorithm:
             require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
         if memory_limit is not None:
             self.require_limits("memory_limit")
-        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead)
+        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead, transport)
         given = dict(zip(_KEYWORDS, values, strict=True))
         schedule = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(schedule, self.name, placement, microbatches)

@@ -20,14 +20,19 @@ def import_modules(names: Iterable[str]) -> None:
 
     ValueError if there is none of that name, or its own code fails; with that error.
     """
-    here = str(Path.cwd())
     for name in names:
-        if here not in sys.path:
-            sys.path.insert(0, here)
+        import_from_here()
         try:
             importlib.import_module(name)
         except Exception as error:
             raise ValueError(f"the module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def import_from_here() -> None:
+    """Let imports find modules in the current folder, as with `python -m`."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def function_of(source: str) -> Any:

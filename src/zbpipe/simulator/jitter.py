@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Seconds = NDArray[np.floating[Any]]
 """One number for each sample."""
 
-_MOST_DRAWS = 100_000
+_MOST_SAMPLES = 100_000
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class StepTimes:
     """The step times of many samples.
 
     >>> from zbpipe.simulator.jitter import Jitter, step_times
-    >>> times = step_times(zbpipe.generate("ZBV", 4, 8), (1, 1, 1), Jitter(ops=0.1), draws=200)
+    >>> times = step_times(zbpipe.generate("ZBV", 4, 8), (1, 1, 1), Jitter(ops=0.1), samples=200)
     >>> times.p50 < times.p95 < times.p99
     True
     """
@@ -196,10 +196,10 @@ def step_times(
     costs: CostModel | Placeable | Sequence[float],
     jitter: Jitter,
     *,
-    draws: int = 1000,
+    samples: int = 1000,
     seed: int = 0,
 ) -> StepTimes:
-    """How long a synchronous step takes in each of `draws` samples; with the ideal transport.
+    """How long a synchronous step takes in each of the samples; with the ideal transport.
 
     An op gets the same factors in all schedules with its stage, so that they are compared with the same random times.
 
@@ -207,25 +207,25 @@ def step_times(
         schedule: a valid one that copies nothing to the host.
         costs: as for `zbpipe.simulate`.
         jitter: what varies.
-        draws: steps to simulate.
+        samples: steps to simulate.
         seed: of the random times.
 
     Raises:
         TypeError: something else.
-        ValueError: no draws, too many, ranks that do not exist, or a schedule that cannot run.
+        ValueError: no samples, too many, ranks that do not exist, or a schedule that cannot run.
     """
     require_schedule(schedule)
     if not isinstance(jitter, Jitter):
         raise TypeError(f"jitter = {jitter!r} is no zbpipe.simulator.jitter.Jitter")
-    require_whole(1, draws=draws)
+    require_whole(1, samples=samples)
     require_whole(0, seed=seed)
-    if draws > _MOST_DRAWS:
-        raise ValueError(f"draws = {draws} has to be from 1 to {_MOST_DRAWS}")
+    if samples > _MOST_SAMPLES:
+        raise ValueError(f"samples = {samples} has to be from 1 to {_MOST_SAMPLES}")
     if schedule.has_copies:
         raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
     _require_ranks(schedule.num_ranks, jitter)
     costs = as_cost_model(costs, schedule.placement)
-    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.num_ranks, jitter, draws, seed)))
+    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.num_ranks, jitter, samples, seed)))
 
 
 def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
@@ -237,9 +237,9 @@ def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
 class RandomTimes:
     """The random times of all samples. Each op and each message has its own, whatever else is sampled."""
 
-    def __init__(self, num_ranks: int, jitter: Jitter, draws: int, seed: int) -> None:
+    def __init__(self, num_ranks: int, jitter: Jitter, samples: int, seed: int) -> None:
         self._jitter = jitter
-        self.draws = draws
+        self.samples = samples
         self._seed = seed
         self._factors = np.array(jitter.factors)
         self._rank = [self._of_rank(rank) for rank in range(num_ranks)]
@@ -250,9 +250,9 @@ class RandomTimes:
         jitter = self._jitter
         factor = self._rank[rank]
         if usual and jitter.factors:
-            factor = factor * self._random(0, op).choice(self._factors, self.draws)
+            factor = factor * self._random(0, op).choice(self._factors, self.samples)
         elif usual and jitter.ops:
-            factor = factor * _lognormal(self._random(0, op), jitter.ops, self.draws)
+            factor = factor * _lognormal(self._random(0, op), jitter.ops, self.samples)
         return usual * factor
 
     def transfer(self, op: Op, ranks: tuple[int, int], usual: float) -> Seconds | float:
@@ -262,9 +262,9 @@ class RandomTimes:
         seconds: Seconds | float = usual + jitter.late_by(*ranks)
         random = self._random(1, op) if jitter.links or jitter.delay else None
         if random is not None and jitter.links:
-            seconds = seconds * _lognormal(random, jitter.links, self.draws)
+            seconds = seconds * _lognormal(random, jitter.links, self.samples)
         if random is not None and jitter.delay:
-            seconds = seconds + random.exponential(jitter.delay, self.draws)
+            seconds = seconds + random.exponential(jitter.delay, self.samples)
         if jitter.burst and jitter.burst_delay:
             if link not in self._burst_of_link:
                 self._burst_of_link[link] = jitter.burst_delay * self._bursts(3, *link)
@@ -280,16 +280,16 @@ class RandomTimes:
         return slow * (1 + (jitter.burst_factor - 1) * self._bursts(2, rank))
 
     def _bursts(self, *key: int) -> NDArray[np.bool_]:
-        return np.random.default_rng([self._seed, *key]).random(self.draws) < self._jitter.burst
+        return np.random.default_rng([self._seed, *key]).random(self.samples) < self._jitter.burst
 
     def _random(self, what: int, op: Op) -> np.random.Generator:
         return np.random.default_rng([self._seed, what, op.stage, COMPUTATIONS.index(op.kind), op.microbatch])
 
 
-def _lognormal(random: np.random.Generator, deviation: float, draws: int) -> Seconds:
+def _lognormal(random: np.random.Generator, deviation: float, samples: int) -> Seconds:
     """Factors with a mean of 1."""
     variance = log1p(deviation**2)
-    return np.exp(random.normal(-variance / 2, sqrt(variance), draws))
+    return np.exp(random.normal(-variance / 2, sqrt(variance), samples))
 
 
 def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Seconds:
@@ -312,4 +312,4 @@ def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Secon
         for each in (op, *feeders):
             if not uses[each]:
                 del clock.ends[each]  # large jobs have tens of thousands
-    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.draws,)).astype(np.float64)
+    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.samples,)).astype(np.float64)

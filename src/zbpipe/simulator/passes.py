@@ -28,6 +28,7 @@ from zbpipe.simulator.actions import (
     other_end,
     send_of,
 )
+from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
 
 
@@ -74,7 +75,7 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
         >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
         1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
-    `rows` have torch's early receives; the timeline of the same schedule is for `Receives.TIMED` and `NEAREST`.
+    `rows` have torch's early receives; the timeline of the same schedule is for the others.
     """
     match receives:
         case Receives.EARLY:
@@ -85,6 +86,8 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
             return _receive_on_time(rows, timeline, share=1.0)
         case Receives.NEAREST:
             return _receive_on_time(rows, timeline, share=0.5)
+        case Receives.RENDEZVOUS:
+            return receive_by_rendezvous(rows, timeline.schedule.placement, timeline.costs)
 
 
 def default_costs(placement: Placement) -> CostModel:

@@ -27,6 +27,8 @@ _MOST_SPANS = 2**22
 """In a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """In a tie the first wins."""
+_WITH_SHARED = (*_PREFERRED, Receives.RENDEZVOUS)
+"""Where a message holds up both of its ranks."""
 _WORTH_IT = 1 - 1e-3
 """A way to receive has to save a thousandth of a step to be chosen over one that is preferred."""
 
@@ -56,8 +58,9 @@ def simulate(
         ahead: by rank, how many ops of a step it may start before all ranks are done with the step before, instead of
             none (synchronous) or all (see `zbpipe.simulator.post_validation`); for the ideal transport.
         transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
-        receives: where ranks post their receives ("early", "late", "timed", "nearest"), which counts for all
-            transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose it.
+        receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which counts for
+            all transports but the ideal one. By default the way with the shortest step, as zbpipe's schedules choose
+            it ("rendezvous" only for "shared with compute").
 
     Raises:
         TypeError: `schedule` or `costs` is something else.
@@ -69,17 +72,17 @@ def simulate(
     costs = as_cost_model(costs, schedule.placement)
     _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
-    candidates = _PREFERRED if receives is None else (Receives.parse(receives),)
+    asked = None if receives is None else Receives.parse(receives)
     if transport is Transport.IDEAL:
         everything = tuple(0 if synchronous else len(row) for row in schedule)
         return _simulate_without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
     if ahead is not None:
         raise ValueError(f"ahead = {ahead} is for the ideal transport alone, got {str(transport)!r}")
-    one_step = _find_shortest(schedule, costs, transport, candidates)
+    one_step = _find_shortest(schedule, costs, transport, asked)
     if synchronous or num_steps == 1:
         return _repeat(one_step, num_steps)
     assert one_step.receives is not None, "with queues receives have places"
-    in_a_row = _find_shortest(_join_steps(schedule, num_steps), costs, transport, (one_step.receives,))
+    in_a_row = _find_shortest(_join_steps(schedule, num_steps), costs, transport, one_step.receives)
     return _split_into_steps(in_a_row, schedule, num_steps)
 
 
@@ -130,16 +133,18 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 
 
 def _find_shortest(
-    schedule: Schedule, costs: CostModel, transport: Transport, candidates: Sequence[Receives] = _PREFERRED
+    schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives | None = None
 ) -> Timeline:
-    """One step with receives at the best of these places; CircleError if messages wait in a circle at all of them."""
+    """One step with receives where they are best, or as given; CircleError if messages then wait in a circle."""
+    usual = _WITH_SHARED if transport is Transport.SHARED else _PREFERRED
+    candidates = usual if receives is None else (receives,)
     ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # as torch knows it: no copies
     best, shortest, circles = None, inf, list[CircleError]()
-    for receives in candidates:
+    for each in candidates:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         try:
-            trial = _simulate_with_queues(schedule, ideal, messages, transport, receives)
+            trial = _simulate_with_queues(schedule, ideal, messages, transport, each)
         except CircleError as error:
             circles.append(error)
             continue

@@ -27,14 +27,14 @@ def plug_in(options: Options | None = None) -> None:
         options: besides TorchTitan's config, as `zbpipe.frameworks.titan.command_line.parse` makes them.
 
     Raises:
-        ImportError: TorchTitan is not installed, zbpipe does not know this version, or torch is too old for it.
+        ImportError: TorchTitan is not installed, it lacks a name that zbpipe takes from it, or torch is too old for it.
         ValueError: the options are something else.
         RuntimeError: it was called before.
     """
     import os
     import sys
 
-    from zbpipe.frameworks.titan import cpu, versions
+    from zbpipe.frameworks.titan import cpu, interface, versions
     from zbpipe.runtime.options import Options
 
     if options is not None and not isinstance(options, Options):
@@ -49,6 +49,7 @@ def plug_in(options: Options | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(cpu.NOTICE, file=sys.stderr, flush=True)
         cpu.stand_in()
+    interface.require_names()
     _plugged.append(options or Options())
     from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
 

@@ -22,6 +22,7 @@ _MOST_SCREENS = 3
 """Of one picture: of a longer one nobody sees the whole."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 """Of how busy a rank is in the time of a column."""
+_MIXTURE = "+"
 _PLAIN = 0.6
 """The share of a column's work from which on one kind gives it its colour."""
 
@@ -47,13 +48,13 @@ class _Scale:
         return math.floor(time * self.per_second + 0.5)
 
 
-def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
+def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool = True) -> Text:
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`; a timeline that is too long for one line continues in a band below. Where ranks offload, each has two
     lines more, for its copies out to the host and in again. Large timelines are condensed to one line per rank, as high
-    in each column as the rank is busy then.
+    in each column as the rank is busy then; without `colours`, a letter shows what it mostly does.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -63,9 +64,10 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24) -> Text:
     columns = max(width - label - len(style.number(timeline.makespan)), 20)
     scale = _fit(timeline, columns, height)
     if _lines(timeline, scale) > _MOST_SCREENS * height:
-        lines = _overview(timeline, columns, width, label)
+        lines = _overview(timeline, columns, width, label, colours)
     else:
-        lines = [*_bands(timeline, scale, label), *_pack(_legend(timeline), width), *_list_left_out(timeline, scale)]
+        legend = _pack(_legend(timeline, scale, colours), width)
+        lines = [*_bands(timeline, scale, label), *legend, *_list_left_out(timeline, scale)]
     return Text("\n").join(lines)
 
 
@@ -87,28 +89,33 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
         yield Text(" " * label + _axis(timeline, scale, begin, end), "dim")
 
 
-def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[Text]:
-    """A line per rank: a column is as high as the rank is busy then, in the colour of what it mostly does."""
+def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
+    """A line per rank: a column is as high as the rank is busy then, in the colour of what it mostly does.
+
+    Without colours it has the letter of that kind, small where the rank is busy for less than half of the column.
+    """
     scale = _Scale(columns / timeline.makespan, columns, columns)
     lines = [
-        Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale))))
+        Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale, colours))))
         for rank, spans in enumerate(timeline.spans)
     ]
     lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
     keys = [
-        Text.assemble(("██", style.paint(kind, 0, 1).fill), f" mostly {style.KIND_WORDS[kind]}")
+        Text.assemble(
+            ("██", style.paint(kind, 0, 1).fill) if colours else str(kind), f" mostly {style.KIND_WORDS[kind]}"
+        )
         for kind in style.kinds(timeline)
     ]
     words = (
         f"a column: {style.number(timeline.makespan / columns)}",
-        "its height: how busy the rank is",
+        "its height: how busy the rank is" if colours else "small letters: the rank is idle for more than half of it",
         "all ops: --html",
     )
-    rest = [Text("██ a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
+    rest = [Text(f"{'██' if colours else _MIXTURE} a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
     return lines + _pack([*keys, *rest], width)
 
 
-def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
+def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Cell]:
     """A cell per column, as high as the rank is busy then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
@@ -117,17 +124,21 @@ def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
             share = min(end, column + 1) - max(begin, column)
             work[column][span.op.kind] = work[column].get(span.op.kind, 0.0) + share
     for shares in work:
-        yield _level(shares)
+        yield _level(shares, colours)
 
 
-def _level(shares: dict[OpKind, float]) -> _Cell:
+def _level(shares: dict[OpKind, float], colours: bool) -> _Cell:
     """The cell of a column in which each kind runs for such a share of the time."""
     busy = sum(shares.values())
     level = min(round(busy * len(_LEVELS)), len(_LEVELS))
     if not level:
         return IDLE, ""
     kind = max(shares, key=lambda kind: shares[kind])
-    return _LEVELS[level - 1], style.paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
+    is_plain = shares[kind] >= _PLAIN * busy
+    if not colours:
+        letter = str(kind) if is_plain else _MIXTURE
+        return letter if busy >= 0.5 else letter.lower(), ""
+    return _LEVELS[level - 1], style.paint(kind, 0, 1).fill if is_plain else ""
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
@@ -169,6 +180,11 @@ def _label(op: Op, width: int) -> str:
     return (full if len(full) <= width else str(op.kind)).ljust(width)[:width]
 
 
+def _has_number(span: Span, scale: _Scale) -> bool:
+    """Whether its box shows the microbatch."""
+    return scale.column(span.end) - scale.column(span.start) >= len(f"{span.op.kind}{span.op.microbatch}")
+
+
 def _line(cells: list[_Cell]) -> Text:
     line = Text()
     for look, run in groupby(cells, key=lambda cell: cell[1]):
@@ -186,17 +202,23 @@ def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
     return axis
 
 
-def _legend(timeline: Timeline) -> Iterator[Text]:
-    """Which colour and letter is what, and which shade is which stage of a rank."""
+def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
+    """Which colour and letter is what, which shade is which stage of a rank, and what the numbers are."""
     stages = style.most_stages(timeline.schedule.placement)
     for kind in style.kinds(timeline):
+        if not colours:
+            yield Text(f"{kind} {style.KIND_WORDS[kind]}")
+            continue
         shades = (style.paint(kind, nth, stages) for nth in range(stages))
         yield Text.assemble(
             *((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {style.KIND_WORDS[kind]}"
         )
     yield Text.assemble((IDLE, "dim"), " idle")
-    if stages > 1:
+    if stages > 1 and colours:
         yield Text("paler: later stages of a rank")
+    labels = {_has_number(span, scale) for spans in timeline.spans for span in spans}
+    if True in labels:
+        yield Text("number: microbatch" + (", where there is room" if False in labels else ""))
 
 
 def _pack(entries: Iterable[Text], width: int) -> list[Text]:

@@ -21,7 +21,7 @@ _MOST_OPS = 20_000
 def show(timeline: Timeline) -> None:
     """Draw it in the terminal, as wide and high as that is."""
     console = Console(highlight=False)
-    console.print(grid(timeline, console.width, console.height))
+    console.print(grid(timeline, console.width, console.height, colours=console.color_system is not None))
 
 
 def write_svg(timeline: Timeline, file: str | Path) -> None:

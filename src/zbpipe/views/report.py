@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.schedule.ir import OpKind
+from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.timeline import Timeline
@@ -18,9 +20,10 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 """Mean and quantiles of a schedule's step times, where times vary (`zbpipe.simulator.jitter.StepTimes.record`)."""
 
 
-def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
+def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
+    The period takes longer than all else together, and tables that do not show it go without.
     `memory_to_1f1b` is the worst rank's peak by `baseline`, that of 1F1B's worst rank; None where that is not known.
     """
     schedule = timeline.schedule
@@ -38,7 +41,7 @@ def record(timeline: Timeline, baseline: float | None = None) -> dict[str, Any]:
         "peak_memory": list(timeline.peak_memory),
         "memory_to_1f1b": max(timeline.peak_memory) / baseline if baseline else None,
         "lower_bound": timeline.lower_bound,
-        "period": period_of(timeline),
+        **({"period": period_of(timeline)} if with_period else {}),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
 
@@ -104,8 +107,11 @@ class ComparedSchedule:
     """Its `record`: many timelines at a time would take too much memory."""
     limits: tuple[float, ...] | None
     """By rank the most activations that it may hold, in the unit of the costs' activations."""
-    splits: bool
-    """Whether it has I and W."""
+    source: str
+    """Whose class runs it: "torch" or "zbpipe"."""
+    has_torchs_split: bool
+    runs: bool
+    """Whether it can run with the job's checkpointing, and as fast as is simulated."""
     jitter: Mapping[str, float] | None = None
     """Mean and quantiles of its step times where times vary, in seconds; None where they do not."""
 
@@ -116,9 +122,16 @@ class ComparedSchedule:
         limits: tuple[float, ...] | None,
         baseline: float | None = None,
         vary: Vary | None = None,
+        checkpointing: Checkpointing | None = None,
+        *,
+        with_period: bool = True,
     ) -> ComparedSchedule:
-        splits = any(op.kind is OpKind.I for ops in timeline.schedule for op in ops)
-        return cls(record(timeline, baseline), limits, splits, vary(timeline) if vary else None)
+        algorithm = schedules().get(timeline.schedule.name.lower())
+        source = "zbpipe" if algorithm is None else algorithm.source
+        torchs = has_torchs_split(timeline.schedule, source)
+        runs = not torchs or runs_torchs_split(checkpointing)
+        figures = record(timeline, baseline, with_period=with_period)
+        return cls(figures, limits, source, torchs, runs, vary(timeline) if vary else None)
 
     @property
     def peak(self) -> float:
@@ -130,16 +143,6 @@ class ComparedSchedule:
         """The same by that of 1F1B's worst rank: `1.94x`."""
         share = self.figures["memory_to_1f1b"]
         return "" if share is None else f"{share:.2f}x"
-
-    @property
-    def source(self) -> str:
-        """Whose class runs it: "torch" or "zbpipe"."""
-        algorithm = schedules().get(self.figures["schedule"].lower())
-        return "zbpipe" if algorithm is None else algorithm.source
-
-    @property
-    def has_torchs_split(self) -> bool:
-        return self.splits and self.source == "torch"
 
     @property
     def gap(self) -> float:
@@ -158,14 +161,28 @@ class ComparedSchedule:
         return max(excess)[1] if excess else None
 
     @property
-    def sort_key(self) -> tuple[bool, float, float, bool, str]:
-        """The lower the better: what fits comes first, then what is short, small, and has a split that works."""
+    def sort_key(self) -> tuple[bool, bool, float, float, bool, str]:
+        """The lower the better: first what can run, then what fits, is short, small, and has zbpipe's split."""
         seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
         makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
-        return self.broken is not None, makespan, peak, self.has_torchs_split, self.figures["schedule"].lower()
+        name = self.figures["schedule"].lower()
+        return not self.runs, self.broken is not None, makespan, peak, self.has_torchs_split, name
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it can run, and keeps to the limits; without any, to 1F1B's memory or a little more."""
+        share = self.figures["memory_to_1f1b"]
+        fits = self.broken is None if self.limits else share is not None and share <= LEEWAY * (1 + ROUNDING)
+        return self.runs and fits
 
     def record(self) -> dict[str, Any]:
-        figures = {**self.figures, "source": self.source, "gap": self.gap, "fits": self.broken is None}
+        figures = {
+            **self.figures,
+            "source": self.source,
+            "gap": self.gap,
+            "fits": self.broken is None,
+            "runs": self.runs,
+        }
         return figures if self.jitter is None else {**figures, "jitter": dict(self.jitter)}
 
 
@@ -174,54 +191,88 @@ def compare(
     limits: tuple[float, ...] | None,
     baseline: float | None,
     vary: Vary | None = None,
+    checkpointing: Checkpointing | None = None,
+    *,
+    with_period: bool = True,
 ) -> list[ComparedSchedule]:
-    """The best first; those that exceed the limit of a rank (in the costs' unit of memory) after all others."""
-    compared = (ComparedSchedule.of(timeline, limits, baseline, vary) for timeline in timelines)
+    """The best first, then those that exceed the limit of a rank (in the costs' unit of memory).
+
+    Last come those that cannot run as simulated with this checkpointing; None where it is not known.
+    """
+    compared = (
+        ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing, with_period=with_period)
+        for timeline in timelines
+    )
     return sorted(compared, key=lambda each: each.sort_key)
 
 
-def list_schedules(known: Sequence[Algorithm], compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
-    """Schedules by name, with the length of the step and the memory by 1F1B's; None where that is not known."""
-    by_name = {each.figures["schedule"]: each.figures for each in compared}
-    usual = by_name.get("1F1B", {}).get("makespan")
+def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
+    """Sorted schedules for JSON: their figures, their steps relative to the baselines, and which is recommended."""
+    chosen, steps = recommend(compared), _steps(compared)
 
-    def one(algorithm: Algorithm) -> dict[str, Any]:
-        figures = by_name.get(algorithm.name, {})
-        return {
-            **{key: getattr(algorithm, key) for key in ("name", "stages_per_rank", "placement", "source", "summary")},
-            "step_to_1f1b": figures["makespan"] / usual if figures and usual else None,
-            "memory_to_1f1b": figures.get("memory_to_1f1b"),
-        }
+    def relative(each: ComparedSchedule) -> Iterator[tuple[str, float | None]]:
+        for name in _BASELINES:
+            yield f"step_to_{name.lower()}", each.figures["makespan"] / steps[name] if steps.get(name) else None
 
-    return [one(each) for each in known]
+    return [each.record() | dict(relative(each)) | {"recommended": each is chosen} for each in compared]
 
 
-def listing(known: Sequence[Algorithm], listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of the table of `list_schedules`."""
-    rows = [
-        (
-            algorithm.name,
-            algorithm.source,
-            f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}",
-            algorithm.placement,
-            "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1),
-            "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x",
-            algorithm.summary,
-        )
-        for algorithm, each in zip(known, listed, strict=True)
-    ]
-    return table(("schedule", "from", "stages per rank", "placement", "step", "memory", "summary"), rows, left=7)
+def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
+    """The first of the sorted schedules that can run within the memory limit, or without one within 1F1B's memory."""
+    return next((each for each in compared if each.is_within), None)
+
+
+def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
+    return {each.figures["schedule"]: each.figures["makespan"] for each in compared}
+
+
+_BASELINES = ("1F1B", "Interleaved1F1B")
+
+
+def list_schedule(
+    algorithm: Algorithm, timeline: Timeline | None, step: float | None, memory: float | None
+) -> dict[str, Any]:
+    """A schedule, with the length of its step and its memory by those of 1F1B; None where that is not known."""
+    keys = ("name", "stages_per_rank", "placement", "source", "summary")
+    return {
+        **{key: getattr(algorithm, key) for key in keys},
+        "step_to_1f1b": timeline.makespan / step if timeline and step else None,
+        "memory_to_1f1b": max(timeline.peak_memory) / memory if timeline and memory else None,
+    }
+
+
+def listing(known: Sequence[Algorithm], listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of a table, each as soon as `listed` has what `list_schedule` returns of the next known schedule."""
+
+    def cells(algorithm: Algorithm, step: str, memory: str) -> tuple[str, ...]:
+        stages = f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}"
+        return algorithm.name, algorithm.source, stages, algorithm.placement, step, memory, algorithm.summary
+
+    head = ("schedule", "from", "stages per rank", "placement", "step", "memory", "summary")
+    widest = [cells(each, "+100.0%", "10.00x") for each in known]
+    widths = [max(len(row[column]) for row in (head, *widest)) for column in range(len(head))]
+    yield "  ".join(_align(head, widths, left=7)).rstrip()
+    for algorithm, each in zip(known, listed, strict=True):
+        step = "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1)
+        memory = "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x"
+        yield "  ".join(_align(cells(algorithm, step, memory), widths, left=7)).rstrip()
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
-    """Table lines, the best first. With a `plan` among the schedules, also how much longer the others take."""
+    """Table lines, the best first. With a `plan` among the schedules, how much longer the others take; else the
+    steps relative to the baselines, and the recommended schedule."""
+    best_first = sorted(compared, key=lambda each: each.sort_key)
+    steps = _steps(best_first)
+    chosen = recommend(best_first) if plan is None else None
 
     def cells(each: ComparedSchedule) -> Iterator[str]:
         yield each.figures["schedule"]
         yield each.source + "*" * each.has_torchs_split
         yield str(each.figures["stages_per_rank"])
         yield number(each.figures["makespan"])
-        if plan is not None:
+        if plan is None:
+            yield from (longer(each.figures["makespan"], steps[name]) if name in steps else "" for name in _BASELINES)
+        else:
             yield "" if each is plan else longer(each.figures["makespan"], plan.figures["makespan"])
             yield number(each.figures["period"])
         yield percent(each.figures["bubble"])
@@ -232,22 +283,26 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
         yield from (number(each.jitter[quantile]) for quantile in _QUANTILES if each.jitter)
         if each.broken is not None:
             yield f"  over the limit of {memory(each.broken)}"
+        elif each is chosen:
+            yield "  recommended"
 
-    best_first = sorted(compared, key=lambda each: each.sort_key)
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
-    heads = ["schedule", "from", "stages", "makespan", "bubble", "memory", "peak", "gap"]
+    heads = ["schedule", "from", "stages", "makespan", *(f"vs {name}" for name in _BASELINES)]
+    heads += ["bubble", "memory", "peak", "gap"]
     more = "gap: to the lower bound"
     if plan is not None:
         heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
         more = "period: from step to step with zbpipe.OptimizerStep"
+    else:
+        more += "; vs: the step relative to that of 1F1B or Interleaved1F1B"
     yield from table((*heads, *quantiles), [tuple(cells(each)) for each in best_first], left=2)
     yield ""
     yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
+    if chosen is not None:
+        within = "the memory limit" if chosen.limits else f"{LEEWAY}x of 1F1B's memory"
+        yield f"recommended: the shortest step within {within}"
     if any(each.has_torchs_split for each in best_first):
-        yield (
-            "* torch's own split: it fails under selective checkpointing, recomputes for each W under full, and takes"
-            " more memory than is shown"
-        )
+        yield NOTE
 
 
 _QUANTILES = ("p50", "p95")
@@ -260,7 +315,7 @@ _LEGEND = (
 
 def longer(time: float, than: float) -> str:
     """By how much a time is longer: `+3.1%`; nothing where nothing takes time."""
-    return f"{time / than - 1:+.1%}" if than else ""
+    return f"{round(time / than - 1, 9) + 0.0:+.1%}" if than else ""  # no -0.0%
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -105,7 +105,8 @@ def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict
 
 def demo_arguments(folder: Path, model: str) -> list[str]:
     """The installed TorchTitan's command line for a model of the demo, with all output in `folder`."""
-    return _ARGUMENTS[find_installed().name](folder, model)
+    make = _arguments_02 if find_installed().name.startswith("0.2") else _arguments_03
+    return make(folder, model)
 
 
 def _arguments_02(folder: Path, model: str) -> list[str]:
@@ -124,10 +125,6 @@ def _arguments_03(folder: Path, model: str) -> list[str]:
         *("--module", "zbpipe.cli.demo.models03", "--config", model, "--dump_folder", str(folder)),
         *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
     ]
-
-
-_ARGUMENTS = {"0.2.2": _arguments_02, "0.3.0": _arguments_03}
-"""By the name of a `zbpipe.frameworks.titan.versions.Version`."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from zbpipe.cli.demo import python_text
+from zbpipe.cli.demo import hugging_face_text, python_text
 from zbpipe.cli.demo.json_lines import JsonLines
 from zbpipe.cli.demo.launch import METRICS
 from zbpipe.frameworks.titan import plug
@@ -39,6 +39,6 @@ def _on_python_stdlib(spec: TrainSpec) -> TrainSpec:
     )
 
 
-python_text.register()
+hugging_face_text.register()
 register_train_spec("llama3_python_stdlib", _on_python_stdlib(llama3.get_train_spec()))
 register_train_spec("deepseek_v3_python_stdlib", _on_python_stdlib(deepseek_v3.get_train_spec()))

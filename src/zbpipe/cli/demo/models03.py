@@ -1,25 +1,25 @@
 """The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-For `--module` of torchtitan 0.3. Everything but data, tokenizer and batch size is TorchTitan's own.
+For `--module` of torchtitan 0.3 and its main branch. Everything but data, tokenizer and batch size is TorchTitan's own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo import python_text
 from zbpipe.cli.demo.json_lines import JsonLines
-from zbpipe.frameworks.titan import plug
+from zbpipe.frameworks.titan import batches, plug
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
@@ -58,14 +58,35 @@ def deepseek_v3_python_stdlib() -> Trainer.Config:
 
 def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
     """The config in float32, so that the losses of two schedules differ by rounding only."""
-    python_text.register()
     config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    config.dataloader = make_dataloader_config()
     config.metrics = JsonLinesMetrics.Config(
         **{field.name: getattr(config.metrics, field.name) for field in fields(config.metrics)}
     )
-    config.training.seq_len = 256
+    if batches.counts_tokens(config):
+        config.training.max_context_length = config.training.num_tokens_per_microbatch_per_dp_rank = _LENGTH
+        config.parallelism.num_pp_microbatches = 8
+    else:
+        config.training.seq_len = _LENGTH
     config.training.mixed_precision_param = "float32"
     config.debug.seed = 0
     return config
+
+
+_LENGTH = 256
+"""Tokens of a sequence."""
+
+
+def make_dataloader_config() -> Any:
+    """Of TorchTitan's loader for the text of the standard library."""
+    if find_spec("torchtitan.components.data") is not None:
+        from zbpipe.cli.demo import grain_text
+
+        return grain_text.make_dataloader_config()
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    from zbpipe.cli.demo import hugging_face_text
+
+    hugging_face_text.register()
+    return HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)

@@ -1,7 +1,6 @@
 """A text that every machine has: the source code of Python's standard library, byte by byte.
 
-`register()` adds it to TorchTitan's data sets as "python_stdlib". Like TorchTitan's other data sets it is streamed,
-split by data-parallel rank, and resumed from a checkpoint.
+`zbpipe.cli.demo.hugging_face_text` and `zbpipe.cli.demo.grain_text` give it to TorchTitan.
 """
 
 from __future__ import annotations
@@ -11,40 +10,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
 
 NAME = "python_stdlib"
+FOLDER = sysconfig.get_path("stdlib")
 _BYTES = 256
 
 
-def register() -> None:
-    """Add the data set "python_stdlib" to TorchTitan's."""
-    DATASETS[NAME] = DatasetConfig(
-        path=sysconfig.get_path("stdlib"), loader=_load, sample_processor=lambda sample: str(sample["text"])
-    )
-
-
-def _load(path: str) -> IterableDataset:
-    files = sorted(
-        str(file) for part in Path(path).iterdir() if part.name != "site-packages" for file in _find_sources(part)
-    )
+def list_files(folder: str) -> list[str]:
+    """All sources below a folder like that of the standard library; a ValueError if there are none."""
+    parts = [part for part in Path(folder).iterdir() if part.name != "site-packages"]
+    files = sorted(str(file) for part in parts for file in _find_sources(part))
     if not files:
-        raise ValueError(f"no Python sources below {path}: set dataloader.dataset_path to a folder that has some")
-    return IterableDataset.from_generator(_read, gen_kwargs={"files": files})
+        raise ValueError(f"no Python sources below {folder}: set dataloader.dataset_path to a folder that has some")
+    return files
+
+
+def read(file: str) -> dict[str, str]:
+    """A sample, as TorchTitan's data sets have them."""
+    return {"text": Path(file).read_text(encoding="utf-8", errors="replace")}
 
 
 def _find_sources(part: Path) -> Iterator[Path]:
     for file in part.rglob("*.py") if part.is_dir() else [part]:
         if file.suffix == ".py" and file.stat().st_size:
             yield file
-
-
-def _read(files: list[str]) -> Iterator[dict[str, str]]:
-    for file in files:
-        yield {"text": Path(file).read_text(encoding="utf-8", errors="replace")}
 
 
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from math import prod
 from typing import Any
 
+from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.installation import find_algorithm
+from zbpipe.frameworks.titan import batches
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import Algorithm
@@ -18,6 +21,8 @@ _DEFAULT_SECONDS = 300
 """TorchTitan's default limit for the first step."""
 _MANY_STAGES = 4
 """With this many stages, each has 75 seconds to compile forward and backward."""
+
+_VALIDATED = Options(optimizer_step="validated")
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +38,44 @@ def check(config: Any, options: Options) -> None:
             )
         return
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
+    if not has_pipeline and algorithm.source == "torch" and options not in (Options(), _VALIDATED):
+        raise ValueError(  # without the name of the schedule, which may be TorchTitan's default
+            "zbpipe's options have no effect without a pipeline: leave them out, or set"
+            " --parallelism.pipeline_parallel_degree and one of zbpipe's schedules"
+        )
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if options.optimizer_step == "validated":
         _check_validated_step(algorithm, config)
     if has_pipeline:
         _check_schedule(algorithm, config)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
-        require_size(algorithm, options, ranks, _microbatches(config), steps, _spell)
+        require_size(algorithm, options, ranks, batches.microbatches(config), steps, _spell)
         _warn_of_idle_ranks(config)
         _warn_of_first_step(algorithm, config)
+
+
+def require_processes(config: Any, number: int) -> None:
+    """Refuse degrees of parallelism that do not fit the number of processes, which TorchTitan only asserts."""
+    degrees = {name: getattr(config.parallelism, name) for name in _DEGREES}
+    needed = prod(degree for degree in degrees.values() if degree > 0)
+    takes_the_rest = degrees["data_parallel_shard_degree"] < 0
+    if config.comm.mode != "default" or (number % needed == 0 if takes_the_rest else number == needed):
+        return
+    product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+    many = f"a multiple of {needed}" if takes_the_rest else str(needed)
+    raise ValueError(
+        f"{product or 'a job without parallelism'} needs {many} processes, and this job has {number}: start torchrun"
+        f" with {many}, or change a degree"
+    )
+
+
+_DEGREES = (
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+)
 
 
 def _spell(option: str) -> str:
@@ -59,7 +93,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.name == "Auto":
         return
-    schedule = algorithm.make(ranks, _microbatches(config), runs_ahead=True)
+    schedule = algorithm.make(ranks, batches.microbatches(config), runs_ahead=True)
     saved = gain(schedule, default_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(
@@ -70,12 +104,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
-    batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
-    if batch % microbatch:
-        raise ValueError(
-            f"training.local_batch_size={batch} is not a multiple of"
-            f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
-        )
+    batches.require_whole_microbatches(config)
     algorithm.place(config.parallelism.pipeline_parallel_degree)
     if algorithm.source == "zbpipe" and table:
         raise ValueError(
@@ -83,17 +112,14 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
             " of them out"
         )
     if algorithm.placement == "table":
-        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, _microbatches(config)))
+        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config)))
 
 
 def _warn_of_idle_ranks(config: Any) -> None:
-    ranks, microbatches = config.parallelism.pipeline_parallel_degree, _microbatches(config)
-    if microbatches < 2 * ranks:
-        batch = 2 * ranks * config.parallelism.pipeline_parallel_microbatch_size
-        _warn_once(
-            f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
-            f" set --training.local_batch_size {batch} or more"
-        )
+    option, size = batches.batch_option(config)
+    ranks = config.parallelism.pipeline_parallel_degree
+    if words := few_microbatches(ranks, batches.microbatches(config), size, option):
+        _warn_once(words)
 
 
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
@@ -112,7 +138,3 @@ def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
 def _warn_once(words: str) -> None:
     """Log it once: with TorchTitan 0.2 the settings are checked twice."""
     logger.warning(words)
-
-
-def _microbatches(config: Any) -> int:
-    return int(config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)

@@ -45,14 +45,28 @@ def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, 
             _log(parts, f"the embedding counts as {input_weight} and the head as {output_weight} blocks")
             return parts
         (names,) = titans(1, num_layers)
-        costs = LayerCosts(layers_of(model.module, names, attention_products(model) / num_layers, how))
-        parts = costs.modules(split_of(balance(costs, placement)))
+        everywhere = _in_all_stages(titans, num_layers)
+        names = [name for name in names if name not in everywhere]
+        first, *others = layers_of(model.module, names, attention_products(model) / num_layers, how)
+        besides = {name: products(each) for name, each in modules_of(model.module).items() if name not in names}
+        costs = LayerCosts((layer(first.modules, first.f + sum(besides.values())), *others))
+        parts = [[*part, *everywhere] for part in costs.modules(split_of(balance(costs, placement)))]
         *blocks, head = (layer.seconds for layer in costs.layers[1:])
         average = sum(blocks) / len(blocks)
-        _log(parts, f"by work; {'+'.join(costs.layers[-1].modules)} counts as {head / (average or 1):.2g} blocks")
+        ends = {"+".join(others[-1].modules): head}
+        # Where TorchTitan puts encoders of images. One patch for each token.
+        ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in besides.items() if each}
+        counted = ", ".join(f"{name} counts as {each / (average or 1):.2g} blocks" for name, each in ends.items())
+        _log(parts, f"by work; {counted}")
         return parts
 
     return cut
+
+
+def _in_all_stages(titans: Cut, num_layers: int) -> list[str]:
+    """Modules that TorchTitan's function puts into every stage, such as the rotary embedding of some models."""
+    first, last = titans(2, num_layers)
+    return [name for name in first if name in last]
 
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
@@ -96,7 +110,7 @@ def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Che
     """
     first = next(number for number, name in enumerate(names) if name.startswith(_BLOCKS))
     behind = next(number for number, name in enumerate(names) if number > first and not name.startswith(_BLOCKS))
-    modules = dict(model.named_modules())
+    modules = modules_of(model)
 
     def products_in(group: Sequence[str]) -> float:
         return sum(products(modules[name]) for name in group if name in modules)
@@ -106,6 +120,21 @@ def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Che
         *(layer([name], products_in([name]) + attention, how) for name in names[first:behind]),
         layer(names[behind:], products_in(names[behind:])),
     )
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """What TorchTitan gives to stages by name: the children of a model, and the blocks of its containers.
+
+    >>> list(modules_of(nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "norm": nn.ReLU()})))
+    ['layers.0', 'layers.1', 'norm']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            found |= {f"{name}.{block}": each for block, each in child.named_children()}
+        else:
+            found[name] = child
+    return found
 
 
 def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointing.NONE) -> Layer:

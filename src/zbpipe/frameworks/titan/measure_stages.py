@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from statistics import fmean
 from typing import Any
 
@@ -100,7 +101,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
         kept={key: size for each in reversed(memory) for key, size in add_stage(each.kept).items()},
         most={key: size for each in reversed(memory) for key, size in add_stage(each.most).items()},
         links={},
-        message_bytes=0 if is_last else built.tokens[0] * built.tokens[1] * width * dtype.itemsize,
+        message_bytes=0 if is_last else prod(built.tokens) * width * dtype.itemsize,
     )
 
 

@@ -1,10 +1,16 @@
-"""The jobs of TorchTitan's command lines and their models, for what trains nothing. For torchtitan 0.2.2 and 0.3.0."""
+"""The jobs of TorchTitan's command lines and their models, for what trains nothing."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +22,12 @@ from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import ParameterBytes
+from zbpipe.frameworks.titan import batches
 from zbpipe.frameworks.titan.layer_split import Model
 from zbpipe.frameworks.titan.plug import (
     HAS_JOB_CONFIG,
     ask_for_causal_attention,
     checkpointing_of,
-    use_causal_attention,
 )
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
@@ -43,6 +49,21 @@ def parse_config(arguments: list[str]) -> Any:
         return ConfigManager().parse_args(arguments)
     except SystemExit:
         raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+    except ValueError as error:
+        unknown = re.match(r"Config function '(.*)' not found in ([\w.]+)\.", str(error))
+        if unknown is None:
+            raise
+        name, module = unknown.groups()
+        configs = ", ".join(_list_configs(module))
+        raise ValueError(f"--config: {module} has no config {name!r}; it has {configs}") from None
+
+
+def _list_configs(module: str) -> Iterator[str]:
+    """The names of a module's configs: its public functions without parameters."""
+    for name, each in vars(sys.modules[module]).items():
+        is_own = inspect.isfunction(each) and each.__module__ == module and name[0] != "_"
+        if is_own and not inspect.signature(each).parameters:
+            yield name
 
 
 class Sizes(NamedTuple):
@@ -78,19 +99,47 @@ def build_on_meta(config: Any) -> Model:
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
         model_config = config.model_spec.model
-        use_causal_attention(config.model_spec)
-        model_config.update_from_config(config=config)
+        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
+
+        use_causal_attention(config.model_spec, batches.length(config.training))
+        with _refusals():
+            model_config.update_from_config(config=config)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
-            return Model(model_config.build(), model_config, config.training.seq_len)
+            return Model(model_config.build(), model_config, batches.length(config.training))
     from torchtitan.protocols.train_spec import get_train_spec
 
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)  # where the model may come from
     spec = get_train_spec(config.model.name)
     model_args = ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
-    model_args.update_from_config(config)
+    with _refusals():
+        model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
-        return Model(spec.model_cls(model_args), model_args, config.training.seq_len)
+        return Model(spec.model_cls(model_args), model_args, batches.length(config.training))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Report what TorchTitan refuses in a job as a ValueError."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(f"TorchTitan refuses this job: {error}") from error
+
+
+def require_decoder(model: nn.Module) -> None:
+    """A ValueError for a model that is no stack of blocks between an embedding and a head."""
+    parts = ("tok_embeddings", "layers", *HEAD)
+    if missing := [name for name in parts if getattr(model, name, None) is None]:
+        raise ValueError(
+            f"{type(model).__name__} has no {', '.join(missing)}: only TorchTitan's decoders can be counted; describe"
+            " other models in a file of --layers"
+        )
+
+
+def compiles_blocks(config: Any) -> bool:
+    """Whether torch.compile runs the blocks."""
+    return bool(config.compile.enable and "model" in config.compile.components)
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
@@ -152,15 +201,15 @@ def stage_under_test(config: Any, names: list[str], device: torch.device) -> Sta
     if isinstance(loss, ChunkedLossWrapper) and model.lm_head is not None:
         loss.set_lm_head(model.lm_head)
         model._skip_lm_head = True
-    sizes = (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
-    tokens = torch.tensor(float(sizes[0] * sizes[1]), device=device)
+    sizes = batches.shape(config)
+    tokens = torch.tensor(float(prod(sizes)), device=device)
     return StageUnderTest(
         model,
         device,
         sizes,
         config.model_spec.model.vocab_size,
         (config.model_spec.model.dim, TORCH_DTYPE_MAP[training.mixed_precision_param]),
-        _keywords(model, sizes, device),
+        _keywords(model, sizes, batches.length(training), device),
         lambda output, target: loss(output, target, tokens)[0],
     )
 
@@ -175,9 +224,9 @@ def _prune(model: Any, names: list[str]) -> None:
             setattr(model, name, None)
 
 
-def _keywords(model: Any, sizes: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.device) -> dict[str, Any]:
     """Positions, and a mask where the attention takes one."""
-    positions = torch.arange(sizes[1], device=device).expand(sizes)
+    positions = torch.arange(prod(sizes), device=device).remainder(length).reshape(sizes)
     try:
         masks = model.get_attention_masks(positions)
     except TypeError:

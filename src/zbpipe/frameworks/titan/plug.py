@@ -2,7 +2,7 @@
 
 TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
 functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
-the loss, and the metrics. It was written for torchtitan 0.2.2 and 0.3.0; names and signatures show which one it is.
+the loss, and the metrics. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.interface`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torchtitan.config
@@ -36,8 +39,8 @@ from torchtitan.train import Trainer
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.proxies import is_placed_by_frameworks
-from zbpipe.frameworks.titan import cpu, layer_split, monitor, steps
-from zbpipe.frameworks.titan.check import check
+from zbpipe.frameworks.titan import batches, cpu, layer_split, monitor, steps
+from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
@@ -54,8 +57,9 @@ from zbpipe.schedule.registry import Algorithm
 HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
 """Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
 
-PipeliningFunction = Callable[..., tuple[pipelining.PipelineSchedule, list[Any], bool, bool]]
-"""Cuts a model. Returns the schedule, the model parts, and whether this rank has the first stage, and the last."""
+PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
+"""Cuts a model. Returns the schedule, or what runs it, the model parts, and whether this rank has the first stage, and
+the last."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +104,17 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             if on_cpu and HAS_JOB_CONFIG:
                 # torch's DualPipeV would overlap by streams of a GPU, also without expert parallelism.
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
-            check(config, options)  # now, before the ranks meet
+            # Now, before the ranks meet.
+            if number := os.environ.get("WORLD_SIZE"):
+                require_processes(config, int(number))
+            check(config, options)
+            if options.optimizer_step == "validated":
+                steps.require_own_steps(Trainer if HAS_JOB_CONFIG else type(config)._owner)
             if not HAS_JOB_CONFIG and config.model_spec is not None:
-                config.model_spec = _add_pipelining(config.model_spec, options)
+                spec, name = config.model_spec, config.parallelism.pipeline_parallel_schedule
+                if spec.pipelining_fn is not None and config.parallelism.pipeline_parallel_degree > 1:
+                    require_schedule_of(spec.pipelining_fn, name, options)
+                config.model_spec = _add_pipelining(spec, options)
             return config
 
     return PluggedConfigManager
@@ -173,22 +185,64 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
         name = job.parallelism.pipeline_parallel_schedule
         algorithm = installation.find_algorithm(name)
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
-        helpers = _helpers(algorithm, model, job) if algorithm is not None and is_zbpipes else {}
-        with replaced(pipeline_parallel, **helpers):
+        with ExitStack() as stack:
+            if algorithm is not None and is_zbpipes:
+                for module, helpers in _helpers(pipelining_fn, algorithm, model, job):
+                    stack.enter_context(replaced(module, **helpers))
             built = pipelining_fn(model, *args, **kwargs)
-        if is_zbpipes and not isinstance(built[0], RegisteredSchedule):
+        schedule = built[0]
+        if is_zbpipes and not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
-                f"{name} cannot run this model, which {pipelining_fn.__module__}.{pipelining_fn.__qualname__} cuts into"
-                " stages without asking torch for the schedule by its name: use one of torch's schedules"
+                f"{name} cannot run this model, which {_name_of(pipelining_fn)} cuts into stages without asking torch"
+                " for the schedule by its name: use one of torch's schedules"
             )
-        complete(built[0], name, job)
+        if isinstance(schedule, pipelining.PipelineSchedule):
+            complete(schedule, name, job)
+        else:
+            logger.info("%s runs %s by a %s of its own", _name_of(pipelining_fn), name, type(schedule).__qualname__)
         return built
 
     return pipeline
 
 
-def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Callable[..., Any]]:
-    """Functions that replace TorchTitan's, to cut the model and to place the stages as the schedule says.
+def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
+    """Refuse zbpipe's schedules and options for a function that says by its signature that it runs no schedule."""
+    algorithm, result = installation.find_algorithm(name), _schedule_of(pipelining_fn)
+    asks_for_zbpipe = options != Options() or (algorithm is not None and algorithm.source == "zbpipe")
+    if asks_for_zbpipe and not issubclass(result, pipelining.PipelineSchedule):
+        raise ValueError(
+            f"{_name_of(pipelining_fn)} runs this model by a {result.__qualname__} of its own, which knows nothing of"
+            f" zbpipe's schedules and options, and the schedule is {name}: use one of torch's and no options of zbpipe,"
+            " or a model whose pipelining_fn is pipeline_llm"
+        )
+
+
+def _schedule_of(pipelining_fn: PipeliningFunction) -> type[Any]:
+    """The class that it returns in place of a schedule, if its signature says so."""
+    try:
+        result = get_args(inspect.signature(pipelining_fn, eval_str=True).return_annotation)
+    except (NameError, TypeError, ValueError):  # annotations may name what only type checkers import
+        result = ()
+    return result[0] if result and isinstance(result[0], type) else pipelining.PipelineSchedule
+
+
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+
+
+def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
+    """Where the functions may be that `pipelining_fn` calls to cut a model and to place its stages.
+
+    A model with a function of its own may have such functions, too, or may have imported TorchTitan's by name.
+    """
+    own = sys.modules.get(getattr(pipelining_fn, "__module__", ""), pipeline_parallel)
+    return [pipeline_parallel] if own is pipeline_parallel else [pipeline_parallel, own]
+
+
+def _helpers(
+    pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job
+) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
+    """By module, functions that replace its own, to cut the model and to place the stages as the schedule says.
 
     ValueError if the user cuts the model into another number of stages, or leaves out a module.
     """
@@ -199,26 +253,56 @@ def _helpers(algorithm: Algorithm, model: nn.Module, job: _Job) -> dict[str, Cal
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_modules(model, by_hand)
-    generate, split = map(_find_name, ("generate_llm_fqn_per_model_part", "pipeline_module_split"))
-    whole = layer_split.Model(model, job.model_config, job.training.seq_len)
-    titans_cut, titans_split = getattr(pipeline_parallel, generate), getattr(pipeline_parallel, split)
-    cut = layer_split.make_cut(titans_cut, placement, job.parallelism, whole, job.checkpointing)
-    # TorchTitan gives a rank one or two stages; a schedule may have more.
-    helpers: dict[str, Callable[..., Any]] = {generate: lambda _, *more: cut(placement.num_stages, *more)}
-    if not is_placed_by_frameworks(algorithm, placement):
-        helpers[split] = _make_split(titans_split, placement)
-    return helpers
+    whole = layer_split.Model(model, job.model_config, batches.length(job.training))
+    inside: list[bool] = []
+    modules = _modules_of(pipelining_fn)
+    for module in modules:
+        helpers: dict[str, Callable[..., Any]] = {}
+        for name in _find_names(module, "generate_llm_fqn_per_model_part"):
+            original = getattr(module, name)
+            cut = layer_split.make_cut(original, placement, job.parallelism, whole, job.checkpointing)
+            # TorchTitan gives a rank one or two stages; a schedule may have more.
+            helpers[name] = _outermost(original, partial(_call_with, cut, placement.num_stages), inside)
+        if not is_placed_by_frameworks(algorithm, placement):
+            for name in _find_names(module, "pipeline_module_split"):
+                original = getattr(module, name)
+                helpers[name] = _outermost(original, _make_split(original, placement, modules), inside)
+        yield module, helpers
 
 
-def _find_name(name: str) -> str:
-    """The name of a function of TorchTitan's, which is private in 0.3."""
-    return name if hasattr(pipeline_parallel, name) else f"_{name}"
+def _call_with(function: Callable[..., Any], first: int, _: int, *more: Any) -> Any:
+    """Call a function with another first argument."""
+    return function(first, *more)
+
+
+def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
+    """A function in place of `original` that is `original` again while one with the same `inside` runs.
+
+    A model's own function may call that of TorchTitan, and both are replaced.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return original(*args, **kwargs)
+        inside.append(True)
+        try:
+            return replacement(*args, **kwargs)
+        finally:
+            inside.clear()
+
+    return call
+
+
+def _find_names(module: ModuleType, name: str) -> list[str]:
+    """The name of a function of TorchTitan's in `module`, if it is there; since 0.3 it is private."""
+    return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
 def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _Job) -> None:
     """Refuse TorchTitan's `pipeline_parallel_layers_per_stage` if it gives another number of stages."""
     config, per_stage = job.parallelism, job.parallelism.pipeline_parallel_layers_per_stage
-    num_layers = job.model_config.n_layers if HAS_JOB_CONFIG else len(job.model_config.layers)
+    model = job.model_config
+    num_layers = len(model.layers) if hasattr(model, "layers") else model.n_layers
     # TorchTitan counts embedding and head as these numbers of further layers.
     first, last = config.pipeline_parallel_first_stage_less_layers, config.pipeline_parallel_last_stage_less_layers
     cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
@@ -228,9 +312,9 @@ def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _
 def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
     """Refuse a list that leaves out a module with weights: TorchTitan would train without it."""
     named = {name for part in modules for name in part}
-    unknown = named - dict(model.named_modules()).keys()
-    weights = (name for name, _ in model.named_parameters())
-    left = {name.rpartition(".")[0] for name in weights if not name.startswith(tuple(f"{each}." for each in named))}
+    known = layer_split.modules_of(model)
+    unknown = named - known.keys()
+    left = {name for name, each in known.items() if name not in named and any(True for _ in each.parameters())}
     if unknown or left:
         raise ValueError(
             f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have, and leaves out"
@@ -238,8 +322,14 @@ def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None
         )
 
 
-def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
-    """TorchTitan's function that builds the stages of a rank, for stages in any placement."""
+def _make_split(
+    titans_split: Callable[..., Any], placement: Placement, modules: Sequence[ModuleType]
+) -> Callable[..., Any]:
+    """TorchTitan's function that builds the stages of a rank, for stages in any placement.
+
+    It may call what is in `modules`.
+    """
+    as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
 
     def split(
         whole_model: nn.Module,
@@ -255,7 +345,10 @@ def _make_split(titans_split: Callable[..., Any], placement: Placement) -> Calla
                 "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
             )
             mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with replaced(pipeline_parallel, logger=_SILENT, get_schedule_class=lambda name: PipelineScheduleMulti):
+            with ExitStack() as stack:
+                for module in modules:
+                    names = as_one_stage.keys() & vars(module).keys()
+                    stack.enter_context(replaced(module, **{each: as_one_stage[each] for each in names}))
                 (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
             stages.append(stage)
             parts.append(part)
@@ -341,23 +434,12 @@ def adapt_to_cpu(config: Any) -> None:
     """Change the `Trainer.Config` of a job to what the CPU can run, in place."""
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
-        use_causal_attention(config.model_spec)
+        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
+
+        use_causal_attention(config.model_spec, batches.length(config.training))
         config.model_spec = replace(
             config.model_spec, parallelize_fn=cpu.make_summing(config.model_spec.parallelize_fn)
         )
-
-
-def use_causal_attention(model_spec: Any) -> None:
-    """Change a `ModelSpec` to attention that the CPU and meta tensors have."""
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
-
-    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    for masked in (FlexAttention.Config, VarlenAttention.Config):
-        for _, _, owner, attribute in list(model_spec.traverse(masked)):
-            if isinstance(owner, list):
-                owner[attribute] = ScaledDotProductAttention.Config()
-            else:
-                setattr(owner, attribute, ScaledDotProductAttention.Config())
 
 
 def _train_spec_on_cpu(spec: Any) -> Any:

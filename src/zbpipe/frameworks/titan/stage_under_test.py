@@ -14,8 +14,8 @@ class StageUnderTest(NamedTuple):
 
     module: nn.Module
     device: torch.device
-    tokens: tuple[int, int]
-    """Sequences and their length, of a microbatch."""
+    tokens: tuple[int, ...]
+    """The shape of a microbatch's token ids."""
     vocabulary: int
     hidden: tuple[int, torch.dtype]
     """The width and the dtype of what stages hand on."""

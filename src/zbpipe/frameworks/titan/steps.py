@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +27,7 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
     train, train_step = trainer_class.train, trainer_class.train_step
 
     def train_in_steps(self: Any) -> None:
+        require_own_steps(type(self))
         steps = _Steps(self, dist_utils, max_norm(self))
         save = self.checkpointer.save
 
@@ -50,6 +52,18 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
         self._zbpipe_steps.train_step(lambda: train_step(self, data_iterator))
 
     trainer_class.train, trainer_class.train_step, trainer_class._zbpipe_steps = train_in_steps, run_step, None
+
+
+def require_own_steps(trainer_class: type[Any]) -> None:
+    """Refuse a class that trains by methods of its own: what `validate_steps` has replaced would never run."""
+    for name in ("train", "train_step"):
+        method = inspect.unwrap(getattr(trainer_class, name))
+        # One that adds something calls that of its base class.
+        if method.__module__ != __name__ and "super" not in method.__code__.co_names:
+            raise ValueError(
+                "--zbpipe.optimizer-step validated has no effect in"
+                f" {trainer_class.__module__}.{trainer_class.__qualname__}, which has a {name} of its own: leave it out"
+            )
 
 
 class _Steps:

@@ -1,4 +1,8 @@
-"""Which TorchTitan is installed, and whether zbpipe knows it. Imports neither torch nor torchtitan."""
+"""Which TorchTitan is installed, by the names in its source files. Imports neither torch nor torchtitan.
+
+The number of a version says little: a clone of TorchTitan's main branch calls itself 0.2.2. The names that the plug
+takes from TorchTitan are in `zbpipe.frameworks.titan.interface`.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +12,101 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+WAY_WITHOUT_NAMES = (
+    "use zbpipe.install() in your program, or start it by `python -m zbpipe.run`: they need none of TorchTitan's"
+    " private names"
+)
+
 
 @dataclass(frozen=True)
 class Version:
-    """A release of TorchTitan that zbpipe knows."""
+    """A TorchTitan that zbpipe knows."""
 
     name: str
-    releases: tuple[tuple[int, ...], tuple[int, ...]]
-    """The first release, and the first one after the last."""
+    shown_by: tuple[str, str]
+    """A source file, and a name that it has in no other version."""
     torch: tuple[int, int]
     """The oldest torch that it runs on."""
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
+    batch: tuple[str, ...]
+    """Its arguments for the size of a pipeline's step, with {m} for microbatches of one sequence, and {length}."""
+    accumulated: tuple[str, ...] = ()
+    """Further ones for a job without a pipeline, with {tokens} for those of a step."""
 
     def checkpoint(self, kind: str) -> list[str]:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
+    def size(self, microbatches: int, length: int, data_ranks: int | None = None) -> list[str]:
+        """Its arguments for a pipeline's step of sequences with `length` tokens; a microbatch has one of them.
+
+        With `data_ranks`, those of a job without a pipeline that takes the same step on so many data-parallel ranks.
+        """
+        arguments = (*self.batch, *(() if data_ranks is None else self.accumulated))
+        tokens = microbatches * length * (data_ranks or 1)
+        return [each.format(m=microbatches, length=length, tokens=tokens) for each in arguments]
+
 
 def find_installed() -> Version:
     """The version of TorchTitan that an import would find; an ImportError with the way out if zbpipe cannot use it."""
-    found, torch = _torchtitan_release(), version("torch")
-    fitting = [_fitting()] if _fitting() else []
-    titan = next((each for each in KNOWN if each.releases[0] <= _numbers(found) < each.releases[1]), None)
+    found, torch = _find(), version("torch")
+    titan = next((each for each in KNOWN if found.has(*each.shown_by)), None)
     if titan is None:
-        known = " and ".join(each.name for each in KNOWN)
-        way_out = ", or ".join([*fitting, "look for a newer zbpipe"])
-        raise ImportError(f"this is torchtitan {found}, and zbpipe knows {known}: {way_out}")
+        marks = ", ".join(f"`{each.shown_by[1]}` in {each.shown_by[0]} ({each.name})" for each in KNOWN)
+        raise ImportError(f"{found} has none of the names by which zbpipe knows TorchTitan, {marks}: {_ways_out()}")
     if _numbers(torch) < titan.torch:
         needed = ".".join(map(str, titan.torch))
-        way_out = ", or ".join([*fitting, f"install torch {needed} or newer"])
-        raise ImportError(f"torchtitan {found} needs torch {needed} or newer, and this is torch {torch}: {way_out}")
+        ways = ", or ".join([*_fitting(), f"install torch {needed} or newer"])
+        raise ImportError(f"{found} needs torch {needed} or newer, and this is torch {torch}: {ways}")
     return titan
 
 
-def _fitting() -> str:
-    """The command that installs the newest known TorchTitan for the installed torch; nothing if there is none."""
-    torch = _numbers(version("torch"))
-    return next((f"pip install torchtitan=={each.name}" for each in reversed(KNOWN) if each.torch <= torch), "")
+def describe_installed() -> str:
+    """The TorchTitan that an import would find, with the number that it gives itself and its folder."""
+    return str(_find())
 
 
-def _torchtitan_release() -> str:
-    """The release of a source tree on Python's path, else of the package that pip has installed."""
+@dataclass(frozen=True)
+class _Found:
+    release: str
+    folder: Path
+
+    def has(self, file: str, name: str) -> bool:
+        """Whether a source file has a line that begins with `name`."""
+        path = self.folder / file
+        return path.is_file() and re.search(rf"^\s*{name}\b", path.read_text(), re.MULTILINE) is not None
+
+    def __str__(self) -> str:
+        return f"torchtitan {self.release} in {self.folder}"
+
+
+def _find() -> _Found:
+    """A source tree on Python's path goes before the package that pip has installed."""
     spec = find_spec("torchtitan")
     if spec is None:
-        raise ImportError(f"torchtitan is not installed: {_fitting() or 'install torch 2.11 or newer first'}")
-    for folder in spec.submodule_search_locations or ():
-        release = Path(folder).parent / "assets" / "version.txt"
+        raise ImportError(f"torchtitan is not installed: {(*_fitting(), 'install torch 2.11 or newer first')[0]}")
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    for folder in folders:
+        release = folder.parent / "assets" / "version.txt"
         if release.is_file():
-            return release.read_text().strip()
+            return _Found(release.read_text().strip(), folder)
     try:
-        return version("torchtitan")
+        release_of_pip = version("torchtitan")
     except PackageNotFoundError:
-        return "of an unknown version"
+        release_of_pip = "of an unknown version"
+    return _Found(release_of_pip, (folders or [Path("torchtitan")])[0])
+
+
+def _ways_out() -> str:
+    return ", or ".join([*_fitting(), WAY_WITHOUT_NAMES])
+
+
+def _fitting() -> list[str]:
+    """The command that installs the newest known release for the installed torch, if there is one."""
+    torch = _numbers(version("torch"))
+    releases = [each for each in KNOWN if _numbers(each.name) and each.torch <= torch]
+    return [f"pip install torchtitan=={each.name}" for each in releases[-1:]]
 
 
 def _numbers(release: str) -> tuple[int, ...]:
@@ -69,18 +115,33 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, digits[0].split("."))) if digits else ()
 
 
+_SEQUENCES = ("--training.local_batch_size", "{m}", "--training.seq_len", "{length}")
+
 # The newest comes last.
 KNOWN = (
     Version(
         "0.2.2",
-        releases=((0, 2, 2), (0, 3)),
+        shown_by=("config/job_config.py", "class JobConfig"),
         torch=(2, 11),
         checkpointing=("--activation_checkpoint.mode", "{}"),
+        batch=_SEQUENCES,
     ),
     Version(
         "0.3.0",
-        releases=((0, 3), (0, 4)),
+        shown_by=("config/configs.py", "pipeline_parallel_microbatch_size"),
         torch=(2, 14),
         checkpointing=("activation-checkpoint:{}",),
+        batch=_SEQUENCES,
+    ),
+    Version(
+        "main of August 2026",
+        shown_by=("config/configs.py", "num_pp_microbatches"),
+        torch=(2, 14),
+        checkpointing=("activation-checkpoint:{}",),
+        batch=(
+            *("--parallelism.num_pp_microbatches", "{m}", "--training.max_context_length", "{length}"),
+            *("--training.num_tokens_per_microbatch_per_dp_rank", "{length}"),
+        ),
+        accumulated=("--training.num_tokens_per_train_step", "{tokens}"),
     ),
 )

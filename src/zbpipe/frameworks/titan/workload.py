@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
-from zbpipe.frameworks.titan import command_line, cpu, layer_split
+from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
+from zbpipe.schedule.user_code import import_from_here
 
 if TYPE_CHECKING:
     from zbpipe.frameworks.titan import models
@@ -56,10 +58,12 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """TorchTitan's config of a command line; see `read` for what it raises."""
+    """TorchTitan's config of a command line, whose module may be in the current folder; see `read` for its errors."""
+    import_from_here()
     find_installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
+    interface.require_names()
     from zbpipe.frameworks.titan import models
 
     try:
@@ -75,10 +79,8 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     each = pipeline * tensor * parallelism.data_parallel_replicate_degree
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
-        raise ValueError(
-            f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {max(fsdp, 1) * each} or"
-            f" {(fsdp + 1) * each}"
-        )
+        fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
+        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {fitting}")
     return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
 
 
@@ -133,24 +135,26 @@ class _Counted:
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
     from zbpipe.frameworks.titan import models
 
-    parallelism, training, tokens = config.parallelism, config.training, _tokens(config)
-    sizes = models.sizes(config, degrees.fsdp)
+    parallelism, tokens = config.parallelism, _tokens(config)
+    sizes, (option, size) = models.sizes(config, degrees.fsdp), batches.batch_option(config)
     on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
-    accumulates = bool(training.global_batch_size > training.local_batch_size * degrees.data)
     return Workload(
         name,
         tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
         degrees,
-        training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        batches.microbatches(config),
         tokens,
         message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
         operations=counted.operations,
         words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
-        parameter_bytes=replace(sizes.parameters, accumulates=accumulates),
+        compiled=models.compiles_blocks(config),
+        parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
+        microbatch_size=size,
+        batch_option=option,
     )
 
 
@@ -286,7 +290,7 @@ def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) ->
 
 def _tokens(config: Any) -> int:
     """Tokens of a microbatch."""
-    return int(config.training.seq_len * config.parallelism.pipeline_parallel_microbatch_size)
+    return prod(batches.shape(config))
 
 
 def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
@@ -312,6 +316,7 @@ def _count(config: Any) -> _Counted:
 
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
+    models.require_decoder(model)
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
@@ -324,12 +329,8 @@ def _count(config: Any) -> _Counted:
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
             dtype = next(block.parameters()).dtype
-            x = torch.empty(
-                *(tokens // whole.seq_len, whole.seq_len, whole.config.dim),
-                device="meta",
-                dtype=dtype,
-                requires_grad=True,
-            )
+            shape = (*batches.shape(config), whole.config.dim)
+            x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
                 _by_products(products[name] + attention, tokens, how),
                 None,

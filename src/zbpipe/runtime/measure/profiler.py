@@ -90,8 +90,8 @@ class Profiler:
         arguments.require_callable(done=done)
         if not isinstance(schedule, pipelining.ScheduleRuntime) or not pipelining.has_split_backward(schedule):
             raise ValueError(
-                f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: measure with one of"
-                " zbpipe's schedules, for example ZBH1, which has the memory of 1F1B"
+                f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: use Auto, which"
+                " measures by itself in about 1F1B's memory, or ZBV, which takes more under checkpointing"
             )
         self.costs: JobCosts | None = None
         self.records: list[StepRecord] = []

@@ -1,0 +1,60 @@
+"""The sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch.
+
+Where it counts tokens, a microbatch is one row of them, with as many sequences as fit. Imports no torchtitan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def counts_tokens(config: Any) -> bool:
+    """Whether a microbatch is a number of tokens, not of sequences."""
+    return hasattr(config.parallelism, "num_pp_microbatches")
+
+
+def microbatches(config: Any) -> int:
+    """Microbatches of a pipeline's step."""
+    if counts_tokens(config):
+        return int(config.parallelism.num_pp_microbatches)
+    return int(config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)
+
+
+def require_whole_microbatches(config: Any) -> None:
+    """Refuse a batch that is not a multiple of its microbatches."""
+    if counts_tokens(config):
+        return
+    batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    if batch % microbatch:
+        raise ValueError(
+            f"training.local_batch_size={batch} is not a multiple of"
+            f" parallelism.pipeline_parallel_microbatch_size={microbatch}: change one of them"
+        )
+
+
+def batch_option(config: Any) -> tuple[str, int]:
+    """TorchTitan's option for the batch of a pipeline's step, and how much of it a microbatch takes."""
+    if counts_tokens(config):
+        return "--parallelism.num_pp_microbatches", 1
+    return "--training.local_batch_size", config.parallelism.pipeline_parallel_microbatch_size
+
+
+def length(training: Any) -> int:
+    """Tokens of a sequence."""
+    return int(training.max_context_length if hasattr(training, "max_context_length") else training.seq_len)
+
+
+def shape(config: Any) -> tuple[int, ...]:
+    """Of the token ids of a microbatch: (sequences, length), or (tokens,)."""
+    if counts_tokens(config):
+        return (int(config.training.num_tokens_per_microbatch_per_dp_rank),)
+    return (int(config.parallelism.pipeline_parallel_microbatch_size), length(config.training))
+
+
+def accumulates(config: Any, data_degree: int) -> bool:
+    """Whether an optimizer step takes several steps of the pipeline."""
+    training = config.training
+    if counts_tokens(config):
+        tokens = training.num_tokens_per_microbatch_per_dp_rank * microbatches(config)
+        return bool(training.num_tokens_per_train_step > tokens * data_degree)
+    return bool(training.global_batch_size > training.local_batch_size * data_degree)

@@ -1,0 +1,89 @@
+"""`python -m zbpipe.titan.check_clone`: whether zbpipe works with the TorchTitan on Python's path, in about a minute.
+
+For a clone of TorchTitan, whose main branch changes every day:
+
+    PYTHONPATH=/path/to/torchtitan python -m zbpipe.titan.check_clone
+
+It looks for the names that zbpipe takes from TorchTitan, and trains TorchTitan's debug model for three steps on two CPU
+processes, with 1F1B and with ZBV, from the same weights. Losses and norms of gradients have to be equal.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from math import isclose
+from pathlib import Path
+
+from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
+from zbpipe.frameworks.titan import cpu, interface, versions
+
+_RANKS = 2
+_SECONDS = 300.0
+"""For one job."""
+_LINES = 40
+"""Of the log of a job that fails."""
+_TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
+"""Relative; float32 differs by the order of its sums."""
+
+
+def main() -> int:
+    """Check, and print what was found; returns the exit code."""
+    try:
+        version = versions.find_installed()
+        print(f"{versions.describe_installed()}: zbpipe takes it for {version.name}", flush=True)
+        cpu.stand_in()
+        interface.require_names()
+    except ImportError as error:
+        print(f"failed: {error}")
+        return 1
+    print(f"names and signatures: all {len(interface.NEEDED)} found", flush=True)
+    with tempfile.TemporaryDirectory(prefix="zbpipe-check-") as folder:
+        wrong = _compare_losses(version, Path(folder))
+    print("zbpipe works with this TorchTitan" if wrong is None else f"failed: {wrong}")
+    return int(wrong is not None)
+
+
+def _compare_losses(version: versions.Version, folder: Path) -> str | None:
+    seed = _train("seed", folder, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint", ranks=1)
+    if seed.error is not None:
+        return f"TorchTitan makes no seed checkpoint: {seed.error}"
+    start = ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path")
+    outcomes = {}
+    for schedule in ("1F1B", "ZBV"):
+        outcome = outcomes[schedule] = _train(
+            schedule,
+            folder,
+            *(*start, str(folder / "seed" / "checkpoint" / "step-0")),
+            *("--training.steps", "3", *version.size(4, 64)),
+            *("--parallelism.pipeline_parallel_degree", str(_RANKS)),
+            *("--parallelism.pipeline_parallel_schedule", schedule, *version.checkpoint("none")),
+            ranks=_RANKS,
+        )
+        if outcome.error is not None:
+            return f"{schedule} does not train: {outcome.error}"
+        print(f"{schedule}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}", flush=True)
+    return find_difference(outcomes["1F1B"], outcomes["ZBV"])
+
+
+def _train(name: str, folder: Path, *arguments: str, ranks: int) -> JobOutcome:
+    outcome = train_on_cpu(arguments, num_ranks=ranks, folder=folder / name, timeout=_SECONDS)
+    if outcome.error is not None:
+        lines = (folder / name / "output.log").read_text().splitlines()
+        print(*lines[-_LINES:], sep="\n", flush=True)
+    return outcome
+
+
+def find_difference(expected: JobOutcome, found: JobOutcome) -> str | None:
+    """In words, the first metric of a step that differs; None if none does."""
+    if len(found.steps) != len(expected.steps):
+        return f"ZBV has {len(found.steps)} steps and 1F1B {len(expected.steps)}"
+    for one, other in zip(expected.steps, found.steps, strict=True):
+        for name, tolerance in _TOLERANCES.items():
+            if not isclose(one[name], other[name], rel_tol=tolerance):
+                return f"in step {one['step']} {name} is {one[name]} with 1F1B and {other[name]} with ZBV"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

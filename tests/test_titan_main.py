@@ -1,0 +1,271 @@
+"""The plug with names and signatures of TorchTitan's main branch, in a stand-in that needs no TorchTitan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import zbpipe
+from zbpipe import CostModel, Placement
+from zbpipe.cli.demo.launch import JobOutcome
+from zbpipe.frameworks.titan import batches, interface
+from zbpipe.frameworks.titan.check import check, require_processes
+from zbpipe.frameworks.titan.command_line import parse
+from zbpipe.runtime.options import Options
+from zbpipe.titan.check_clone import find_difference
+
+STAND_IN = Path(__file__).parent / "titan_stand_in"
+NEEDS_TORCH = pytest.mark.skipif(torch.__version__ < "2.14", reason="TorchTitan's main branch needs torch 2.14")
+RANKS, MICROBATCHES = 2, 4
+
+
+def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = ()) -> list[tuple[list[float], list[str]] | str]:
+    """For each job of a toy with a schedule, the losses on this rank and what zbpipe said, or the error."""
+    sys.path.insert(0, str(STAND_IN))
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    import zbpipe.titan
+
+    zbpipe.titan.plug_in(parse(options)[0])
+    import torchtitan.train
+
+    return [_train(torchtitan.train, toy, schedule) for toy, schedule in jobs]
+
+
+def _train(titan: Any, toy: str, schedule: str) -> tuple[list[float], list[str]] | str:
+    arguments = {
+        "--module": "torchtitan.experiments.toys",
+        "--config": toy,
+        "--parallelism.pipeline_parallel_degree": str(RANKS),
+        "--parallelism.pipeline_parallel_schedule": schedule,
+        "--parallelism.num_pp_microbatches": str(MICROBATCHES),
+    }
+    sys.argv = ["train", *(word for pair in arguments.items() for word in pair)]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zbpipe").addHandler(handler)
+    logging.getLogger("zbpipe").setLevel(logging.INFO)
+    try:
+        titan.main()
+    except ValueError as error:
+        return str(error)
+    finally:
+        logging.getLogger("zbpipe").removeHandler(handler)
+    metrics = titan.Trainer.trained[-1].metrics_processor
+    return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
+
+
+TOYS = ("llm", "vlm", "own_functions")
+SCHEDULES = ("1F1B", "ZBV", "ZBH1", "InterleavedZeroBubble")
+
+
+@NEEDS_TORCH
+def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
+    wave = tmp_path / "wave.csv"  # in a placement that no framework knows
+    placement = Placement((0, 1, 1, 0, 0, 1))
+    planned = zbpipe.plan(RANKS, MICROBATCHES, CostModel.uniform(placement), placements=[placement], budget=0.2)
+    wave.write_text(planned.schedule.to_csv())
+    jobs = [(toy, schedule) for toy in TOYS for schedule in (*SCHEDULES, str(wave))]
+    ranks = run_ranks(RANKS, train, jobs)
+    losses: dict[str, list[float]] = {}
+    for (toy, schedule), *found in zip(jobs, *ranks, strict=True):
+        assert not isinstance(found[0], str), (toy, schedule, found[0])
+        (with_loss,) = (each[0] for each in found if each[0][0] > 0)
+        assert with_loss == pytest.approx(losses.setdefault(toy, with_loss), rel=1e-5), (toy, schedule)
+        words = "\n".join(found[0][1])
+        assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZBV", "ZBH1", str(wave)))
+        assert "zbpipe/bubble(%)" in words
+        if schedule == "ZBV":  # cut by what each module costs
+            assert ("vision_encoder on the first stage counts as" in words) == (toy == "vlm")
+            assert "by work" in words
+
+
+@NEEDS_TORCH
+def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> None:
+    jobs = [("runtime", "1F1B"), ("runtime", "ZBV"), ("llm", "1F1B")]
+    (first, refused, other), *_ = run_ranks(RANKS, train, jobs)
+    assert not isinstance(first, str), first
+    assert not isinstance(other, str), other
+    assert first[0] == pytest.approx(other[0])
+    assert "torchtitan.experiments.toys.pipeline_by_runtime runs 1F1B by a Runtime of its own" in first[1]
+    assert isinstance(refused, str)
+    assert refused.startswith("torchtitan.experiments.toys.pipeline_by_runtime runs this model by a Runtime of its own")
+
+
+@NEEDS_TORCH
+def test_a_trainer_with_a_step_of_its_own_refuses_validated_steps() -> None:
+    jobs = [("own_trainer", "ZBV"), ("llm", "ZBV")]
+    (refused, trained), *_ = run_ranks(RANKS, refuse, jobs)
+    assert refused == (
+        "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which has a"
+        " train_step of its own: leave it out"
+    )
+    assert trained is None
+
+
+def refuse(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
+    """The errors of jobs with validated optimizer steps before they train."""
+    sys.path.insert(0, str(STAND_IN))
+    from torchtitan.trainer import Trainer
+
+    Trainer.train = lambda self: None  # type: ignore[method-assign]
+    zbpipe_said = train([], ("--zbpipe.optimizer-step", "validated"))
+    assert not zbpipe_said
+    import torchtitan.train
+
+    errors: list[str | None] = []
+    for toy, schedule in jobs:
+        manager = torchtitan.train.ConfigManager()
+        words = ("--parallelism.pipeline_parallel_degree", str(RANKS), "--parallelism.num_pp_microbatches", "16")
+        named = ("--module", "torchtitan.experiments.toys", "--config", toy)
+        try:
+            manager.parse_args([*named, *words, "--parallelism.pipeline_parallel_schedule", schedule])
+            errors.append(None)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+# What TorchTitan lacks.
+
+
+@pytest.fixture
+def titan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A `torchtitan` with one module, `part`."""
+    package, part = ModuleType("torchtitan"), ModuleType("torchtitan.part")
+    package.__path__ = []
+    package.part = part  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchtitan", package)
+    monkeypatch.setitem(sys.modules, "torchtitan.part", part)
+    monkeypatch.setattr(interface, "describe_installed", lambda: "torchtitan 0.4.0 in /clone")
+    return part
+
+
+def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    titan.moved = lambda first, new_name: None  # type: ignore[attr-defined]
+    needed = (
+        interface.Needed("part:old or part:moved", ("first", "old_name or new_name")),
+        interface.Needed("part:moved", ("second",)),
+        interface.Needed("part:gone or other:gone"),
+    )
+    monkeypatch.setattr(interface, "NEEDED", needed[:1])
+    interface.require_names()
+    monkeypatch.setattr(interface, "NEEDED", needed)
+    said = (
+        "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, which TorchTitan has as zbpipe"
+        " knows it (0.2.2, 0.3.0, main of August 2026): use zbpipe.install()"
+    )
+    with pytest.raises(ImportError, match=re.escape(said)):
+        interface.require_names()
+
+
+def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_grain(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'grain'", name="grain")
+
+    monkeypatch.setattr(interface, "resolve_name", find_no_grain)
+    said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install what it needs"
+    with pytest.raises(ImportError, match=re.escape(said)):
+        interface.require_names()
+
+
+# Sizes and degrees.
+
+
+def config(**parallelism: Any) -> Any:
+    """With tokens in one row if `num_pp_microbatches` is given, else with sequences."""
+    degrees = ("tensor_parallel_degree", "context_parallel_degree", "data_parallel_replicate_degree")
+    common = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "ZBV",
+        "pipeline_parallel_schedule_csv": None,
+        **dict.fromkeys(degrees, 1),
+        "data_parallel_shard_degree": -1,
+    }
+    in_row = "num_pp_microbatches" in parallelism
+    sizes = (
+        {"num_tokens_per_microbatch_per_dp_rank": 96, "max_context_length": 32, "num_tokens_per_train_step": 96 * 3 * 4}
+        if in_row
+        else {"local_batch_size": 9, "seq_len": 32, "global_batch_size": 36}
+    )
+    return SimpleNamespace(
+        parallelism=SimpleNamespace(
+            **common | ({} if in_row else {"pipeline_parallel_microbatch_size": 3}) | parallelism
+        ),
+        training=SimpleNamespace(steps=10, **sizes),
+        compile=SimpleNamespace(enable=False),
+        comm=SimpleNamespace(init_timeout_seconds=300, mode="default"),
+    )
+
+
+@pytest.mark.parametrize("given", [{}, {"num_pp_microbatches": 3}])
+def test_the_sizes_of_a_step(given: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    job = config(**given)
+    assert batches.microbatches(job) == 3
+    assert batches.length(job.training) == 32
+    assert batches.shape(job) == ((96,) if given else (3, 32))
+    assert [batches.accumulates(job, data) for data in (3, 4)] == [True, False]
+    check(job, Options())
+    asked = "--parallelism.num_pp_microbatches 4" if given else "--training.local_batch_size 12"
+    assert f"set {asked} or more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("number", "degrees", "said"),
+    [
+        (
+            2,
+            {"pipeline_parallel_degree": 3},
+            "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job",
+        ),
+        (
+            6,
+            {"tensor_parallel_degree": 2},
+            "pipeline_parallel_degree=2 x tensor_parallel_degree=2 needs a multiple of 4 processes, and this job has 6",
+        ),
+        (
+            8,
+            {"data_parallel_shard_degree": 2},
+            "pipeline_parallel_degree=2 x data_parallel_shard_degree=2 needs 4 processes, and this job has 8: start",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_the_processes(number: int, degrees: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        require_processes(config(**degrees), number)
+    job = config()
+    require_processes(job, 8)
+    job.parallelism.pipeline_parallel_degree, job.comm.mode = 3, "fake_backend"
+    require_processes(job, 8)
+
+
+def test_options_without_a_pipeline_name_no_schedule() -> None:
+    job = config(pipeline_parallel_degree=1, pipeline_parallel_schedule="Interleaved1F1B")
+    with pytest.raises(
+        ValueError, match=r"^zbpipe's options have no effect without a pipeline: leave them out, or set"
+    ):
+        check(job, Options(check_gradients=1))
+    check(job, Options())
+
+
+def test_the_check_of_a_clone_compares_losses_and_norms() -> None:
+    def outcome(loss: float, norm: float, steps: int = 1) -> JobOutcome:
+        return JobOutcome(({"step": 1, "loss_metrics/global_avg_loss": loss, "grad_norm": norm},) * steps, None)
+
+    assert find_difference(outcome(2, 3), outcome(2 * (1 + 1e-6), 3 * (1 + 1e-5))) is None
+    assert find_difference(outcome(2, 3), outcome(2.001, 3)) == (
+        "in step 1 loss_metrics/global_avg_loss is 2 with 1F1B and 2.001 with ZBV"
+    )
+    assert "grad_norm is 3 with 1F1B and 6" in str(find_difference(outcome(2, 3), outcome(2, 6)))
+    assert find_difference(outcome(2, 3), outcome(2, 3, steps=2)) == "ZBV has 2 steps and 1F1B 1"

@@ -1,0 +1,30 @@
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ScaledDotProductAttention(nn.Module):
+    sdpa_backends: list[Any]
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+
+class FlexAttention(nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+    def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **kwargs: Any) -> Tensor:  # noqa: N803
+        raise NotImplementedError("the CPU has none")
+
+
+class VarlenAttention(FlexAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
