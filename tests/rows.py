@@ -1,4 +1,4 @@
-"""Models and features of TorchTitan 0.3 beyond the demo's: jobs that the CPU runs, and those that fail in TorchTitan."""
+"""Models and features of TorchTitan 0.3 that the demo lacks: the CPU runs some, others fail in TorchTitan."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ from safetensors.torch import load_file
 from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, pipeline
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+
+ABOUT = """\
+1F1B, too, has the losses and norms of the job without a pipeline in these rows. Qwen, GPT-OSS and Muse Glimmer are
+debug models, the first two with smaller experts. Attention with sinks and the attention of images have dense masks in
+place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 trains
+the frozen weights, too.
+
+With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
+its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So
+in the next forward one of 16,384 inputs of a layer is rounded to the next float8 number, which is 7 % away, and 115
+inputs of the next layer follow. 1F1B with random changes of 3e-7 in its first gradients differs from 1F1B by up to 1e-5
+and 3e-5.
+
+Tried by hand, without a test: context parallelism with dense masks, and expert parallelism with an all-to-all over gloo
+for messages of different sizes, also with sharding, tensor parallelism and torch.compile. So were supervised
+fine-tuning, the dense Qwen 3, and Qwen 3.5 and Kimi with images. All of these jobs trained as with 1F1B.
+"""
+"""What the page says before the table of `ROWS`."""
 
 Check = Callable[[Titan, Path], Row]
 """Trains what a row is about, in an empty folder, and returns the row after it looked that the outcome is right."""
@@ -84,20 +102,23 @@ def _exported(folder: Path) -> dict[str, Tensor]:
 
 
 def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
-    validated = ("--zbpipe.optimizer-step", "validated")
-    settings = ("--training.max_norm", "1e6", "--checkpoint.interval", "10")  # steps before a checkpoint are no others
+    # Neither steps that are logged nor those before a checkpoint run ahead of their validation.
+    settings = (
+        *("--training.steps", "6", "--metrics.log_freq", "3", "--checkpoint.interval", "10"),
+        *("--training.max_norm", "1e6"),
+    )
     jobs = {
         name: _saved(titan, folder / name, *settings, *own, num_ranks=1 if name == "alone" else 2, model=DEEPSEEK)
         for name, own in (
             ("alone", _by_microbatch()),
             ("1F1B", pipeline("1F1B")),
-            ("ZBV", (*pipeline("ZBV"), *validated)),
+            ("ZBV", (*pipeline("ZBV"), "--zbpipe.optimizer-step", "validated")),
         )
     }
     assert jobs["ZBV"].steps[-1]["zbpipe/optimizer_steps/validated"] > 0
     for job in jobs.values():
         assert_trains_alike(job, jobs["alone"])
-    found = {name: _expert_biases(folder / name / "step-3") for name in jobs}
+    found = {name: _expert_biases(folder / name / "step-6") for name in jobs}
     assert len(found["alone"]) == 5
     for biases in found.values():
         assert biases.keys() == found["alone"].keys()
@@ -185,6 +206,7 @@ ROWS: dict[str, Check] = {
             "ZBVLean, Muse Glimmer with images",
             schedule="ZBVLean",
             model="rows_config:muse_glimmer_images",
+            alone=_by_microbatch(),
             tolerances={"learned": 0.2},
         )
     ),

@@ -135,11 +135,11 @@ class DenseAttention(Module):  # type: ignore[misc]
         q = q_BLNH
         k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], dim=2) for each in (k_BLNH, v_BLNH))
         scores = torch.einsum("bqnh,bknh->bnqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        batch, _, *tokens = scores.shape
+        batch, _, queries, keys = scores.shape
         seen = (
-            torch.ones(tokens, dtype=torch.bool).tril()
+            torch.ones(queries, keys, dtype=torch.bool).tril()
             if attention_masks is None
-            else create_mask(attention_masks.mask_mod, batch, None, *tokens, device="cpu")
+            else create_mask(attention_masks.mask_mod, batch, None, queries, keys, device="cpu")
         )
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         out = torch.einsum("bnqk,bknh->bqnh", scores.softmax(-1), v)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cells import COMPILING, SCHEDULES, Cell, matrix, row, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage, loss_fn
-from rows import ROWS
+from rows import ABOUT, ROWS
 from titan_jobs import DEEPSEEK, Job, Titan, flavor, pipeline, require_titan
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -184,8 +184,7 @@ def section() -> Section:
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make long`, which CI runs;"
-        " `make compatibility` writes this section. Not tried: context parallelism, expert parallelism, CUDA graphs,"
-        " float8, and more than four pipeline ranks within TorchTitan.",
+        " `make compatibility` writes this section. Not tried: CUDA graphs, which need a GPU.",
         compatibility.TITAN,
         [
             compatibility.by_checkpointing(
@@ -199,6 +198,7 @@ def section() -> Section:
                 'All rows have selective checkpointing, TorchTitan\'s default. "Ranks" are processes.',
                 [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
             ),
+            compatibility.features("Other models and features", ABOUT, [rows[name] for name in ROWS]),
             compatibility.features(
                 "What does not work",
                 '"Refused" means at construction, before any message is sent, and in TorchTitan\'s jobs by every rank.',
