@@ -28,7 +28,10 @@ class Cell:
     settings: tuple[str, ...] = ()
     """Further ones, which the job without a pipeline has, too."""
     ranks_per_stage: int = 1
+    alone: tuple[str, ...] = ()
+    """Settings that only the job without a pipeline has."""
     pipeline_ranks: int = 2
+    microbatches: int = 4
     model: str = LLAMA
     tolerances: dict[str, float] = field(default_factory=dict)
     recompilations: int = 0
@@ -49,7 +52,7 @@ def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
 def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
     """Run the job of `cell`, and compare it."""
     settings = cell.settings
-    expected = titan.without_pipeline(*settings, num_ranks=cell.ranks_per_stage, model=cell.model)
+    expected = titan.without_pipeline(*settings, *cell.alone, num_ranks=cell.ranks_per_stage, model=cell.model)
     job = titan.train(
         *settings,
         *pipeline(cell.schedule, cell.pipeline_ranks),
@@ -69,7 +72,7 @@ def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
 
 def _assert_is_what_was_asked_for(log: str, cell: Cell) -> None:
     source = "zbpipe's pipeline" if f"Using zbpipe's pipeline schedule {cell.schedule}" in log else "pipeline"
-    assert f"Using {source} schedule {cell.schedule} with 4 microbatches" in log
+    assert f"Using {source} schedule {cell.schedule} with {cell.microbatches} microbatches" in log
     assert ("Compiling each TransformerBlock" in log) == cell.compiled
     applied = flavor().applied.get(cell.checkpointing)
     assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)

@@ -157,17 +157,20 @@ def _parse(part: str) -> Section:
 
 def _parse_table(text: str) -> Table:
     heading, *about, table = text.strip().split("\n\n")
+    if table == _NOTHING_TRIED:
+        return Table(heading, "", (), ())
     columns, _, *lines = [line[2:-2].split(" | ") for line in table.splitlines()]
     return Table(heading, "\n\n".join(about), columns, lines)
 
 
 def _complete(section: Section, newest: Section) -> list[Table]:
     """The tables of the newest versions, with the lines of `section` in place of those that differ."""
-    own = {table.heading: table.outcomes for table in section.tables}
+    own = _outcomes(section)
+    untried = {table.heading for table in section.tables if not table.lines}
     return [
         table._replace(lines=[[*labels, *found] for labels, found in outcomes.items() if set(found) != {_UNTRIED}])
         for table in newest.tables
-        for outcomes in [table.outcomes | own.get(table.heading, {})]
+        for outcomes in [{} if table.heading in untried else table.outcomes | own.get(table.heading, {})]
     ]
 
 
@@ -185,7 +188,7 @@ def render(sections: Mapping[str, Section], by_hand: str = "") -> str:
 
 
 def _outcomes(section: Section) -> dict[str, dict[Labels, Outcomes]]:
-    return {table.heading: table.outcomes for table in section.tables}
+    return {table.heading: table.outcomes for table in section.tables if table.lines}
 
 
 def _full(section: Section) -> Iterator[str]:
@@ -203,7 +206,10 @@ def _differences(section: Section, newest: Section) -> Iterator[str]:
     yield from (f"### {section.title}", _filled(section.own))
     own = _outcomes(section)
     for table in newest.tables:
-        before, now = table.outcomes, own[table.heading]
+        before, now = table.outcomes, own.get(table.heading, {})
+        if not now:
+            yield from (f"#### {table.heading}", _NOTHING_TRIED)
+            continue
         untried = {labels: (_UNTRIED,) * len(found) for labels, found in before.items()}
         lines = [[*labels, *found] for labels, found in (untried | now).items() if before.get(labels) != found]
         if lines:
@@ -237,6 +243,7 @@ def _release(package: str) -> str:
 _BY_HAND = "\n## By hand"
 _SAME = "Outcomes as with "
 _UNTRIED = "not tried"
+_NOTHING_TRIED = "Not tried."
 _WAY_OUT = "the same tests with --write-compatibility write it anew"
 _WIDTH = 120
 _HEAD = """\

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import compatibility
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from cells import COMPILING, SCHEDULES, Cell, matrix, row, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage, loss_fn
+from rows import ABOUT, ROWS
 from titan_jobs import DEEPSEEK, Job, Titan, flavor, pipeline, require_titan
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +69,8 @@ CELLS = MATRIX | COMBINATIONS
 
 seen: dict[str, str] = {}
 """What became of each cell and each refusal, in words for the page."""
+rows: dict[str, Row] = {}
+"""Those of other models and features that were as they should be."""
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -162,9 +166,14 @@ def test_does_not_train(titan: Titan, name: str) -> None:
     seen[name] = REFUSALS[name].outcome(titan)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_other_models_and_features(titan: Titan, tmp_path: Path, name: str) -> None:
+    rows[name] = ROWS[name](titan, tmp_path)
+
+
 def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
-    everything = CELLS.keys() | REFUSALS.keys()
-    compatibility.compare_when_all_ran(request, "name", everything, seen.keys(), section)
+    everything = CELLS.keys() | REFUSALS.keys() | ROWS.keys()
+    compatibility.compare_when_all_ran(request, "name", everything, seen.keys() | rows.keys(), section)
 
 
 def section() -> Section:
@@ -175,8 +184,7 @@ def section() -> Section:
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make long`, which CI runs;"
-        " `make compatibility` writes this section. Not tried: context parallelism, expert parallelism, CUDA graphs,"
-        " float8, and more than four pipeline ranks within TorchTitan.",
+        " `make compatibility` writes this section. Not tried: CUDA graphs, which need a GPU.",
         compatibility.TITAN,
         [
             compatibility.by_checkpointing(
@@ -190,6 +198,7 @@ def section() -> Section:
                 'All rows have selective checkpointing, TorchTitan\'s default. "Ranks" are processes.',
                 [row(cell, seen[name]) for name, cell in COMBINATIONS.items()],
             ),
+            compatibility.features("Other models and features", ABOUT, [rows[name] for name in ROWS]),
             compatibility.features(
                 "What does not work",
                 '"Refused" means at construction, before any message is sent, and in TorchTitan\'s jobs by every rank.',

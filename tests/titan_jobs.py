@@ -149,6 +149,7 @@ class Titan:
     ) -> Job:
         """A job of a few small steps, from the model's seed checkpoint; `functorch` sets compiler options.
 
+        A model that the demo lacks has the name of its module before its own, as in "rows_config:llama3_lora".
         With `checkpoints` it saves one there after every second step, and goes on from the last one if there is any.
         """
         seed = self.seed(model)
@@ -186,8 +187,9 @@ class Titan:
         folder.mkdir()
         # As with torchrun, the store is held by none of the ranks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        module, _, name = model.rpartition(":")
         job = {
-            "arguments": [*demo_arguments(folder, model), *arguments],
+            "arguments": [*demo_arguments(folder, name), *(["--module", module] if module else []), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": store.port,
@@ -248,10 +250,13 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
     )
 
 
-def assert_trains_alike(job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4) -> None:
+def assert_trains_alike(
+    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, learned: float = 0.5
+) -> None:
     """A pipeline has the loss and the norm of the gradients of a job without one, within these relative tolerances.
 
-    Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not.
+    Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not. The loss falls by more
+    than `learned`, so equal losses mean something.
     """
     assert (job.error, expected.error) == (None, None)
     found, wanted = _values(job, "loss_metrics/global_avg_loss"), _values(expected, "loss_metrics/global_avg_loss")
@@ -261,8 +266,7 @@ def assert_trains_alike(job: JobOutcome, expected: JobOutcome, losses: float = 1
     assert grad_norms(job) == pytest.approx(_values(expected, "grad_norm"), rel=norms)
     validation = "validation_metrics/loss"
     assert _values(job, validation) == pytest.approx(_values(expected, validation), rel=losses)
-    # It learned something, so equal losses mean something.
-    assert found[-1] < found[0] - 0.5
+    assert found[-1] < found[0] - learned
 
 
 def grad_norms(job: JobOutcome) -> list[float]:
