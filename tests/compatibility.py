@@ -114,12 +114,17 @@ def compare(section: Section, write: bool) -> None:
     """Hold the page against `section`, or write that part of it."""
     page = PAGE.read_text()
     recorded = read(page)
-    text = render(recorded | {section.title: section})
+    text = render(recorded | {section.title: section}, by_hand(page))
     if write:
         PAGE.write_text(text)
         return
     assert section.title in recorded, f"the page has no section {section.title!r}: {_WAY_OUT}"
     assert without_patches(page) == without_patches(text), f"look at what changed in {section.title!r}; {_WAY_OUT}"
+
+
+def by_hand(page: str) -> str:
+    """The end of the page, which no test writes; empty if there is none."""
+    return "".join(page.partition(_BY_HAND)[1:])
 
 
 def without_patches(text: str) -> str:
@@ -130,7 +135,7 @@ def without_patches(text: str) -> str:
 def read(page: str) -> dict[str, Section]:
     """All sections by their titles, with full tables."""
     sections: dict[str, Section] = {}
-    for framework in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+    for framework in re.split(r"^## ", page.removesuffix(by_hand(page)), flags=re.MULTILINE)[1:]:
         newest: Section | None = None
         for part in re.split(r"^### ", framework, flags=re.MULTILINE)[1:]:
             section = _parse(part)
@@ -169,8 +174,8 @@ def _complete(section: Section, newest: Section) -> list[Table]:
     ]
 
 
-def render(sections: Mapping[str, Section]) -> str:
-    """The page."""
+def render(sections: Mapping[str, Section], by_hand: str = "") -> str:
+    """The page, with this end."""
     blocks = [_HEAD]
     for framework in dict.fromkeys(section.framework for section in sections.values()):
         ours = [section for section in sections.values() if section.framework == framework]
@@ -179,7 +184,7 @@ def render(sections: Mapping[str, Section]) -> str:
         for number, section in enumerate(older):
             same = [each.title for each in (newest, *older[:number]) if _outcomes(each) == _outcomes(section)]
             blocks += _as_another(section, same[0]) if same else _differences(section, newest)
-    return "\n\n".join(filter(None, (block.strip() for block in blocks))) + "\n"
+    return "\n\n".join(filter(None, (block.strip() for block in blocks))) + "\n" + by_hand
 
 
 def _outcomes(section: Section) -> dict[str, dict[Labels, Outcomes]]:
@@ -235,6 +240,7 @@ def _release(package: str) -> str:
     return version(package).partition("+")[0]
 
 
+_BY_HAND = "\n## By hand"
 _SAME = "Outcomes as with "
 _UNTRIED = "not tried"
 _NOTHING_TRIED = "Not tried."
@@ -243,9 +249,9 @@ _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests write this page from what they saw; those that CI runs fail when they see something else. Each framework has full
-tables for its newest versions. Sections of older versions have the lines that differ from those. Everything ran on the
-CPU over gloo, nothing on a GPU.
+Tests write this page from what they saw, but for its end; those that CI runs fail when they see something else. Each
+framework has full tables for its newest versions. Sections of older versions have the lines that differ from those.
+Everything ran on the CPU over gloo, nothing on a GPU.
 """
 
 TITAN = """\

@@ -321,6 +321,9 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     text = run("--layers", file, "--gpus", 16, "--device", "h100", *chosen)
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
+    assert re.search(
+        r"^The shortest step that fits: plan, \d+\.\d% longer than without a pipeline, which also fits.$", text, re.M
+    )
     html = picture.read_text()
     named = re.findall(r'"name(?: best)?" x="(.*?)" y="(.*?)" .*?>(.*?)<', html)
     names = [[float(x), float(y), len(name)] for x, y, name in named]
@@ -362,6 +365,12 @@ def test_what_is_refused(file: Path, arguments: tuple[str, ...], words: str) -> 
     output = run("--layers", file, "--gpus", 16, *arguments, code=2)
     assert words in " ".join(output.split())
     assert len(output.strip().splitlines()) == 1
+
+
+def test_a_job_without_a_pipeline_is_sent_to_the_search() -> None:
+    found = estimate(workload(degrees=Degrees(pipeline=1)), ONE_A_SECOND, only=())
+    assert "This job has no pipeline: --search compares pipelines with it." in "\n".join(lines(found))
+    assert "--search" not in "\n".join(lines(found, searched=True))
 
 
 def test_an_empty_estimate_has_a_page() -> None:

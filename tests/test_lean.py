@@ -17,7 +17,7 @@ from zbpipe.algorithms.zbv_lean import zbv_lean
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import least_room
-from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.planner import search
 from zbpipe.planner.engine import PLAIN, at_hand, fastest
@@ -231,3 +231,18 @@ def test_a_limit_below_one_microbatch() -> None:
     costs = typical_costs(Placement.v(3), "full")
     schedule = find_best("tight", [generate("ZBV", 3, 5)], costs, limits=[0] * 3)
     assert validate(schedule, least_room(Placement.v(3), costs), costs) == []
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_under_tensor_parallelism_there_is_less_room_for_deferred_gradients(checkpointing: Checkpointing) -> None:
+    """Made for one GPU a stage, ZBVLean takes more than 1F1B's memory; made for the job's degree it does not."""
+    placement, usual = resolve("ZBVLean").place(4), resolve("1F1B")
+    costs = usual_costs(placement, checkpointing, 8)
+    room = max(simulate(usual.make(4, 16), usual_costs(usual.place(4), checkpointing, 8)).peak_memory)
+
+    def memory(tensor: int) -> float:
+        made = resolve("ZBVLean").make(4, 16, costs=usual_costs(placement, checkpointing, tensor))
+        return max(simulate(made, costs).peak_memory) / room
+
+    assert memory(1) > 1.1
+    assert memory(8) <= 1.021

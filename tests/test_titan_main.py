@@ -104,9 +104,10 @@ def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> Non
 
 
 @NEEDS_TORCH
-def test_a_trainer_with_a_step_of_its_own_refuses_validated_steps() -> None:
-    jobs = [("own_trainer", "ZBV"), ("llm", "ZBV")]
-    (refused, trained), *_ = run_ranks(RANKS, refuse, jobs)
+def test_what_is_refused_before_the_ranks_meet() -> None:
+    jobs = [("own_trainer", RANKS), ("llm", RANKS), ("llm", RANKS + 1)]
+    (refused, trained, unfit), *_ = run_ranks(RANKS, refuse, jobs)
+    assert "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job has 2: start" in str(unfit)
     assert refused == (
         "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which has a"
         " train_step of its own: leave it out"
@@ -114,23 +115,18 @@ def test_a_trainer_with_a_step_of_its_own_refuses_validated_steps() -> None:
     assert trained is None
 
 
-def refuse(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
-    """The errors of jobs with validated optimizer steps before they train."""
-    sys.path.insert(0, str(STAND_IN))
-    from torchtitan.trainer import Trainer
-
-    Trainer.train = lambda self: None  # type: ignore[method-assign]
-    zbpipe_said = train([], ("--zbpipe.optimizer-step", "validated"))
-    assert not zbpipe_said
+def refuse(jobs: Sequence[tuple[str, int]]) -> list[str | None]:
+    """The errors of the command lines of jobs with ZBV, validated optimizer steps, and so many pipeline ranks."""
+    train([], ("--zbpipe.optimizer-step", "validated"))
     import torchtitan.train
 
     errors: list[str | None] = []
-    for toy, schedule in jobs:
+    for toy, ranks in jobs:
         manager = torchtitan.train.ConfigManager()
-        words = ("--parallelism.pipeline_parallel_degree", str(RANKS), "--parallelism.num_pp_microbatches", "16")
+        words = ("--parallelism.pipeline_parallel_degree", str(ranks), "--parallelism.num_pp_microbatches", "16")
         named = ("--module", "torchtitan.experiments.toys", "--config", toy)
         try:
-            manager.parse_args([*named, *words, "--parallelism.pipeline_parallel_schedule", schedule])
+            manager.parse_args([*named, *words, "--parallelism.pipeline_parallel_schedule", "ZBV"])
             errors.append(None)
         except ValueError as error:
             errors.append(str(error))

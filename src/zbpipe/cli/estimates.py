@@ -29,10 +29,11 @@ _DRAWN = 5
 """Schedules in the page's picture."""
 
 
-def lines(found: Estimate) -> Iterator[str]:
-    """The table, and below it where the figures come from."""
+def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
+    """The verdict, the table, and below it where the figures come from; `searched` if other degrees were compared."""
     yield from _warnings(found)
     yield _job(found)
+    yield from _verdict(found, searched)
     yield ""
     yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
     yield ""
@@ -42,6 +43,23 @@ def lines(found: Estimate) -> Iterator[str]:
 def _warnings(found: Estimate) -> Iterator[str]:
     if words := found.workload.too_few_microbatches:
         yield words
+
+
+def _verdict(found: Estimate, searched: bool) -> Iterator[str]:
+    """One sentence: whether a pipeline pays."""
+    alone, best = found.without_pipeline, found.on_these_degrees
+    if found.workload.degrees.pipeline == 1:
+        shortest = "The shortest step of all: no pipeline."
+        yield shortest if searched else "This job has no pipeline: --search compares pipelines with it."
+    elif best is None:
+        yield "No schedule fits that can run."
+    elif alone is None or not alone.fits:
+        without = "" if alone is None else "; without a pipeline it does not fit"
+        yield f"The shortest step that fits: {best.schedule}{without}."
+    else:
+        longer = best.seconds / alone.seconds - 1
+        how = f"{abs(longer):.1%} {'longer' if longer > 0 else 'shorter'} than without a pipeline"
+        yield f"The shortest step that fits: {best.schedule}, {how}, which also fits."
 
 
 def _notes(found: Estimate) -> Iterator[str]:
@@ -54,9 +72,11 @@ def _notes(found: Estimate) -> Iterator[str]:
 def _job(found: Estimate) -> str:
     work, device = found.workload, found.device
     gpus = f"{work.degrees.gpus} {device.name if device else 'devices'}"
+    checkpointing = "" if work.checkpointing is None else f", {work.checkpointing} checkpointing"
     return (
         f"{work.name}: {work.parameters / 1e9:.3g}B parameters on {gpus} ({work.degrees}),"
-        f" {work.microbatches} microbatches of {work.tokens} tokens, {work.global_tokens} tokens a step"
+        f" {work.microbatches} microbatches of {work.tokens} tokens, {work.global_tokens} tokens per step"
+        f"{checkpointing}"
     )
 
 
@@ -98,7 +118,7 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     ]
     yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
     yield ""
-    yield from lines(best)
+    yield from lines(best, searched=True)
 
 
 def record(found: Estimate) -> dict[str, Any]:

@@ -178,6 +178,7 @@ def typical_costs(
     times: Sequence[float] | None = None,
     comm: float = 0.0,
     host: Link | None = None,
+    tensor: int = 1,
 ) -> CostModel:
     """The costs of a model of Llama 3 8B's blocks, eight a rank and nothing else, on this placement.
 
@@ -194,19 +195,19 @@ def typical_costs(
         times: seconds a rank takes for F, I and W of one microbatch, with all recomputation; default: `typical_times`.
         comm: seconds from one rank to another.
         host: the way to the host's memory, with a bandwidth in this unit of memory per second.
+        tensor: degree of tensor parallelism. It shrinks what F keeps by more than the deferred gradients.
     """
     checkpointing = Checkpointing.parse(checkpointing)
-    block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing)
+    block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)
     times = typical_times(checkpointing) if times is None else tuple(times)
     if len(times) != 3:
         raise ValueError(f"times = {times} are not three numbers: give those of F, I and W, for example (1, 1.2, 0.8)")
     f, i, w = times
-    working = {kind: block.working(checkpointing, kind) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
-    return CostModel.uniform(
-        placement, f, i, w, comm=comm, freed_by_i=1 - block.kept_by_i() / kept, working=working, host=host
-    )
+    working = {kind: block.working(checkpointing, kind, tensor) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
+    freed = 1 - block.kept_by_i(tensor) / kept
+    return CostModel.uniform(placement, f, i, w, comm=comm, freed_by_i=freed, working=working, host=host)
 
 
-def usual_costs(placement: Placement, checkpointing: Checkpointing) -> CostModel:
-    """What a schedule that adapts to the checkpointing is made for in a job if nothing is measured."""
-    return typical_costs(placement, checkpointing, comm=_COMM)
+def usual_costs(placement: Placement, checkpointing: Checkpointing, tensor: int = 1) -> CostModel:
+    """Costs for which a job's schedule is made that adapts to the checkpointing, if nothing is measured."""
+    return typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)

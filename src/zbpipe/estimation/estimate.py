@@ -132,7 +132,7 @@ class _Job:
         if not algorithm.by_checkpointing:
             return None
         known = self.workload.checkpointing
-        return costs if known is None else usual_costs(placement, known)
+        return costs if known is None else usual_costs(placement, known, self.workload.degrees.tensor)
 
     def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
         """The best found that leaves room for the weights."""
@@ -233,6 +233,10 @@ class _Job:
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
             )
+        yield (
+            "messages: none waits in a queue, and none delays computations, as on ROCm it may (zbpipe compare"
+            " --transport shared-with-compute)"
+        )
         yield (
             "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"
             " nothing; without a pipeline, communication of a layer overlaps the computation of another, and what"

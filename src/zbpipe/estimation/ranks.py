@@ -62,7 +62,11 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
     """The schedule that the job makes before anything is measured."""
     ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
-    made_for = usual_costs(placement, known) if algorithm.by_checkpointing and known is not None else None
+    made_for = (
+        usual_costs(placement, known, workload.degrees.tensor)
+        if algorithm.by_checkpointing and known is not None
+        else None
+    )
     return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)
 
 

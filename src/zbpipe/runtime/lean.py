@@ -74,12 +74,15 @@ class LeanSchedule(RegisteredSchedule):
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
         self.make_for(agreed)  # not before: a rank that refuses this step asks again in the next one
 
-    def make_for(self, checkpointing: Checkpointing) -> None:
-        """Make the schedule anew for what all ranks know, unless it is made for measured costs."""
+    def make_for(self, checkpointing: Checkpointing, tensor: int = 1) -> None:
+        """Make the schedule anew for what all ranks know, unless it is made for measured costs.
+
+        `tensor` is the degree of tensor parallelism.
+        """
         self._unsure = None
-        if self.checkpointing is not None and self.checkpointing is not checkpointing:
+        if self.checkpointing is not None and (self.checkpointing is not checkpointing or tensor > 1):
             self.checkpointing = checkpointing
-            self.remake(usual_costs(self.placement, checkpointing))
+            self.remake(usual_costs(self.placement, checkpointing, tensor))
 
 
 def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:

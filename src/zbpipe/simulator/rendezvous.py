@@ -34,6 +34,8 @@ class _Rank:
     to_come: deque[Action]
     """Without receives."""
     done: list[Action] = field(default_factory=list)
+    behind: deque[Action] = field(default_factory=deque)
+    """Sends that have not begun, and actions that follow them, such as the reduction of gradients."""
     until: int | None = None
     """When its computation or message ends; None while it is free."""
 
@@ -50,7 +52,7 @@ class _Run:
         self._ranks = [_Rank(deque(each for each in row if each.kind not in RECEIVES)) for row in rows]
         self._sent: list[Action] = []
         """Messages that have not begun, in the order in which they were made."""
-        self._received = set[Action]()
+        self._begun = set[Action]()
 
     def finish(self) -> Rows:
         now: int | None = 0
@@ -74,7 +76,15 @@ class _Run:
         rank.until = None
         while rank.to_come and rank.to_come[0].kind not in COMPUTE:
             each = rank.to_come.popleft()
-            (self._sent if each.kind in SENDS else rank.done).append(each)
+            rank.behind.append(each)
+            if each.kind in SENDS:
+                self._sent.append(each)
+        self._go_on(rank)
+
+    def _go_on(self, rank: _Rank) -> None:
+        """Run the actions up to the next send that has not begun."""
+        while rank.behind and (rank.behind[0].kind not in SENDS or rank.behind[0] in self._begun):
+            rank.done.append(rank.behind.popleft())
 
     def _begin_messages(self, now: int) -> list[_Rank]:
         """Begin messages, and return the ranks that wait for one."""
@@ -88,16 +98,17 @@ class _Run:
                 held += ends
                 self._sent.append(send)
                 continue
-            self._received.add(send)
-            for rank, action in zip(ends, (send, receive), strict=True):
-                rank.done.append(action)
-                rank.until = now + self._ticks(self._costs.transfer(*numbers))
+            self._begun.add(send)
+            sender, receiver = ends
+            self._go_on(sender)
+            receiver.done.append(receive)
+            sender.until = receiver.until = now + self._ticks(self._costs.transfer(*numbers))
         return held
 
     def _has_input(self, compute: Action) -> bool:
         stage, kind, microbatch = compute
         maker = self._makers.get((stage, kind))
-        return maker is None or Action(*maker, microbatch) in self._received
+        return maker is None or Action(*maker, microbatch) in self._begun
 
     def _ticks(self, seconds: float) -> int:
         return round(ldexp(seconds, self._exponent))

@@ -67,6 +67,7 @@ def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
     if batches.counts_tokens(config):
         config.training.max_context_length = config.training.num_tokens_per_microbatch_per_dp_rank = _LENGTH
         config.parallelism.num_pp_microbatches = 8
+        config.validator.dataloader = make_dataloader_config()  # its command line names no data set
     else:
         config.training.seq_len = _LENGTH
     config.training.mixed_precision_param = "float32"

@@ -390,8 +390,10 @@ def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
     logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
     if isinstance(schedule, LeanSchedule):
         # The config says it, not what each rank sees in its own modules: all ranks have to have one schedule now.
-        schedule.make_for(job.checkpointing)
-        logger.info("%s is made for %s activation checkpointing", name, job.checkpointing)
+        tensor = job.parallelism.tensor_parallel_degree
+        schedule.make_for(job.checkpointing, tensor)
+        degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
+        logger.info("%s is made for %s activation checkpointing%s", name, job.checkpointing, degree)
     schedule.sizes.keywords_are_alike = True  # TorchTitan gives the positions of all tokens to all ranks
     logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
 
