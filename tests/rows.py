@@ -28,10 +28,6 @@ its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 
 in the next forward one of 16,384 inputs of a layer is rounded to the next float8 number, which is 7 % away, and 115
 inputs of the next layer follow. 1F1B with random changes of 3e-7 in its first gradients differs from 1F1B by up to 1e-5
 and 3e-5.
-
-Tried by hand, without a test: context parallelism with dense masks, and expert parallelism with an all-to-all over gloo
-for messages of different sizes, also with sharding, tensor parallelism and torch.compile. So were supervised
-fine-tuning, the dense Qwen 3, and Qwen 3.5 and Kimi with images. All of these jobs trained as with 1F1B.
 """
 """What the page says before the table of `ROWS`."""
 
