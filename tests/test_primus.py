@@ -26,7 +26,7 @@ yaml = pytest.importorskip("yaml")
 STAND_IN = Path(__file__).parent / "primus_stand_in"
 FOLDER = Path(__file__).parent.parent / "titan_integration" / "primus"
 PATCH = FOLDER / "zbpipe_patch.py"
-EXAMPLE = FOLDER / "llama3.1_8B-zbv.yaml"
+EXAMPLE = FOLDER / "llama3.1_8B.yaml"
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_the_format_of_the_example(experiment: ModuleType) -> None:
     module, sections = experiment.load(EXAMPLE)
     assert module.keys() == {"framework", "config", "model", "overrides"}
     assert module["framework"] == "torchtitan"
-    assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZBV"}
+    assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZBH1Lean"}
 
 
 def test_the_line_in_the_comment(primus: ModuleType, plugged: list[Options]) -> None:
@@ -170,7 +170,7 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
     assert sorted(wrong_keys(JobConfig, misspelt)) == ["parallelism.pipeline_degree", "training.steps"]
     config = experiment.job_config(sections)
     check.check(config, Options())
-    assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBV", "8B")
+    assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBH1Lean", "8B")
     assert (config.primus_turbo, config.compile.enable) == ({"enable_primus_turbo": False}, False)
     config.parallelism.pipeline_parallel_schedule = "ZBW"
     with pytest.raises(ValueError, match="unknown schedule 'ZBW'"):
