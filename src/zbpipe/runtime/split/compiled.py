@@ -242,7 +242,7 @@ autograd.copy_type(_Slots, lambda sites, *_: tuple([each.detach() for site in si
 
 
 def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:
-    """Cast x before the region, so that layers with the same x share the result under autocast."""
+    """Cast x outside the region, so that under autocast layers with the same x share the result."""
     place = x.data_ptr(), x.shape, x.stride(), dtype
     if place not in casts:
         casts[place] = x.to(dtype)

@@ -48,10 +48,10 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the layers in `module` defer their weight gradients while `gradients` records.
 
     These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.split.products.WeightProduct`); with an empty one a layer defers nothing. Parameters, buffers and
-    their names stay as they are. Autograd computes in I what cannot be deferred: gradients of weights with hooks, of
-    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of
-    the parameters of all other layers. A layer that was prepared before defers to the new `gradients` from now on.
+    `zbpipe.runtime.split.products.WeightProduct`). With an empty one a layer defers nothing. Parameters, buffers and
+    their names do not change. In I autograd computes all gradients that cannot be deferred: of weights with hooks, of
+    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of the
+    parameters of all other layers. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
     for layer in module.modules():

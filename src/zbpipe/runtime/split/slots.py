@@ -28,7 +28,7 @@ class Spec(NamedTuple):
 
 
 def spec(tensor: Tensor) -> Spec:
-    """What `tensor` looks like."""
+    """The spec of `tensor`."""
     return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
@@ -88,7 +88,7 @@ class Slots(NamedTuple):
 
 
 def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
-    """Integers have no gradients; float64 holds every index and count exactly."""
+    """Dtype of a tensor's slot. Integers have no gradients, but float64 holds every index and count exactly."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 

@@ -110,8 +110,7 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
 
 
 def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
-    """Refuse unreduced gradients after the last W. FSDP accumulates reductions, so one in I is correct if another
-    follows."""
+    """Refuse unreduced gradients after the last W. An earlier reduction in I is fine: FSDP accumulates."""
     # torch reduces after the last W if the whole stage is an FSDP module.
     if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
         raise RuntimeError(
@@ -239,7 +238,7 @@ def split_class(stage_class: type[pipelining.Stage]) -> type[pipelining.Stage]:
 
 
 class _SplitBackward(pipelining.OwnStage):
-    """Mixed in before the stage's own class. Runs I and W; everything else is torch's.
+    """Mixed in before the stage's own class. Runs I and W. torch's stage does everything else.
 
     torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
     """

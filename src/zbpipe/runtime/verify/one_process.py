@@ -62,7 +62,7 @@ def check_gradients(
         The report, if all gradients pass.
 
     Raises:
-        PipelineError: the gradients differ; the cause, a `GradientMismatchError`, has the report.
+        PipelineError: the gradients differ. The cause, a `GradientMismatchError`, has the report.
         ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
             no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
