@@ -108,10 +108,10 @@ def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward
 
     Args:
         schedule: a schedule of torch or zbpipe.
-        forward: replaces the forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees
+        forward: wraps the forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees
             them.
-        loss: replaces the loss: `(call, output, target, **kwargs)`.
-        backward: replaces a backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the
+        loss: wraps the loss: `(call, output, target, **kwargs)`.
+        backward: wraps a backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the
             "output_grads" (None on the last stage) and its "input_values". The first part of its result is the
             gradients of these.
     """

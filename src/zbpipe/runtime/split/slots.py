@@ -28,7 +28,6 @@ class Spec(NamedTuple):
 
 
 def spec(tensor: Tensor) -> Spec:
-    """The spec of `tensor`."""
     return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
